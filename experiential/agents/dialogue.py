@@ -1,0 +1,382 @@
+"""A conversation owned as token ids: what is trained on is, token by token, what was sampled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, Literal
+
+from experiential.agents.prompts import is_protocol_tag
+from experiential.types import Generation, Message
+
+SpanKind = Literal["system", "user", "experience", "assistant"]
+
+_REPLY = "Sentinel4711Reply"
+_EXPERIENCE = re.compile(r"<experience>\n.*?\n</experience>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens ``start`` to ``end`` (exclusive) of a sequence, and what they are."""
+
+    kind: SpanKind
+    start: int
+    end: int
+
+
+@dataclass
+class TokenSequence:
+    """One sequence to train on; all lists have one item per token.
+
+    Attributes:
+        tokens: token ids.
+        mask: 1 where the token was sampled here, else 0.
+        logprobs: behaviour log-probability in nats where ``mask`` is 1, else 0.
+        allowed: token ids that a constraint allowed; an empty tuple means unconstrained.
+        spans: what the tokens are, in order and without gaps; a chat template's own tokens belong to the message they surround.
+    """
+
+    tokens: list[int] = field(default_factory=list[int])
+    mask: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    allowed: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    spans: list[Span] = field(default_factory=list[Span])
+
+    def extend(self, tokens: Sequence[int], kinds: Iterable[SpanKind]) -> None:
+        """Append tokens that were not sampled."""
+        self.mask += [0] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.allowed += [()] * len(tokens)
+        self._append(tokens, kinds)
+
+    def extend_sampled(self, generation: Generation) -> None:
+        """Append the tokens of a response."""
+        count = len(generation.response_ids)
+        self.mask += [1] * count
+        self.logprobs += generation.logprobs
+        self.allowed += generation.allowed if generation.allowed is not None else [()] * count
+        self._append(generation.response_ids, repeat("assistant", count))
+
+    def _append(self, tokens: Sequence[int], kinds: Iterable[SpanKind]) -> None:
+        for position, kind in enumerate(kinds, len(self.tokens)):
+            if self.spans and self.spans[-1].kind == kind:
+                self.spans[-1] = Span(kind, self.spans[-1].start, position + 1)
+            else:
+                self.spans.append(Span(kind, position, position + 1))
+        self.tokens += tokens
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    user: Message
+    generation: Generation
+
+
+class Conversation:
+    """Who said what. Base of `MessageDialogue` and `Dialogue`; ``history`` bounds how much of it a prompt shows.
+
+    Args:
+        history: past exchanges that a prompt shows, None for all. The first message always stays, for it holds the goal
+            and the advice; a note tells how many turns were left out after it.
+    """
+
+    def __init__(self, *, history: int | None = None) -> None:
+        if history is not None and history < 0:
+            raise ValueError(f"Expected history to be None or at least 0, got {history}")
+        self._history = history
+        self._system = ""
+        self._exchanges: list[_Exchange] = []
+        self._pending: list[Message] = []
+
+    def add(self, message: Message) -> None:
+        """Append a system message (before the first response) or a user or tool message; assistants speak by ``append``.
+
+        Raises:
+            ValueError: a message of this role cannot stand here.
+        """
+        role = message["role"]
+        if role == "assistant" or (role == "system" and self._exchanges):
+            raise ValueError(f"Expected a user or tool message here, got role {role!r}; responses are given to append()")
+        if role == "system":
+            self._system = message["content"]
+        else:
+            self._pending.append(message)
+
+    def withdraw(self) -> None:
+        """Forget the messages added since the last response, as after a failed request."""
+        self._pending.clear()
+
+    def _current(self) -> Message:
+        if not self._pending:
+            raise ValueError("Expected a message since the last response, got none; call add() first")
+        if len(self._pending) == 1:
+            return self._pending[0]
+        roles = {message["role"] for message in self._pending}
+        role: Literal["user", "tool"] = "tool" if roles == {"tool"} else "user"
+        return {"role": role, "content": "\n".join(message["content"] for message in self._pending)}
+
+    @property
+    def _first(self) -> int:
+        """Index of the first exchange that the next prompt shows after the first message."""
+        return 0 if self._history is None else max(0, len(self._exchanges) - self._history)
+
+    def _users(self) -> list[Message]:
+        """The user messages of the next prompt: one before each exchange shown, and the current one."""
+        users = [*(exchange.user for exchange in self._exchanges[self._first :]), self._current()]
+        if self._first:
+            goal = self._exchanges[0].user["content"]
+            users[0] = {"role": "user", "content": f"{goal}\n[{self._first} turns left out]\n{users[0]['content']}"}
+        return users
+
+    def _record(self, generation: Generation) -> None:
+        self._exchanges.append(_Exchange(self._current(), generation))
+        self._pending.clear()
+
+
+class MessageDialogue(Conversation):
+    """The conversation as chat messages, for backends that take no tokens.
+
+    >>> talk = MessageDialogue()
+    >>> talk.add({"role": "user", "content": "A door."})
+    >>> talk.append(Generation(text="open door"))
+    >>> talk.add({"role": "user", "content": "It opens."})
+    >>> [message["content"] for message in talk.prompt()]
+    ['A door.', 'open door', 'It opens.']
+    """
+
+    def prompt(self) -> list[Message]:
+        """The messages to answer.
+
+        Raises:
+            ValueError: nothing was added since the last response.
+        """
+        *earlier, current = self._users()
+        messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        for user, exchange in zip(earlier, self._exchanges[self._first :], strict=True):
+            messages += [user, Message(role="assistant", content=exchange.generation.text)]
+        return [*messages, current]
+
+    def append(self, generation: Generation) -> None:
+        """Record the response to ``prompt()``."""
+        self._record(generation)
+
+
+class Dialogue(Conversation):
+    """The conversation as token ids: sampled tokens are kept as they are, never decoded and tokenised again.
+
+    The first messages are rendered by the tokenizer's chat template. Every later message is appended as the difference that
+    the template makes for it after a stand-in reply, so that templates which rewrite earlier turns (as those that drop
+    the thinking do) cannot change what was sampled. With ``history=None`` each prompt begins with the one before it and its response.
+
+    Caveat: when ``history`` makes a prompt drop turns, a new sequence begins, in which the earlier responses are context (mask 0).
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        history: past exchanges that a prompt shows, None for all; the first message always stays.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or ``history`` is negative.
+    """
+
+    def __init__(self, tokenizer: Any, *, history: int | None = None) -> None:
+        super().__init__(history=history)
+        self._template = ChatTemplate(tokenizer)
+        self._sequence = TokenSequence()
+        self._start = 0
+        self._closed: list[TokenSequence] = []
+        self._staged: tuple[TokenSequence, list[int], list[SpanKind]] | None = None
+
+    def add(self, message: Message) -> None:
+        """Append a message; see `Conversation.add`."""
+        super().add(message)
+        self._staged = None
+
+    def withdraw(self) -> None:
+        """Forget the messages added since the last response."""
+        super().withdraw()
+        self._staged = None
+
+    def prompt(self) -> list[int]:
+        """The token ids to continue, generation prompt included.
+
+        Raises:
+            ValueError: nothing was added since the last response.
+        """
+        sequence, tokens, _ = self._stage()
+        return sequence.tokens + tokens
+
+    def append(self, generation: Generation) -> None:
+        """Record the response to ``prompt()``, with mask 1.
+
+        Raises:
+            ValueError: the response was made from another prompt, or its lists differ in length.
+        """
+        sequence, tokens, kinds = self._stage()
+        _check(generation, sequence.tokens + tokens)
+        if sequence is not self._sequence:
+            self._closed += [self._sequence] if any(self._sequence.mask) else []
+            self._sequence, self._start = sequence, self._first
+        sequence.extend(tokens, kinds)
+        sequence.extend_sampled(generation)
+        self._record(generation)
+        self._staged = None
+
+    def sequences(self) -> list[TokenSequence]:
+        """The sequences to train on; each sampled token has mask 1 in exactly one of them."""
+        return [*self._closed, *([self._sequence] if any(self._sequence.mask) else [])]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the current sequence, up to the last response."""
+        return self._sequence.tokens
+
+    @property
+    def mask(self) -> list[int]:
+        """1 for each sampled token of the current sequence, else 0."""
+        return self._sequence.mask
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Behaviour log-probabilities of the current sequence, 0 where the mask is 0."""
+        return self._sequence.logprobs
+
+    @property
+    def allowed(self) -> list[tuple[int, ...]]:
+        """Per token of the current sequence, the token ids a constraint allowed."""
+        return self._sequence.allowed
+
+    @property
+    def spans(self) -> list[Span]:
+        """What the tokens of the current sequence are."""
+        return self._sequence.spans
+
+    def _stage(self) -> tuple[TokenSequence, list[int], list[SpanKind]]:
+        """The sequence to continue, and the tokens that the pending messages put after it."""
+        if self._staged is None:
+            users = self._users()
+            if not self._exchanges:
+                self._staged = (self._sequence, *self._template.opening(self._system, users[0]))
+            elif self._first == self._start:
+                self._staged = (self._sequence, *self._template.delta(users[-1], self._exchanges[-1].generation.response_ids))
+            else:
+                self._staged = self._replayed(users)
+        return self._staged
+
+    def _replayed(self, users: list[Message]) -> tuple[TokenSequence, list[int], list[SpanKind]]:
+        sequence = TokenSequence()
+        tokens, kinds = self._template.opening(self._system, users[0])
+        for exchange, user in zip(self._exchanges[self._first :], users[1:], strict=True):
+            response = exchange.generation.response_ids
+            sequence.extend(tokens, kinds)
+            sequence.extend(response, repeat("assistant", len(response)))
+            tokens, kinds = self._template.delta(user, response)
+        return sequence, tokens, kinds
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, taken apart into an opening and the difference that each further message makes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            name = type(tokenizer).__name__
+            raise ValueError(f"Expected a tokenizer with a chat template, got {name} without one; set tokenizer.chat_template")
+        self._tokenizer = tokenizer
+        self._specials = _special_pattern(tokenizer)
+        self._end: list[int] | None = None
+
+    def opening(self, system: str, user: Message) -> tuple[list[int], list[SpanKind]]:
+        """Tokens of system and first user message, with the generation prompt.
+
+        A template without a system role gets the system text in front of the user's.
+        """
+        system, user = self._defused(system), {**user, "content": self._defused(user["content"])}
+        text = self._render_opening(system, user)
+        system_end = text.find(system.strip()) + len(system.strip()) if system else 0
+        return self._encode(text, system_end)
+
+    def delta(self, message: Message, response: Sequence[int]) -> tuple[list[int], list[SpanKind]]:
+        """Tokens from the end of ``response`` to the next generation prompt; what ``response`` already ended with is left out."""
+        message = {**message, "content": self._defused(message["content"])}
+        tokens, kinds = self._encode(self._after_reply([message], generation=True))
+        overlap = self._overlap(tokens, response)
+        return tokens[overlap:], kinds[overlap:]
+
+    def _overlap(self, tokens: Sequence[int], response: Sequence[int]) -> int:
+        """How many of the tokens that end a turn were sampled already."""
+        if self._end is None:
+            self._end = self._encode(self._after_reply([], generation=False))[0]
+        longest = min(len(self._end), len(response), len(tokens))
+        return next((n for n in range(longest, 0, -1) if tuple(response[-n:]) == tuple(tokens[:n])), 0)
+
+    def _render_opening(self, system: str, user: Message) -> str:
+        if not system:
+            return self._render([user], generation=True)
+        from jinja2 import TemplateError
+
+        try:
+            text = self._render([{"role": "system", "content": system}, user], generation=True)
+        except TemplateError:
+            text = ""
+        if system.strip() in text:
+            return text
+        return self._render([{**user, "content": f"{system}\n\n{user['content']}"}], generation=True)
+
+    def _after_reply(self, messages: list[Message], *, generation: bool) -> str:
+        before: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _REPLY}]
+        text = self._render([*before, *messages], generation=generation)
+        head, found, tail = text.partition(_REPLY)
+        if not found:
+            raise ValueError(f"Expected a chat template that shows assistant messages, got {head!r} for one")
+        return tail
+
+    def _render(self, messages: list[Message], *, generation: bool) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation))
+
+    def _encode(self, text: str, system_end: int = 0) -> tuple[list[int], list[SpanKind]]:
+        if not self._tokenizer.is_fast:
+            tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            return tokens, ["user"] * len(tokens)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        kinds = _kinds(text, [start for start, _ in encoded["offset_mapping"]], system_end)
+        return list(encoded["input_ids"]), kinds
+
+    def _defused(self, content: str) -> str:
+        """``content`` in which no special token of this tokenizer stands."""
+        if self._specials is None:
+            return content
+        return self._specials.sub(_broken, content)
+
+
+def _broken(token: re.Match[str]) -> str:
+    first, rest = token[0][0], token[0][1:]
+    return f"&lt;{rest}" if first == "<" else f"{first} {rest}"
+
+
+def _special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    added = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
+    specials = {token for token in (*tokenizer.all_special_tokens, *added) if len(token) > 1 and not is_protocol_tag(token)}
+    return re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True))) if specials else None
+
+
+def _kinds(text: str, starts: Sequence[int], system_end: int) -> list[SpanKind]:
+    """The kind of each token by the character it starts at."""
+    blocks = [match.span() for match in _EXPERIENCE.finditer(text)]
+    kinds: list[SpanKind] = []
+    for start in starts:
+        if any(first <= start < last for first, last in blocks):
+            kinds.append("experience")
+        else:
+            kinds.append("system" if start < system_end else "user")
+    return kinds
+
+
+def _check(generation: Generation, prompt: Sequence[int]) -> None:
+    if generation.prompt_ids and tuple(generation.prompt_ids) != tuple(prompt):
+        raise ValueError("Expected a response to the current prompt, got one made from other tokens; give append() what prompt() led to")
+    count = len(generation.response_ids)
+    allowed = count if generation.allowed is None else len(generation.allowed)
+    got = (len(generation.logprobs), allowed)
+    if got != (count, count):
+        raise ValueError(f"Expected one log-probability and allowed set for each of {count} tokens, got {got[0]} and {got[1]}")

@@ -1,0 +1,163 @@
+"""The agent that turns episodes into experience, and keeps the experience in order."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from experiential.agents.actor import run_sync
+from experiential.agents.dialogue import Dialogue
+from experiential.agents.operations import CONSOLIDATION, TEXT_LIMIT, clean, operations_schema, parse_operations
+from experiential.agents.prompts import DISTILL_BUDGET, EntryLike, cut_middle, entry_text, prompt_set
+from experiential.agents.seeds import derived_seed
+from experiential.llm.base import LLM, Prompt, SamplingParams
+from experiential.types import Distillation, Generation, Message, Trajectory
+
+_THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
+_VERDICT = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+
+
+class ExtractorAgent:
+    """Distils trajectories, refines entries for a question, merges entries and compares them.
+
+    Caveat: a coroutine raises ``BackendError`` when the backend fails; an answer that cannot be read is no error but a
+    `Distillation` with refusals. No vector version is needed: the coroutines may run concurrently.
+
+    >>> from experiential.llm.scripted import ScriptedLLM
+    >>> extractor = ExtractorAgent(ScriptedLLM(['<answer>[{"op": "add", "text": "Look under mats."}]</answer>']))
+    >>> distillation = extractor.distill(Trajectory(task="Open the door.", success=True))
+    >>> distillation.parsed.operations[0].text
+    'Look under mats.'
+
+    Change log: v0.1.0 added.
+
+    Args:
+        llm: the backend.
+        prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
+        max_operations: operations accepted from one distillation.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling.
+        max_tokens: tokens per response.
+        max_chars: characters of play shown; longer trajectories are shortened in the middle, and the prompt says so.
+        seed: makes every request repeatable: it is mixed with the prompt and with how often that prompt was asked before.
+        priority: of the requests, lower runs first; refinement, which an episode waits for, runs at 0 or lower.
+
+    Raises:
+        ValueError: the prompt set does not exist, or a number is not positive.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        prompts: str = "full",
+        max_operations: int = 3,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        max_tokens: int = 512,
+        max_chars: int = DISTILL_BUDGET,
+        seed: int | None = None,
+        priority: int = 1,
+    ) -> None:
+        for name, number in (("max_operations", max_operations), ("max_chars", max_chars)):
+            if number < 1:
+                raise ValueError(f"Expected {name} to be positive, got {number}")
+        self.llm = llm
+        self.prompts = prompt_set(prompts)
+        self.max_operations = max_operations
+        self.max_chars = max_chars
+        self.seed = seed
+        self._sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, priority=priority)
+        self._asked: Counter[int] = Counter()
+
+    @property
+    def version(self) -> int:
+        """Optimiser steps that the backend's weights have seen."""
+        return self.llm.version
+
+    def distill(self, trajectory: Trajectory, shown: Sequence[EntryLike] = ()) -> Distillation:
+        """What one trajectory teaches; see `adistill`."""
+        return run_sync(self.adistill(trajectory, shown))
+
+    def refine(self, query: str, experience: EntryLike) -> str:
+        """An entry rewritten for a question; see `arefine`."""
+        return run_sync(self.arefine(query, experience))[0]
+
+    def merge(self, experiences: Sequence[EntryLike]) -> Distillation:
+        """How to consolidate entries; see `amerge`."""
+        return run_sync(self.amerge(experiences))
+
+    def judge(self, a: EntryLike, b: EntryLike) -> bool:
+        """Whether two entries teach the same lesson; see `ajudge`."""
+        return run_sync(self.ajudge(a, b))
+
+    async def adistill(self, trajectory: Trajectory, shown: Sequence[EntryLike] = ()) -> Distillation:
+        """Operations on the bank that one trajectory gives cause to.
+
+        Args:
+            trajectory: a finished episode.
+            shown: the entries that reached its actor, in order; an update names one of them by its number.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        messages = self.prompts.distill_messages(trajectory, shown, self.max_operations, budget=self.max_chars)
+        generation = await self._ask(messages, stop=("</answer>",), json_schema=operations_schema(self.max_operations))
+        parsed = parse_operations(generation.text, max_operations=self.max_operations, shown=len(shown))
+        return Distillation(parsed=parsed, generation=generation)
+
+    async def arefine(self, query: str, experience: EntryLike) -> tuple[str, Generation | None]:
+        """An entry rewritten for a question, and the response that did it; an empty response leaves the entry as it is.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        priority = min(self._sampling.priority, 0)
+        generation = await self._ask(self.prompts.refine_messages(query, experience), priority=priority)
+        text = clean(_THINKING.sub("", generation.text))
+        return (cut_middle(text, TEXT_LIMIT - 40) or entry_text(experience)), generation
+
+    async def amerge(self, experiences: Sequence[EntryLike]) -> Distillation:
+        """Operations that make a chunk of entries fewer: keep, merge and discard, by their numbers.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        count = len(experiences)
+        schema = operations_schema(max(count, 1), merge=True)
+        generation = await self._ask(self.prompts.merge_messages(experiences), stop=("</answer>",), json_schema=schema)
+        parsed = parse_operations(generation.text, max_operations=count, shown=count, kinds=CONSOLIDATION)
+        return Distillation(parsed=parsed, generation=generation)
+
+    async def ajudge(self, a: EntryLike, b: EntryLike) -> bool:
+        """Whether two entries teach the same lesson; an answer that is neither yes nor no counts as no.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        generation = await self._ask(self.prompts.judge_messages(a, b))
+        verdict = _VERDICT.search(_THINKING.sub("", generation.text))
+        return verdict is not None and verdict[1].lower() == "yes"
+
+    async def _ask(self, messages: list[Message], **options: Any) -> Generation:
+        sampling = self._sampling.model_copy(update={"seed": self._seed(messages), **options})
+        return await self.llm.generate(self._prompt(messages), sampling)
+
+    def _prompt(self, messages: list[Message]) -> Prompt:
+        """Token ids where the backend takes them, so that no text can pass for a control token of its tokenizer."""
+        if (tokenizer := self.llm.tokenizer) is None:
+            return messages
+        dialogue = Dialogue(tokenizer)
+        for message in messages:
+            dialogue.add(message)
+        return dialogue.prompt()
+
+    def _seed(self, messages: list[Message]) -> int | None:
+        if self.seed is None:
+            return None
+        base = derived_seed(self.seed, json.dumps(messages))
+        self._asked[base] += 1
+        return derived_seed(base, self._asked[base])

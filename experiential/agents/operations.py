@@ -1,0 +1,289 @@
+"""From an extractor's answer to operations on the bank: everything good is kept, everything refused is named, nothing raises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, cast
+
+from experiential.agents.scanner import ScannedObject, scan_objects
+from experiential.types import Add, Discard, Keep, Merge, Operation, ParsedOperations, Refusal, Return, Update
+
+TEXT_LIMIT = 4000
+"""Characters an experience may have."""
+
+DISTILLATION = ("add", "update", "return")
+CONSOLIDATION = ("keep", "merge", "discard")
+
+_EXCERPT = 200
+_OPEN = re.compile(r"<\s*answer\s*>", re.IGNORECASE)
+_TAG = re.compile(r"<\s*(?:/\s*)?answer\s*>", re.IGNORECASE)
+_WRAPPER = re.compile(r"""\{(\s*["']?(?:operations|ops|actions|answer)["']?\s*:\s*)(?=\[)""", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_NUMBER = re.compile(r"\d{1,9}(?!\d)")
+
+_OP_KEYS = ("op", "operation", "function_name", "function", "action", "name", "type")
+_NESTED_KEYS = ("parameters", "params", "arguments", "args")
+_TEXT_KEYS = ("text", "new_memory", "updated_memory", "memory", "new_text", "content", "experience", "lesson")
+_ENTRY_KEYS = ("entry", "index", "idx", "target_idx", "target", "number", "id")
+_ENTRIES_KEYS = ("entries", "indices", "idxs", "targets", "ids", *_ENTRY_KEYS)
+
+
+class Reason(StrEnum):
+    """Why a piece of an answer was refused."""
+
+    NO_OPERATIONS = "no_operations"
+    """The answer holds no JSON object at all."""
+    MALFORMED = "malformed"
+    """An object that is not JSON, not even generously."""
+    TRUNCATED = "truncated"
+    """An object that the end of the answer cut."""
+    SUPERSEDED = "superseded"
+    """An object of an earlier answer; the last answer counts."""
+    UNKNOWN_OP = "unknown_op"
+    """No operation is named, or none that exists."""
+    UNEXPECTED_OP = "unexpected_op"
+    """An operation that this kind of answer may not hold."""
+    MISSING_TEXT = "missing_text"
+    """The operation needs a text and has none."""
+    EMPTY_TEXT = "empty_text"
+    """The text is blank."""
+    TEXT_TOO_LONG = "text_too_long"
+    """The text is longer than ``TEXT_LIMIT`` characters."""
+    MISSING_ENTRY = "missing_entry"
+    """The operation needs an entry number and has none."""
+    ENTRY_OUT_OF_RANGE = "entry_out_of_range"
+    """No entry with this number was shown."""
+    DUPLICATE = "duplicate"
+    """The same operation, or another one on the same entry, was accepted before."""
+    TOO_MANY = "too_many"
+    """More operations than allowed."""
+
+
+def parse_operations(
+    text: str,
+    *,
+    max_operations: int = 3,
+    shown: int | None = None,
+    kinds: Collection[str] = DISTILLATION,
+) -> ParsedOperations:
+    """Read the operations of a response.
+
+    The wire form is ``<answer>[{"op": "add", "text": "..."}, {"op": "update", "entry": 1, "text": "..."}]</answer>``. What is good
+    in a bad answer is kept; each object that is not accepted gives one `Refusal` whose reason is a `Reason`.
+
+    Args:
+        text: the whole response; the last ``<answer>`` counts, and without any the bare text is searched for objects.
+        max_operations: operations accepted; the ones after them are refused.
+        shown: how many entries the prompt numbered; None accepts any positive number.
+        kinds: the operations allowed, ``DISTILLATION`` or ``CONSOLIDATION``.
+
+    Returns:
+        the accepted operations, each with the characters of ``text`` that it was read from, and the refusals.
+
+    >>> parsed = parse_operations('<answer>[{"op": "add", "text": "Look before you leap."}, {"op": "fly"}]</answer>')
+    >>> parsed.operations[0].text, parsed.refused[0].reason
+    ('Look before you leap.', 'unknown_op')
+    """
+    objects, superseded = find_objects(text)
+    reader = _Reader(text, max_operations, shown, frozenset(kinds))
+    for one in superseded:
+        reader.refuse(Reason.SUPERSEDED, one)
+    for one in objects:
+        reader.read(one)
+    if not objects:
+        reader.refused.append(Refusal(reason=Reason.NO_OPERATIONS, text=clean(text[:_EXCERPT])))
+    return ParsedOperations(operations=tuple(reader.operations), refused=tuple(reader.refused))
+
+
+def find_objects(text: str) -> tuple[list[ScannedObject], list[ScannedObject]]:
+    """The JSON objects of the answer that counts, and those of earlier answers."""
+    text = _WRAPPER.sub(lambda wrapper: f" {wrapper.group(1)}", text)  # same length, so that spans stay true
+    answers: list[list[ScannedObject]] = []
+    position = 0
+    while (opening := _OPEN.search(text, position)) is not None:
+        objects, position = scan_objects(text, opening.end(), until=_TAG)
+        if objects or "[" in text[opening.end() : position]:
+            answers.append(objects)
+    if answers:
+        return answers[-1], [one for answer in answers[:-1] for one in answer]
+    return scan_objects(text, _after_thinking(text))[0], []
+
+
+def _after_thinking(text: str) -> int:
+    end = text.lower().rfind("</think>")
+    return end if end >= 0 and "{" in text[end:] else 0
+
+
+def operations_schema(max_operations: int, merge: bool = False) -> dict[str, Any]:
+    """A JSON schema of the answer, for backends that can constrain a response to one.
+
+    The root is an object with one list, because some services accept no list at the root; `parse_operations` reads both.
+    """
+    text = {"type": "string"}
+    entry = {"type": "integer"}
+    if merge:
+        variants = [
+            _variant("keep", entry=entry),
+            _variant("merge", entries={"type": "array", "items": entry, "minItems": 1}, text=text),
+            _variant("discard", entry=entry),
+        ]
+    else:
+        variants = [_variant("add", text=text), _variant("update", entry=entry, text=text), _variant("return")]
+    operations = {"type": "array", "items": {"anyOf": variants}, "minItems": 1, "maxItems": max_operations}
+    return {"type": "object", "properties": {"operations": operations}, "required": ["operations"], "additionalProperties": False}
+
+
+def _variant(op: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    fields = {"op": {"type": "string", "enum": [op]}, **properties}
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+def clean(text: str) -> str:
+    """``text`` without control characters and lone surrogates, stripped: it can be stored, encoded and shown."""
+    joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return _CONTROL.sub("", joined.replace("\r\n", "\n").replace("\r", "\n")).strip()
+
+
+class _Refused(Exception):
+    def __init__(self, reason: Reason) -> None:
+        self.reason = reason
+
+
+@dataclass
+class _Reader:
+    """Turns scanned objects into operations, one by one."""
+
+    text: str
+    max_operations: int
+    shown: int | None
+    kinds: frozenset[str]
+    operations: list[Operation] = field(default_factory=list[Operation])
+    refused: list[Refusal] = field(default_factory=list[Refusal])
+    _seen: set[object] = field(default_factory=set[object])
+
+    def refuse(self, reason: Reason, one: ScannedObject) -> None:
+        """Count an object that is not accepted."""
+        self.refused.append(Refusal(reason=reason, text=clean(self.text[one.start : min(one.end, one.start + _EXCERPT)])))
+
+    def read(self, one: ScannedObject) -> None:
+        """Accept or refuse one object."""
+        try:
+            if one.fault is not None:
+                raise _Refused(Reason(one.fault))
+            operation = self._build(_flatten(one.fields), (one.start, one.end))
+            self._claim(operation)
+        except _Refused as refusal:
+            self.refuse(refusal.reason, one)
+        else:
+            self.operations.append(operation)
+
+    def _build(self, fields: dict[str, Any], span: tuple[int, int]) -> Operation:
+        op = _name(fields)
+        if op not in self.kinds:
+            raise _Refused(Reason.UNEXPECTED_OP)
+        match op:
+            case "add":
+                return Add(text=_text(fields), kind=_kind(fields), span=span)
+            case "update":
+                return Update(entry=self._entry(fields), text=_text(fields), span=span)
+            case "keep":
+                return Keep(entry=self._entry(fields), span=span)
+            case "discard":
+                return Discard(entry=self._entry(fields), span=span)
+            case "merge":
+                return Merge(entries=self._entries(fields), text=_text(fields), span=span)
+            case _:
+                return Return(span=span)
+
+    def _entry(self, fields: dict[str, Any]) -> int:
+        return self._entries(fields, _ENTRY_KEYS)[0]
+
+    def _entries(self, fields: dict[str, Any], keys: Sequence[str] = _ENTRIES_KEYS) -> tuple[int, ...]:
+        numbers = tuple(dict.fromkeys(_numbers(_first(fields, keys))))
+        if not numbers:
+            raise _Refused(Reason.MISSING_ENTRY)
+        if any(n < 1 or (self.shown is not None and n > self.shown) for n in numbers):
+            raise _Refused(Reason.ENTRY_OUT_OF_RANGE)
+        return numbers
+
+    def _claim(self, operation: Operation) -> None:
+        claims = set(_claims(operation))
+        if claims & self._seen:
+            raise _Refused(Reason.DUPLICATE)
+        if len(self.operations) >= self.max_operations:
+            raise _Refused(Reason.TOO_MANY)
+        self._seen |= claims
+
+
+def _claims(operation: Operation) -> Iterable[object]:
+    """What an operation takes for itself: an entry may be changed once, a text added once."""
+    match operation:
+        case Add(text=text):
+            return [" ".join(text.split()).casefold()]
+        case Merge(entries=entries):
+            return entries
+        case Update(entry=entry) | Keep(entry=entry) | Discard(entry=entry):
+            return [entry]
+        case _:
+            return [Return]
+
+
+def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
+    """Keys in lower case; nested parameters and the ``{"add": ...}`` form brought to the flat wire form."""
+    flat = _lowered(fields)
+    for key in _NESTED_KEYS:
+        if isinstance(flat.get(key), dict):
+            flat = _lowered(flat[key]) | flat
+    if len(flat) == 1 and (op := next(iter(flat))) in (*DISTILLATION, *CONSOLIDATION):
+        value = flat[op]
+        given = _lowered(value) if isinstance(value, dict) else {"entry" if op in {"keep", "discard"} else "text": value}
+        return given | {"op": op}
+    return flat
+
+
+def _lowered(fields: Any) -> dict[str, Any]:
+    return {str(key).strip().lower(): value for key, value in fields.items()}
+
+
+def _kind(fields: dict[str, Any]) -> str:
+    value = fields.get("kind")
+    kind = clean(value) if isinstance(value, str) else ""
+    return kind if 0 < len(kind) <= 40 else "lesson"
+
+
+def _first(fields: dict[str, Any], keys: Sequence[str]) -> Any:
+    return next((fields[key] for key in keys if key in fields), None)
+
+
+def _name(fields: dict[str, Any]) -> str:
+    for key in _OP_KEYS:
+        value = fields.get(key)
+        if isinstance(value, str) and (name := value.strip().lower()) in (*DISTILLATION, *CONSOLIDATION):
+            return name
+    raise _Refused(Reason.UNKNOWN_OP)
+
+
+def _text(fields: dict[str, Any]) -> str:
+    value = _first(fields, _TEXT_KEYS)
+    if not isinstance(value, str):
+        raise _Refused(Reason.MISSING_TEXT)
+    if len(value) > TEXT_LIMIT:
+        raise _Refused(Reason.TEXT_TOO_LONG)
+    if not (text := clean(value)):
+        raise _Refused(Reason.EMPTY_TEXT)
+    return text
+
+
+def _numbers(value: Any) -> list[int]:
+    """The entry numbers in a scanned value: ``"2"``, ``"2.0"``, ``"entry 2"``, ``"1, 3"`` or a list of such."""
+    if isinstance(value, list):
+        return [number for item in cast("list[Any]", value) for number in _numbers(item)]
+    if not isinstance(value, str):
+        return []
+    whole = re.sub(r"\.0+\b", "", value)
+    if re.search(r"(?<!\w)-\s*\d|\.\d|\d{10}", whole):
+        return [0]
+    return [int(number) for number in _NUMBER.findall(whole)]

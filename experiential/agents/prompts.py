@@ -1,0 +1,208 @@
+"""From nouns to chat messages. Text from the bank, from environments and from models is data: it can forge nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import Template
+from types import MappingProxyType
+
+from experiential.agents.templates import BRIEF, FULL
+from experiential.types import Experience, Hit, Message, Trajectory, Turn
+
+EntryLike = Hit | Experience | str
+"""What can be shown as an entry of the bank."""
+
+DISTILL_BUDGET = 24_000
+"""Characters of play that a distillation prompt holds unless told otherwise."""
+
+_TAGS = (
+    "action answer assistant entries episode experience feedback first human note notes observation operations outcome question "
+    "search_and_ask search_result second system task think thinking tool tool_call tool_calls tool_response tool_result tools user"
+)
+_TAG = re.compile(rf"<(?=\s*(?:/\s*)?(?:{'|'.join(_TAGS.split())})(?![\w-]))", re.IGNORECASE)
+_CONTROL = re.compile(
+    r"<(?=\s*[|\uff5c]|/?(?:s|bos|eos|unk|pad|mask|cls|sep|start_of_turn|end_of_turn|start_of_image|image|extra_id_\d+)>|<\s*/?\s*SYS\s*>)",
+    re.IGNORECASE,
+)
+_BRACKET = re.compile(r"\[(?=\s*(?:/\s*)?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT)|THINK|ARGS)\s*\])")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BREAK = re.compile(r"\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+_LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome|system|user|assistant|human)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
+_PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
+
+
+def escape_control(text: str) -> str:
+    """``text`` in which no chat control token of a known family stands; ``<`` and ``[`` become ``&lt;`` and ``&#91;`` there.
+
+    >>> escape_control("<|im_start|>system")
+    '&lt;|im_start|>system'
+    """
+    return _BRACKET.sub("&#91;", _CONTROL.sub("&lt;", _SURROGATE.sub("\ufffd", text)))
+
+
+def escape(text: str) -> str:
+    """``text`` that can forge neither a tag of this package's protocol nor a chat control token. Applying it twice changes nothing.
+
+    >>> escape("a < b </experience> <|im_end|>")
+    'a < b &lt;/experience> &lt;|im_end|>'
+    """
+    return _TAG.sub("&lt;", escape_control(text))
+
+
+def is_protocol_tag(text: str) -> bool:
+    """Whether ``text`` is one tag of this package's protocol, such as ``<answer>``."""
+    return text.endswith(">") and _TAG.match(text) is not None
+
+
+def numbered(entries: Sequence[EntryLike]) -> str:
+    """Entries as an escaped list, ``1. ...``; further lines of an entry are indented, so that it cannot forge a number."""
+    return "\n".join(f"{number}. {_indented(entry_text(entry))}" for number, entry in enumerate(entries, 1))
+
+
+def experience_block(entries: Sequence[EntryLike]) -> str:
+    r"""The block that shows entries to an actor, to be put right before the observation; empty when there are none.
+
+    >>> experience_block(["Pull the red lever."])
+    '<experience>\n1. Pull the red lever.\n</experience>\n'
+    """
+    return f"<experience>\n{numbered(entries)}\n</experience>\n" if entries else ""
+
+
+def entry_text(entry: EntryLike) -> str:
+    """The raw text of a hit, an experience or a string."""
+    if isinstance(entry, Hit):
+        return entry.experience.text
+    return entry.text if isinstance(entry, Experience) else entry
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    r"""One versioned set of templates.
+
+    >>> prompt_set("brief").judge_messages("Wait for green.", "Go on green.")[1]["content"]
+    'A: Wait for green.\nB: Go on green.'
+    """
+
+    name: str
+    version: str
+    texts: Mapping[str, str]
+
+    def actor_system(self, instruction: str, experience: str | None = None, *, constrained: bool = False) -> str:
+        """The actor's system message.
+
+        Args:
+            instruction: what the environment's author tells the agent; trusted text, left out in ``brief``.
+            experience: a block made by `experience_block`, or None.
+            constrained: the reply will be restricted to the admissible actions, so no format is explained.
+        """
+        given = f"{instruction.strip()}\n\n" if instruction.strip() else ""
+        text = self._fill("actor_choice" if constrained else "actor_system", instruction=given)
+        return f"{text}\n{experience}" if experience else text
+
+    def distill_messages(
+        self, trajectory: Trajectory, shown: Sequence[EntryLike], max_operations: int, *, budget: int = DISTILL_BUDGET
+    ) -> list[Message]:
+        """What the extractor is asked about one trajectory; play longer than ``budget`` characters is shortened in the middle."""
+        entries = self._fill("entries", numbered=numbered(shown)) if shown else self._fill("no_entries")
+        opening = trajectory.turns[0].observation if trajectory.turns else ""
+        user = self._fill(
+            "distill_user",
+            task=_quoted(cut_middle(trajectory.task, budget)),
+            entries=entries,
+            opening=self._fill("opening", observation=_quoted(cut_middle(opening, budget // 4))),
+            play=self._play(trajectory.turns, budget),
+            outcome=self._outcome(trajectory),
+        )
+        return _messages(self._fill("distill_system", max_operations=str(max_operations)), user)
+
+    def refine_messages(self, query: str, experience: EntryLike) -> list[Message]:
+        """What the extractor is asked when an agent wants one entry made fit for its question."""
+        user = self._fill("refine_user", note=_indented(entry_text(experience)), query=_indented(query))
+        return _messages(self._fill("refine_system"), user)
+
+    def merge_messages(self, experiences: Sequence[EntryLike]) -> list[Message]:
+        """What the extractor is asked about entries to consolidate."""
+        return _messages(self._fill("merge_system"), self._fill("merge_user", numbered=numbered(experiences)))
+
+    def judge_messages(self, a: EntryLike, b: EntryLike) -> list[Message]:
+        """What the extractor is asked to tell whether two entries teach the same."""
+        user = self._fill("judge_user", first=_indented(entry_text(a)), second=_indented(entry_text(b)))
+        return _messages(self._fill("judge_system"), user)
+
+    def _fill(self, key: str, **values: str) -> str:
+        return Template(self.texts[key]).substitute(values)
+
+    def _outcome(self, trajectory: Trajectory) -> str:
+        if trajectory.error is not None:
+            return self._fill("error", error=_quoted(trajectory.error))
+        return self._fill("success" if trajectory.success else "failure")
+
+    def _play(self, turns: Sequence[Turn], budget: int) -> str:
+        """The turns in order; first and last ones are kept, the middle goes when there are more characters than ``budget``."""
+        share = max(budget // 4, 1)
+        shown = [self._turn(turn, share) for turn in turns]
+        head, tail = kept_ends([len(turn) for turn in shown], budget)
+        if head + tail == len(shown):
+            return "".join(shown)
+        left_out = self._fill("left_out", count=str(len(shown) - head - tail))
+        return "".join([*shown[:head], left_out, *shown[len(shown) - tail :]])
+
+    def _turn(self, turn: Turn, limit: int) -> str:
+        return self._fill("turn", action=_quoted(cut_middle(turn.action, limit)), feedback=_quoted(cut_middle(turn.feedback, limit)))
+
+
+def kept_ends(lengths: Sequence[int], budget: int) -> tuple[int, int]:
+    """How many items to keep at the front and at the back: all if they fit, else from both ends in turn, one each at least.
+
+    >>> kept_ends([10, 10, 10, 10, 10], 35)
+    (2, 1)
+    """
+    head, tail, used = 0, 0, 0
+    while head + tail < len(lengths):
+        front = head <= tail
+        used += lengths[head] if front else lengths[-1 - tail]
+        if used > budget and head and tail:
+            break
+        head, tail = (head + 1, tail) if front else (head, tail + 1)
+    return head, tail
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """``text``, or its two ends and how much is missing between them when it is longer than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[len(text) - half :]}"
+
+
+def prompt_set(name: str) -> PromptSet:
+    """The prompt set called ``name``: ``full`` for instruct models, ``brief`` for the bundled tiny model.
+
+    Raises:
+        ValueError: there is no such set.
+    """
+    if name not in _SETS:
+        raise ValueError(f"Expected a prompt set of {', '.join(sorted(_SETS))}, got {name!r}")
+    return _SETS[name]
+
+
+_SETS = {
+    "full": PromptSet("full", "1", MappingProxyType(FULL)),
+    "brief": PromptSet("brief", "1", MappingProxyType(BRIEF)),
+}
+
+
+def _messages(system: str, user: str) -> list[Message]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+def _indented(text: str) -> str:
+    """Escaped, with every line after the first indented: it can begin no line of the prompt."""
+    return _BREAK.sub("\n", escape(text)).replace("\n", "\n   ")
+
+
+def _quoted(text: str) -> str:
+    """Escaped, with the labels that structure a prompt disarmed where they begin a line."""
+    return _PROMPT_SIGN.sub(r"\1&gt;", _LABEL.sub(r"\1&#58;", _BREAK.sub("\n", escape(text))))

@@ -1,0 +1,561 @@
+"""The experience bank: durable, versioned, searchable text that an extractor writes and actors read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+from experiential.bank import bundle, credit
+from experiential.bank.embed import (
+    CachedEmbedder,
+    Embedder,
+    UnknownEmbedder,
+    embedder_id,
+    entry_text,
+    recorded_embedder,
+    resolve_embedder,
+)
+from experiential.bank.history import Commit, History, Stored
+from experiential.bank.index import IndexFollower
+from experiential.bank.journal import JOURNAL_NAME, Journal
+from experiential.bank.lock import WriterLock
+from experiential.bank.nearest import Nearest
+from experiential.bank.operations import Consolidator, Distiller, source_of, texts_to_embed
+from experiential.bank.queue import DistillationQueue
+from experiential.bank.state import Draft, State, origins_of, unknown_entry
+from experiential.bank.vectors import Scored, Vector
+from experiential.bank.view import BankView, checked_queries
+from experiential.errors import BankError, ReadOnlyBankError
+from experiential.types import Distillation, Experience, Generation, Hit, Provenance, Trajectory, new_id
+
+
+class ExperienceBank:
+    """A folder of experience: a journal that is the truth, and an index made from it.
+
+    A write is on the disk when its method returns. One process writes a folder at a time; any number may open it with
+    ``read_only=True``, which works on a private copy and changes nothing. All methods may be called from any thread, and searches
+    never wait for writes.
+
+    >>> import tempfile
+    >>> with ExperienceBank(tempfile.mkdtemp(), embedder="hashing") as bank:
+    ...     entry = bank.add("The red door needs the brass key.", task="leave the house")
+    ...     bank.search("which key opens the red door?")[0].experience.id == entry.id
+    True
+
+    Args:
+        path: the bank's folder, made on first use.
+        namespace: entries of different namespaces never meet; each has its own history.
+        embedder: a callable, a sentence-transformers name or folder, "hashing", or None: the one that the bank was made
+            with, or the default model for a new bank.
+        read_only: open a picture of the bank as it is now.
+
+    Raises:
+        BankLockedError: another writer has the folder.
+        BankError: the folder cannot be used, or was made with another embedder.
+    """
+
+    RESIDENT_LIMIT = 50_000
+    """Entries up to which the exact index in memory answers; above it, Chroma does."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, namespace: str = "default", embedder: Embedder | str | None = None, read_only: bool = False
+    ) -> None:
+        self.path = _checked_folder(path)
+        self.namespace = _checked_text(namespace, "namespace")
+        self.read_only = read_only
+        self.refused: Counter[str] = Counter()
+        self._lock = threading.RLock()
+        self._tally = threading.Lock()
+        self._unsaved: set[str] = set()
+        self._pid = os.getpid()
+        lock = self._claim()
+        try:
+            self._journal = Journal.open_copy(self.path) if read_only else Journal.open(self.path)
+        except BaseException:
+            _release(lock)
+            raise
+        self._history = History(self._journal, namespace)
+        self._ledger = credit.Ledger(self._journal, namespace)
+        self.queue = DistillationQueue(self._journal, namespace)
+        self._follower = None if read_only else IndexFollower(self.path, namespace, self._history)
+        self._finalizer = weakref.finalize(self, _shut, self._follower, self._journal, lock, False)
+        self._close_arguments = (self._follower, self._journal, lock, True)
+        try:
+            self._load(embedder)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def _claim(self) -> WriterLock | None:
+        if self.read_only:
+            if not (self.path / JOURNAL_NAME).is_file():
+                raise BankError(f"Expected an existing bank in {str(self.path)!r} to open read-only, got none; write one first")
+            return None
+        self.path.mkdir(parents=True, exist_ok=True)
+        return WriterLock(self.path, self.namespace)
+
+    def _load(self, embedder: Embedder | str | None) -> None:
+        self._embedder = CachedEmbedder(self._chosen_embedder(embedder))
+        self._dimension = int(self._history.meta("dimension") or 0)
+        self._head = self._history.head()
+        entries = self._history.live(self._head)
+        self._state = State(entries, self._ledger.statistics(), self._searcher(entries))
+        if self._follower is not None:
+            settle = weakref.WeakMethod(self._settle)
+            self._follower.on_advance = lambda seq: (settle() or _ignore)(seq)
+            if self._follower.is_behind() or self._state.nearest.is_large:
+                self._follower.wake()
+
+    def _searcher(self, entries: Sequence[Stored]) -> Nearest:
+        follower = self._follower
+        limit = len(entries) if follower is None else self.RESIDENT_LIMIT
+        return Nearest(entries, limit=limit, chroma=None if follower is None else follower.opened)
+
+    def _chosen_embedder(self, embedder: Embedder | str | None) -> Embedder:
+        recorded = None if self._history.is_empty() else self._history.meta("embedder")
+        if recorded is not None and embedder is None:
+            return recorded_embedder(recorded)
+        chosen = resolve_embedder(embedder)
+        if recorded is not None and embedder_id(chosen) != recorded:
+            raise BankError(
+                f"Expected the embedder {recorded!r} that this bank was made with, got {embedder_id(chosen)!r}; "
+                "pass that one, or export the bank and import it into a new one"
+            )
+        if recorded is None and not self.read_only:
+            self._history.set_meta("embedder", embedder_id(chosen))
+        return chosen
+
+    def __enter__(self) -> ExperienceBank:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._state.entries)
+
+    def __iter__(self) -> Iterator[Experience]:
+        return self.entries()
+
+    def __repr__(self) -> str:
+        return f"ExperienceBank({str(self.path)!r}, namespace={self.namespace!r}, entries={len(self)}, head={self.head})"
+
+    @property
+    def head(self) -> int:
+        """The id of the last commit; 0 for a bank never written."""
+        return self._head
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return not self._finalizer.alive
+
+    @property
+    def embedder(self) -> CachedEmbedder:
+        """What turns texts into vectors here, with its cache."""
+        return self._embedder
+
+    def close(self) -> None:
+        """Save counters, let Chroma catch up, give the folder back; safe to call twice."""
+        if self._finalizer.alive and os.getpid() == self._pid:
+            if not self.read_only:
+                self.save_counters()
+            self._finalizer.detach()
+            _shut(*self._close_arguments)
+
+    # Reading
+
+    def get(self, id: str) -> Experience | None:
+        """The entry with this id as it stands now, or None."""
+        live = self._state.entries.get(_checked_text(id, "id"))
+        return None if live is None else self._state.read(live.experience)
+
+    def entries(self) -> Iterator[Experience]:
+        """Every entry as it stands now, oldest first."""
+        state = self._state
+        return (state.read(live.experience) for live in list(state.entries.values()))
+
+    def version(self, id: str, version: int) -> Experience | None:
+        """One version of one entry, whether it stands now or not; None when there never was one."""
+        stored = self._history.stored(id, version)
+        return None if stored is None else self._state.read(stored.experience)
+
+    @overload
+    def search(self, query: str, *, k: int = 1, exclude_instance: str | None = None) -> list[Hit]: ...
+
+    @overload
+    def search(self, query: list[str] | tuple[str, ...], *, k: int = 1, exclude_instance: str | None = None) -> list[list[Hit]]: ...
+
+    def search(
+        self, query: str | list[str] | tuple[str, ...], *, k: int = 1, exclude_instance: str | None = None
+    ) -> list[Hit] | list[list[Hit]]:
+        """The ``k`` most similar entries of one query, or of each of several; no counter changes.
+
+        Args:
+            query: one text or a list of texts.
+            k: how many hits for each.
+            exclude_instance: leave out entries that were made from this task instance, by whatever updates and merges.
+        """
+        queries = checked_queries(query, k)
+        rows = self.nearest(queries, k, [exclude_instance] * len(queries))
+        hits = [[Hit(experience=self.read(s.item), score=s.score, rank=i) for i, s in enumerate(row)] for row in rows]
+        return hits[0] if isinstance(query, str) else hits
+
+    def nearest(self, queries: Sequence[str], n: int, exclude: Sequence[str | None]) -> list[list[Scored[Experience]]]:
+        """The ``n`` nearest entries of each query with their cosines, one excluded task instance (or None) per query."""
+        state = self._state
+        if not state.entries or not queries:
+            self._journal_must_be_open()
+            return [[] for _ in queries]
+        return state.nearest.search(self._embed(queries), n, state.entries, exclude)
+
+    def read(self, experience: Experience) -> Experience:
+        """The same version with its counters as they are now."""
+        return self._state.read(experience)
+
+    def commits(self) -> list[Commit]:
+        """Every commit, oldest first."""
+        return self._history.commits()
+
+    def at(self, commit: int) -> BankView:
+        """The bank as it stood after one commit; 0 is before the first."""
+        self._check_commit(commit)
+        statistics = {live.experience.id: self.read(live.experience).statistics for live in list(self._state.entries.values())}
+        return BankView(commit, self._history.live(commit), {**self._state.statistics, **statistics}, self._embedder)
+
+    def snapshot(self) -> BankView:
+        """The bank as it stands now, fixed."""
+        return self.at(self.head)
+
+    def generation(self, id: str) -> Generation | None:
+        """A journalled generation with its token ids and log-probabilities, or None."""
+        return self._history.generation(id)
+
+    def trajectory(self, id: str) -> Trajectory | None:
+        """A recorded trajectory, or None."""
+        return self._ledger.trajectory(id)
+
+    def outcomes(self, id: str, version: int) -> list[int]:
+        """1 or 0 for every recorded use of one entry version, oldest first."""
+        return self._ledger.outcomes(id, version)
+
+    def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
+        """Every (id, version) that earns the outcome of a use of this version: itself and all it was merged from."""
+        return credit.lineage(id, version, self._parents)
+
+    def _parents(self, id: str, version: int) -> tuple[tuple[str, int], ...]:
+        experience = self.version(id, version)
+        return () if experience is None else experience.provenance.parents
+
+    # Writing
+
+    def add(self, text: str, *, task: str | None = None, kind: str = "lesson", metadata: Mapping[str, Any] | None = None) -> Experience:
+        """Write a new entry; it is durable when this returns."""
+        return self.add_many([text], task=task, kind=kind, metadata=metadata)[0]
+
+    def add_many(
+        self, texts: Iterable[str], *, task: str | None = None, kind: str = "lesson", metadata: Mapping[str, Any] | None = None
+    ) -> list[Experience]:
+        """Write several entries in one commit."""
+        entries = _new_entries(texts, task, kind, metadata)
+        self._check_writable()
+        if not entries:
+            return []
+        vectors = self._embed([entry_text(entry.text, entry.task) for entry in entries])
+        with self._draft("human", "add") as draft:
+            return [draft.put(entry, vector, frozenset()) for entry, vector in zip(entries, vectors, strict=True)]
+
+    def update(self, id: str, text: str) -> Experience:
+        """Write the next version of an entry; the old one stays in its history."""
+        _checked_text(text, "text")
+        self._check_writable()
+        known = self.get(id)
+        if known is None:
+            raise unknown_entry(id)
+        vector = self._embed([entry_text(text, known.task)])[0]
+        with self._draft("human", "update", ref=id) as draft:
+            return self.read(draft.revise(id, text, Provenance(cause="update"), vector))
+
+    def remove(self, id: str) -> None:
+        """Take an entry out; ``at`` and ``rollback`` still know it."""
+        _checked_text(id, "id")
+        with self._draft("human", "remove", ref=id) as draft:
+            draft.remove(id)
+
+    def rollback(self, commit: int) -> Commit:
+        """Let the bank stand as it stood after ``commit``, by a new commit; nothing is erased, counters stay."""
+        self._check_writable()
+        self._check_commit(commit)
+        with self._lock:
+            wanted = {stored.experience.id: stored for stored in self._history.live(commit)}
+            with self._draft("human", "rollback", ref=str(commit)) as draft:
+                for id in [id for id in self._state.entries if id not in wanted]:
+                    draft.remove(id)
+                for id, stored in wanted.items():
+                    live = draft.live(id)
+                    if live is None or live.experience.version != stored.experience.version:
+                        draft.restore(stored)
+            self._state.arrange(wanted)
+            return self.commits()[-1]
+
+    def record(self, trajectory: Trajectory) -> bool:
+        """Journal the outcome and the uses of a trajectory and update counters; False when it was recorded before."""
+        self._check_writable()
+        with self._lock:
+            if self._ledger.is_recorded(trajectory.id):
+                return False
+            with self._draft("run", "record", ref=trajectory.id) as draft:
+                self._record(draft, trajectory)
+            return True
+
+    def submit(self, trajectory: Trajectory) -> bool:
+        """Record a trajectory and queue it for distillation in one commit; False when it was queued before."""
+        self._check_writable()
+        with self._lock:
+            if self.queue.state(trajectory.id) is not None:
+                return False
+            with self._draft("run", "record", ref=trajectory.id) as draft:
+                if not self._ledger.is_recorded(trajectory.id):
+                    self._record(draft, trajectory)
+                return self.queue.put(trajectory.id)
+
+    def _record(self, draft: Draft, trajectory: Trajectory) -> None:
+        self._ledger.record(trajectory, draft.commit)
+        for use in credit.counted_uses(trajectory):
+            draft.credit(use.experience_id, trajectory.success)
+
+    def apply(
+        self,
+        distillation: Distillation,
+        *,
+        trajectory: Trajectory,
+        shown: Sequence[Experience],
+        item: str | None = None,
+        extractor_version: int | None = None,
+    ) -> list[Experience]:
+        """Write what an extractor distilled from a trajectory, in one commit; gives the entries written.
+
+        Args:
+            distillation: the operations and the generation that asked for them.
+            trajectory: what was distilled.
+            shown: the entries that ``Update`` counts, from 1. One out of range or gone is refused and counted in ``refused``.
+            item: the queue item that this finishes, in the same transaction; when it is finished already, nothing is written.
+            extractor_version: recorded when the distillation carries no generation.
+        """
+        self._check_writable()
+        task = trajectory.task or None
+        vectors = self._vectors(texts_to_embed(distillation, shown, task))
+        source = source_of(distillation, trajectory, extractor_version)
+        with self._lock:
+            if item is not None and self.queue.state(item) != "queued":
+                return []
+            with self._draft("extractor", "trajectory", ref=trajectory.id) as draft:
+                self._keep(distillation.generation)
+                distiller = Distiller(draft, vectors, source, task, shown)
+                written = distiller.apply(distillation)
+                if item is not None:
+                    self.queue.finish(item)
+            self.refused.update(distiller.refused)
+            return [self.read(entry) for entry in written]
+
+    def consolidate(
+        self, distillation: Distillation, *, shown: Sequence[Experience], extractor_version: int | None = None
+    ) -> list[Experience]:
+        """Write what an extractor merged, in one commit; gives the merged entries.
+
+        An entry that changed since it was shown keeps its change: only the operations that name it are refused.
+        """
+        self._check_writable()
+        vectors = self._vectors(texts_to_embed(distillation, shown))
+        source = source_of(distillation, None, extractor_version)
+        with self._lock:
+            with self._draft("extractor", "merge") as draft:
+                self._keep(distillation.generation)
+                consolidator = Consolidator(draft, vectors, source, shown)
+                written = consolidator.apply(distillation)
+            self.refused.update(consolidator.refused)
+            return [self.read(entry) for entry in written]
+
+    def keep_generation(self, generation: Generation) -> None:
+        """Journal a generation that wrote no entry (a refinement), so that it can be trained on."""
+        self._check_writable()
+        self._keep(generation)
+
+    def _keep(self, generation: Generation | None) -> None:
+        if generation is not None:
+            self._history.keep_generation(generation)
+
+    def note_retrievals(self, ids: Iterable[str]) -> None:
+        """Count retrievals; they are journalled with the next commit or at ``close``, so that reading costs no write."""
+        if self.read_only:
+            raise ReadOnlyBankError("Expected a writable bank to count retrievals in, got one opened with read_only=True")
+        with self._tally:
+            for id in ids:
+                self._state.retrieved[id] += 1
+                self._unsaved.add(id)
+
+    def save_counters(self) -> None:
+        """Journal the retrieval counts now."""
+        with self._lock, self._journal.transaction():
+            self._save_counters()
+
+    def _save_counters(self) -> None:
+        with self._tally:
+            unsaved, self._unsaved = self._unsaved, set()
+        counted = {id: self._state.counted(id) for id in unsaved}
+        self._ledger.save({id: known for id, known in counted.items() if known is not None})
+
+    # Moving
+
+    def export(self, file: str | os.PathLike[str]) -> int:
+        """Write every entry with its provenance and counters to a JSON Lines file; gives their number."""
+        return bundle.write(Path(file), list(self.entries()), self.namespace, self._embedder.id)
+
+    def import_(self, file: str | os.PathLike[str]) -> int:
+        """Add the entries of an exported file in one commit, except those that say what a live entry says; gives the number added."""
+        entries = bundle.read(Path(file))
+        self._check_writable()
+        if not entries:
+            return 0
+        vectors = self._embed([entry_text(entry.text, entry.task) for entry in entries])
+        with self._draft("human", "import", ref=Path(file).name) as draft:
+            return sum(self._import(draft, entry, vector) for entry, vector in zip(entries, vectors, strict=True))
+
+    def _import(self, draft: Draft, entry: Experience, vector: Vector) -> bool:
+        if draft.twin((entry.task, entry.kind, entry.text)) is not None:
+            return False
+        if self._history.last_version(entry.id):
+            entry = entry.model_copy(update={"id": new_id()})
+        draft.put(entry, vector, origins_of(entry.provenance))
+        draft.start_from(entry.id, entry.statistics)
+        return True
+
+    def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> ExperienceBank:
+        """A writable copy in another folder, with all history; its distillation queue is empty unless ``keep_queue``."""
+        folder = _checked_folder(path)
+        if (folder / JOURNAL_NAME).exists():
+            raise BankError(f"Expected a folder without a bank to fork into, got {str(folder)!r}; choose another or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.read_only:
+            self.save_counters()
+        self._journal.backup(folder)
+        embedder = self._embedder.wrapped
+        copy = ExperienceBank(folder, namespace=self.namespace, embedder=None if isinstance(embedder, UnknownEmbedder) else embedder)
+        if not keep_queue:
+            copy.queue.clear()
+        return copy
+
+    def rebuild(self) -> int:
+        """Make the Chroma index again from the journal; gives the number of entries indexed."""
+        self._check_writable()
+        assert self._follower is not None
+        return self._follower.rebuild()
+
+    def flush_index(self) -> None:
+        """Wait until Chroma has caught up with the journal."""
+        self._check_writable()
+        assert self._follower is not None
+        self._follower.flush()
+
+    # Inside
+
+    @contextmanager
+    def _draft(self, author: str, cause: str, ref: str | None = None) -> Generator[Draft]:
+        self._check_writable()
+        with self._lock:
+            with self._journal.transaction():
+                self._save_counters()
+                draft = Draft(self._state, self._history, self._ledger, self._history.begin(author, cause, ref))
+                yield draft
+            self._state.publish(draft.changes, draft.statistics)
+            self._head = draft.commit
+        if self._follower is not None:
+            self._follower.note(len(draft.changes))
+
+    def _settle(self, seq: int) -> None:
+        with self._lock:
+            self._state.nearest.settle(seq)
+
+    def _vectors(self, texts: Sequence[str]) -> dict[str, Vector]:
+        return dict(zip(texts, self._embed(texts), strict=True)) if texts else {}
+
+    def _embed(self, texts: Sequence[str]) -> Vector:
+        self._journal_must_be_open()
+        vectors = self._embedder(texts)
+        if not self._dimension and not self.read_only:
+            self._history.set_meta("dimension", str(vectors.shape[1]))
+            self._dimension = vectors.shape[1]
+        if self._dimension and vectors.shape[1] != self._dimension:
+            raise BankError(f"Expected vectors of length {self._dimension}, got {vectors.shape[1]} from {self._embedder.id!r}")
+        return vectors
+
+    def _check_commit(self, commit: int) -> None:
+        if not isinstance(commit, int) or isinstance(commit, bool) or not self._history.has_commit(commit):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
+            raise BankError(f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them with bank.commits()")
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise ReadOnlyBankError("Expected a writable bank, got one opened with read_only=True; open it without, or bank.fork(path)")
+        self._journal_must_be_open()
+        if os.getpid() != self._pid:
+            raise BankError("Expected the process that opened the bank, got a fork of it; open the bank after forking, in one process only")
+
+    def _journal_must_be_open(self) -> None:
+        if self.closed:
+            raise BankError("Expected an open bank, got a closed one; open it again with ExperienceBank(path)")
+
+
+def _shut(follower: IndexFollower | None, journal: Journal, lock: WriterLock | None, catch_up: bool) -> None:
+    try:
+        if follower is not None:
+            follower.stop(catch_up=catch_up)
+        journal.close()
+    finally:
+        _release(lock)
+
+
+def _release(lock: WriterLock | None) -> None:
+    if lock is not None:
+        lock.release()
+
+
+def _ignore(seq: int) -> None:
+    """What a follower tells a bank that is gone."""
+
+
+def _checked_folder(path: object) -> Path:
+    if isinstance(path, str) and "://" in path:
+        raise BankError(f"Expected a folder, got the address {path!r}; serving a bank is not available in this version yet")
+    if not isinstance(path, (str, os.PathLike)) or not str(path):  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"Expected path to be a folder name, got {path!r}")
+    folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]
+    if folder.exists() and not folder.is_dir():
+        raise BankError(f"Expected a folder, got the file {str(folder)!r}; choose another path")
+    return folder
+
+
+def _checked_text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"Expected {name} to be non-empty text, got {value!r}")
+    return value
+
+
+def _new_entries(texts: object, task: object, kind: object, metadata: Mapping[str, Any] | None) -> list[Experience]:
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ValueError(f"Expected texts to be a list of texts, got {texts!r}")
+    if task is not None and not isinstance(task, str):
+        raise ValueError(f"Expected task to be text or None, got {task!r}")
+    if metadata is not None and not isinstance(metadata, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
+        raise ValueError(f"Expected metadata to be a mapping or None, got {metadata!r}")
+    checked: list[Any] = list(texts)  # pyright: ignore[reportUnknownArgumentType]  (elements are checked on the next line)
+    return [
+        Experience(text=_checked_text(text, "text"), task=task, kind=_checked_text(kind, "kind"), metadata=dict(metadata or {}))
+        for text in checked
+    ]

@@ -1,0 +1,38 @@
+"""Periodic merging: related entries go to the extractor in sliding chunks, merged outputs ride along to the next chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from experiential.types import Experience
+
+MergeChunk = Callable[[Sequence[Experience]], Awaitable[Sequence[Experience]]]
+"""Consolidates one chunk and gives the merged entries it wrote."""
+
+
+def related_groups(entries: Iterable[Experience]) -> list[list[Experience]]:
+    """Entries by task, in order of first sight; entries that are alone in their task share one last group."""
+    by_task: dict[str | None, list[Experience]] = {}
+    for entry in entries:
+        by_task.setdefault(entry.task, []).append(entry)
+    groups = [group for group in by_task.values() if len(group) > 1]
+    alone = [group[0] for group in by_task.values() if len(group) == 1]
+    return [*groups, alone] if len(alone) > 1 else groups
+
+
+async def merge_group(group: Sequence[Experience], size: int, merge_chunk: MergeChunk) -> list[Experience]:
+    """Consolidate one group in chunks of at most ``size``.
+
+    The newest ``size - 1`` merged entries of a chunk open the next one, so that what a later chunk holds can still join them;
+    at least one place of every chunk is for an entry not seen yet.
+    """
+    written: list[Experience] = []
+    carry: list[Experience] = []
+    start = 0
+    while start < len(group):
+        fresh = group[start : start + size - len(carry)]
+        start += len(fresh)
+        merged = list(await merge_chunk([*carry, *fresh])) if len(carry) + len(fresh) > 1 else []
+        written.extend(merged)
+        carry = merged[-(size - 1) :]
+    return written

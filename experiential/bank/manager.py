@@ -1,0 +1,493 @@
+"""The experience manager: who schedules retrieval, distillation and merging, so that no rollout ever waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, overload
+
+import numpy as np
+from pydantic import ValidationError
+
+from experiential.bank.answer import Answer
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.consolidate import merge_group, related_groups
+from experiential.bank.queue import DeadLetter
+from experiential.bank.searcher import Searcher
+from experiential.bank.view import checked_queries
+from experiential.config import BankSettings
+from experiential.errors import BankError, ConfigError, ReadOnlyBankError
+from experiential.sync import EventLoopThread
+from experiential.types import Distillation, Experience, Generation, Hit, Trajectory, Use
+
+T = TypeVar("T")
+_LONGEST_BACKOFF = 30.0
+
+
+class Extractor(Protocol):
+    """What a manager needs of an extractor agent; ``version`` counts the optimiser steps that its weights have seen."""
+
+    @property
+    def version(self) -> int:
+        """Optimiser steps the weights have seen."""
+        ...
+
+    async def adistill(self, trajectory: Trajectory, shown: Sequence[Experience]) -> Distillation:
+        """Say what a trajectory teaches beyond the entries that were shown in it."""
+        ...
+
+    async def arefine(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
+        """Fit an entry to a question."""
+        ...
+
+    async def amerge(self, experiences: Sequence[Experience]) -> Distillation:
+        """Say which of these entries to keep, merge or discard."""
+        ...
+
+
+class ExperienceManager:
+    """A bank's working side: batched retrieval for actors, a durable queue in front of the extractor, periodic merging.
+
+    The synchronous methods may be called from any thread, their twins with an ``a`` in front awaited on any event loop. Close the manager
+    before the bank. What the extractor fails at is counted in ``stats()``, retried, and in the end a dead letter; it never
+    reaches a caller.
+
+    >>> import tempfile
+    >>> bank = ExperienceBank(tempfile.mkdtemp(), embedder="hashing")
+    >>> entry = bank.add("The red door needs the brass key.")
+    >>> with ExperienceManager(bank) as manager:
+    ...     [hit.experience.text for hit in manager.search("which key opens the red door?")]
+    ['The red door needs the brass key.']
+    >>> bank.close()
+
+    Args:
+        bank: where entries are read and written.
+        extractor: what distils, refines and merges; None only records what is submitted.
+        seed: of every random draw in retrieval.
+        extractor_version: gives the version to write into provenance when a distillation carries no generation; the
+            extractor's own by default.
+        backoff: seconds before the first retry of a failed distillation, doubled for each further one.
+        options: fields of ``BankSettings``; ``retrieval`` may be a dict.
+
+    Attributes:
+        on_distillation: called with trajectory, distillation and entries written, after each distillation applied.
+        on_merge: called with the entries shown, the distillation and the entries written, after each chunk merged.
+    """
+
+    def __init__(
+        self,
+        bank: ExperienceBank,
+        extractor: Extractor | None = None,
+        *,
+        seed: int = 0,
+        extractor_version: Callable[[], int] | None = None,
+        backoff: float = 0.5,
+        **options: Any,
+    ) -> None:
+        if not isinstance(bank, ExperienceBank):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass a path)
+            raise ValueError(f"Expected bank to be an ExperienceBank, got {type(bank).__name__}; open one with ExperienceBank(path)")
+        self.bank = bank
+        self.extractor = extractor
+        self.settings = _settings(options)
+        self.on_distillation: Callable[[Trajectory, Distillation, list[Experience]], None] | None = None
+        self.on_merge: Callable[[Sequence[Experience], Distillation, list[Experience]], None] | None = None
+        self._version = extractor_version or (lambda: extractor.version if extractor is not None else 0)
+        self._backoff = backoff
+        self._counts: Counter[str] = Counter()
+        self._operations: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._closed = False
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="experiential-writer")
+        self._thread = EventLoopThread("experiential-manager")
+        self._thread.run(self._start(seed))
+
+    async def _start(self, seed: int) -> None:
+        self._searcher = Searcher(self.bank, self.settings.retrieval, seed)
+        self._changed = asyncio.Condition()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._ready: asyncio.Queue[str] = asyncio.Queue()
+        self._open: set[str] = set()
+        self._running: set[str] = set()
+        self._reserved = 0
+        self._workers: set[asyncio.Task[None]] = set()
+        if self._distils:
+            for id in self.bank.queue.waiting():
+                self._enqueue(id)
+
+    @property
+    def _distils(self) -> bool:
+        return self.extractor is not None and not self.bank.read_only
+
+    def __enter__(self) -> ExperienceManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Retrieval
+
+    @overload
+    def search(self, query: str, *, k: int | None = None, exclude_instance: str | None = None) -> list[Hit]: ...
+
+    @overload
+    def search(
+        self, query: list[str] | tuple[str, ...], *, k: int | None = None, exclude_instance: str | None = None
+    ) -> list[list[Hit]]: ...
+
+    def search(
+        self, query: str | list[str] | tuple[str, ...], *, k: int | None = None, exclude_instance: str | None = None
+    ) -> list[Hit] | list[list[Hit]]:
+        """Diversified hits of one query, or of each of several (eq. 6); counts and recency advance.
+
+        Args:
+            query: what the actor faces, in words; blank text gets no hits.
+            k: how many hits; the setting ``retrieval.k`` by default.
+            exclude_instance: leave out entries made from this task instance.
+        """
+        rows = self._run(self._search(query, k, exclude_instance))
+        return rows[0] if isinstance(query, str) else rows
+
+    async def asearch(
+        self, query: str | list[str] | tuple[str, ...], *, k: int | None = None, exclude_instance: str | None = None
+    ) -> list[Hit] | list[list[Hit]]:
+        """``search``, awaitable on any event loop."""
+        rows = await self._bridge(self._search(query, k, exclude_instance))
+        return rows[0] if isinstance(query, str) else rows
+
+    async def _search(self, query: str | list[str] | tuple[str, ...], k: int | None, exclude: str | None) -> list[list[Hit]]:
+        wanted = self.settings.retrieval.k if k is None else k
+        return await self._searcher.search(checked_queries(query, wanted, blank=True), wanted, exclude)
+
+    def ask(self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None) -> Answer:
+        """Retrieve for a question and let the extractor fit the best hit to it; no hit gives an answer without text.
+
+        Args:
+            query: the actor's question.
+            k: hits to retrieve; the first is refined.
+            episode: id of the asking episode, for credit.
+            turn: turn of the asking episode.
+            exclude_instance: leave out entries made from this task instance.
+        """
+        return self._run(self._ask(query, k, episode, turn, exclude_instance))
+
+    async def aask(self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None) -> Answer:
+        """``ask``, awaitable on any event loop."""
+        return await self._bridge(self._ask(query, k, episode, turn, exclude_instance))
+
+    async def _ask(self, query: str, k: int, episode: str, turn: int, exclude: str | None) -> Answer:
+        hits = (await self._search([query], k, exclude))[0]
+        if not hits:
+            return Answer()
+        hit = hits[0]
+        text, generation = await self._refined(query, hit.experience)
+        use = Use(
+            experience_id=hit.experience.id,
+            experience_version=hit.experience.version,
+            rank=hit.rank,
+            score=hit.score,
+            propensity=hit.propensity,
+            episode=episode,
+            turn=turn,
+            how="search_and_ask",
+            refinement=generation.id if generation else None,
+        )
+        return Answer(text=text, hit=hit, generation=generation, use=use)
+
+    async def _refined(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
+        if self.extractor is None:
+            return experience.text, None
+        answer, reason = await self._attempt(self.extractor.arefine(query, experience))
+        if answer is None:
+            self._failures[f"refine: {reason}"] += 1
+            return experience.text, None
+        text, generation = answer
+        if generation is not None and not self.bank.read_only:
+            await self._write(self.bank.keep_generation, generation)
+        return text, generation
+
+    # Distillation
+
+    def submit(self, trajectory: Trajectory) -> str | None:
+        """Record a finished trajectory and queue it for distillation; durable when this returns.
+
+        Waits while the queue is full. Gives the id of the queue item (that of the trajectory); None when nothing was queued: on a
+        read-only bank, which also records nothing, and without an extractor.
+        """
+        return self._run(self._submit(trajectory))
+
+    async def asubmit(self, trajectory: Trajectory) -> str | None:
+        """``submit``, awaitable on any event loop."""
+        return await self._bridge(self._submit(trajectory))
+
+    async def _submit(self, trajectory: Trajectory) -> str | None:
+        if self.bank.read_only:
+            return None
+        if not self._distils:
+            await self._write(self.bank.record, trajectory)
+            return None
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._open) + self._reserved < self.settings.queue_size)
+            self._reserved += 1
+        try:
+            if await self._write(self.bank.submit, trajectory):
+                self._enqueue(trajectory.id)
+        finally:
+            self._reserved -= 1
+            await self._notify()
+        return trajectory.id
+
+    def _enqueue(self, id: str) -> None:
+        self._open.add(id)
+        self._ready.put_nowait(id)
+        if len(self._workers) < min(self.settings.distill_workers, len(self._open)):
+            self._workers.add(asyncio.get_running_loop().create_task(self._work()))
+
+    async def _work(self) -> None:
+        while True:
+            id = await self._ready.get()
+            await self._resumed.wait()
+            self._running.add(id)
+            try:
+                await self._distil(id)
+            finally:
+                self._running.discard(id)
+                await self._notify()
+
+    async def _distil(self, id: str) -> None:
+        done, reason = await self._attempt(self._distillation(id), limit=None)
+        if done is None:
+            await self._failed(id, reason)
+            return
+        trajectory, distillation, written = done
+        self._open.discard(id)
+        self._counts["distilled"] += 1
+        self._tally(distillation)
+        await self._tell("on_distillation", self.on_distillation, trajectory, distillation, written)
+
+    async def _distillation(self, id: str) -> tuple[Trajectory, Distillation, list[Experience]]:
+        assert self.extractor is not None
+        trajectory = self.bank.trajectory(id)
+        if trajectory is None:
+            raise BankError(f"Expected a recorded trajectory, got {id!r}")
+        shown = self.shown(trajectory)
+        distillation = await asyncio.wait_for(self.extractor.adistill(trajectory, shown), self.settings.distill_timeout)
+        version = self._version()
+        write = partial(self.bank.apply, distillation, trajectory=trajectory, shown=shown, item=id, extractor_version=version)
+        return trajectory, distillation, await self._write(write)
+
+    async def _failed(self, id: str, reason: str) -> None:
+        self._failures[f"distill: {reason}"] += 1
+        self._counts["failed"] += 1
+        attempts = self.bank.queue.attempts(id) + 1
+        last = attempts > self.settings.retries
+        await self._write(partial(self.bank.queue.fail, id, reason, last=last))
+        if last:
+            self._open.discard(id)
+        else:
+            delay = min(self._backoff * 2 ** (attempts - 1), _LONGEST_BACKOFF)
+            asyncio.get_running_loop().call_later(delay, self._ready.put_nowait, id)
+
+    def shown(self, trajectory: Trajectory) -> list[Experience]:
+        """The entry versions that a trajectory used and that the bank still knows, each once, in order of use."""
+        named = dict.fromkeys((use.experience_id, use.experience_version) for use in trajectory.uses)
+        found = (self.bank.version(id, version) for id, version in named)
+        return [experience for experience in found if experience is not None]
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Trajectories whose distillation was given up, with the last reason."""
+        return self.bank.queue.dead_letters()
+
+    def requeue(self, id: str) -> None:
+        """Try a dead letter again, with all its attempts.
+
+        Raises:
+            BankError: there is no such dead letter.
+        """
+        self._run(self._requeue(id))
+
+    async def _requeue(self, id: str) -> None:
+        if not await self._write(self.bank.queue.requeue, id):
+            raise BankError(f"Expected the id of a dead letter, got {id!r}; list them with dead_letters()")
+        if self._distils:
+            self._enqueue(id)
+
+    def pause(self) -> None:
+        """Let no further distillation start; those running end as they would."""
+        self._thread.loop.call_soon_threadsafe(self._resumed.clear)
+
+    def resume(self) -> None:
+        """Let distillation go on."""
+        self._thread.loop.call_soon_threadsafe(self._resumed.set)
+
+    @property
+    def paused(self) -> bool:
+        """Whether ``pause`` holds distillation."""
+        return not self._resumed.is_set()
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until every submitted trajectory is distilled or a dead letter.
+
+        Raises:
+            TimeoutError: it took longer than ``timeout`` seconds; the rest goes on.
+        """
+        self._run(self._drain(timeout))
+
+    async def adrain(self, timeout: float | None = None) -> None:
+        """``drain``, awaitable on any event loop."""
+        await self._bridge(self._drain(timeout))
+
+    async def _drain(self, timeout: float | None) -> None:
+        async def idle() -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._open and not self._running and not self._reserved)
+
+        try:
+            await asyncio.wait_for(idle(), timeout)
+        except TimeoutError:
+            raise TimeoutError(f"Expected the distillation queue to drain within {timeout} s, {len(self._open)} items are left") from None
+
+    # Merging
+
+    def merge(self) -> int:
+        """One pass of consolidation over the whole bank; gives the number of merged entries written."""
+        return self._run(self._merge())
+
+    async def amerge(self) -> int:
+        """``merge``, awaitable on any event loop."""
+        return await self._bridge(self._merge())
+
+    async def _merge(self) -> int:
+        if self.bank.read_only:
+            raise ReadOnlyBankError("Expected a writable bank to merge, got one opened with read_only=True")
+        if self.extractor is None:
+            return 0
+        groups = related_groups(self.bank.entries())
+        self._counts["merges"] += 1
+        return sum([len(await merge_group(group, self.settings.merge_chunk, self._merge_chunk)) for group in groups])
+
+    async def _merge_chunk(self, shown: Sequence[Experience]) -> list[Experience]:
+        done, reason = await self._attempt(self._consolidation(shown), limit=None)
+        if done is None:
+            self._failures[f"merge: {reason}"] += 1
+            return []
+        distillation, written = done
+        self._tally(distillation)
+        await self._tell("on_merge", self.on_merge, shown, distillation, written)
+        return written
+
+    async def _consolidation(self, shown: Sequence[Experience]) -> tuple[Distillation, list[Experience]]:
+        assert self.extractor is not None
+        distillation = await asyncio.wait_for(self.extractor.amerge(shown), self.settings.distill_timeout)
+        write = partial(self.bank.consolidate, distillation, shown=shown, extractor_version=self._version())
+        return distillation, await self._write(write)
+
+    # Watching
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of everything done and refused since this manager was made, and how fast retrieval was."""
+        counts, embedder = self._searcher.counts, self.bank.embedder
+        seconds = np.array(list(counts.seconds) or [0.0]) * 1000.0
+        asked = embedder.hits + embedder.misses
+        return {
+            "entries": len(self.bank),
+            "head": self.bank.head,
+            "queued": len(self._open) - len(self._running & self._open),
+            "running": len(self._running),
+            "distilled": self._counts["distilled"],
+            "failed": self._counts["failed"],
+            "dead": len(self.bank.queue.dead_letters()),
+            "merges": self._counts["merges"],
+            "operations": dict(self._operations),
+            "refused": dict(self._refused + self.bank.refused),
+            "failures": dict(self._failures),
+            "searches": counts.queries,
+            "retrievals": counts.retrievals,
+            "abstentions": counts.abstentions,
+            "mean_batch": counts.queries / counts.batches if counts.batches else 0.0,
+            "search_p50_ms": float(np.percentile(seconds, 50)),
+            "search_p99_ms": float(np.percentile(seconds, 99)),
+            "cache_hit_rate": embedder.hits / asked if asked else 0.0,
+        }
+
+    def _tally(self, distillation: Distillation) -> None:
+        self._operations.update(operation.op for operation in distillation.parsed.operations)
+        self._refused.update(refusal.reason for refusal in distillation.parsed.refused)
+
+    def close(self) -> None:
+        """Stop the workers and save the counters; what is not distilled stays in the bank's queue. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.run(self._stop())
+        self._thread.close()
+        self._writer.shutdown(wait=True)
+        if not self.bank.read_only and not self.bank.closed:
+            self.bank.save_counters()
+
+    async def _stop(self) -> None:
+        self._searcher.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Inside
+
+    async def _attempt(self, work: Awaitable[T], limit: float | None = -1.0) -> tuple[T | None, str]:
+        """The result of an extractor's work, or None and the reason why there is none."""
+        try:
+            return await asyncio.wait_for(work, self.settings.distill_timeout if limit == -1.0 else limit), ""
+        except TimeoutError:
+            return None, "timeout"
+        except Exception as error:  # noqa: BLE001  (an extractor is foreign code: whatever it raises is data with a name)
+            return None, type(error).__name__
+
+    async def _tell(self, name: str, hook: Callable[..., None] | None, *news: object) -> None:
+        async def call() -> bool:
+            if hook is not None:
+                hook(*news)
+            return True
+
+        done, reason = await self._attempt(call(), limit=None)
+        if done is None:
+            self._failures[f"{name}: {reason}"] += 1
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _write(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work, *arguments)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        self._check_open(work)
+        return self._thread.run(work)
+
+    async def _bridge(self, work: Coroutine[Any, Any, T]) -> T:
+        self._check_open(work)
+        if asyncio.get_running_loop() is self._thread.loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
+
+    def _check_open(self, work: Coroutine[Any, Any, Any]) -> None:
+        if self._closed:
+            work.close()
+            raise BankError("Expected an open manager, got a closed one; make a new ExperienceManager")
+
+
+def _settings(options: dict[str, Any]) -> BankSettings:
+    try:
+        return BankSettings(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(sorted(BankSettings.model_fields))
+        raise ConfigError(
+            f"Expected options of ExperienceManager among: {known}; got {name}={first['input']!r} ({first['msg']})"
+        ) from error

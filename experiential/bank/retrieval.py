@@ -1,0 +1,131 @@
+"""Which of the nearest entries a query receives: eq. 6 of Complementary RL, as pure functions and one small memory."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from experiential.config import RetrievalSettings
+
+TIE = 1e-3
+"""Entries whose cosines differ by at most this share one rank."""
+
+
+class Candidate(NamedTuple):
+    """One entry near a query: its id and its cosine similarity."""
+
+    id: str
+    cosine: float
+
+
+class Pick(NamedTuple):
+    """One entry chosen: its place in the candidate list, and the probability with which the draw took it."""
+
+    place: int
+    propensity: float
+
+
+class Retrievals:
+    """How often and how recently each entry was retrieved; time is counted in retrievals, never in seconds.
+
+    >>> seen = Retrievals(window=2)
+    >>> for id in ("a", "b", "a", "c"):
+    ...     seen.note(id)
+    >>> seen.count("a"), seen.is_recent("a"), seen.is_recent("b")
+    (2, True, False)
+    """
+
+    def __init__(self, window: int, earlier: Callable[[str], int] = lambda id: 0) -> None:
+        self.total = 0
+        self._window = window
+        self._earlier = earlier
+        self._counts: Counter[str] = Counter()
+        self._last: dict[str, int] = {}
+
+    def note(self, id: str) -> None:
+        """One more retrieval of entry ``id``."""
+        self.total += 1
+        self._counts[id] += 1
+        self._last[id] = self.total
+
+    def count(self, id: str) -> int:
+        """c(m): retrievals so far, those of earlier sessions included."""
+        return self._earlier(id) + self._counts[id]
+
+    def is_recent(self, id: str) -> bool:
+        """Whether the entry was among the last ``window`` retrievals."""
+        last = self._last.get(id)
+        return last is not None and self.total - last < self._window
+
+
+def shared_ranks(cosines: Sequence[float], tie: float = TIE) -> list[int]:
+    """0-based ranks of cosines given in falling order; a run within ``tie`` of its first member shares that member's rank.
+
+    >>> shared_ranks([0.9, 0.8995, 0.7, 0.5])
+    [0, 0, 2, 3]
+    """
+    ranks: list[int] = []
+    first = 0
+    for place, cosine in enumerate(cosines):
+        if cosines[first] - cosine > tie + 1e-9:  # differences of float32 cosines carry rounding
+            first = place
+        ranks.append(first)
+    return ranks
+
+
+def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float:
+    """Eq. 6: s(m) = s_rank(m) - lambda log(1 + c(m)) - 1[m was retrieved recently], with s_rank = -rank."""
+    return -rank - weight * math.log1p(count) - float(recent)
+
+
+def cut_pool(candidates: Sequence[Candidate], seen: Retrievals, size: int, floor: float) -> list[Candidate]:
+    """The top ``size`` candidates at or above the floor; of those tied at the border, the least retrieved come first."""
+    above = sorted((c for c in candidates if c.cosine >= floor), key=lambda c: -c.cosine)
+    ranks = shared_ranks([c.cosine for c in above])
+    order = sorted(range(len(above)), key=lambda place: (ranks[place], seen.count(above[place].id)))
+    return sorted((above[place] for place in order[:size]), key=lambda c: -c.cosine)
+
+
+def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random) -> list[Pick]:
+    """Take ``k`` places without replacement.
+
+    Args:
+        scores: s(m) of each place.
+        k: how many.
+        temperature: 0 takes the best (earlier places win ties) with propensity 1; above 0, each pick is drawn with
+            probability softmax(s / temperature) over the places left, and that probability is its propensity.
+        rng: where the draws come from.
+    """
+    left = sorted(range(len(scores)), key=lambda place: -scores[place])
+    if temperature == 0.0:
+        return [Pick(place, 1.0) for place in left[:k]]
+    picks: list[Pick] = []
+    while left and len(picks) < k:
+        weights = [math.exp((scores[place] - scores[left[0]]) / temperature) for place in left]
+        chosen = rng.choices(range(len(left)), weights)[0]
+        picks.append(Pick(left.pop(chosen), weights[chosen] / sum(weights)))
+    return picks
+
+
+def select(
+    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int | None = None
+) -> list[tuple[Candidate, float]]:
+    """The entries that one query receives, each with its propensity; noted in ``seen``, so that the next query sees them taken.
+
+    Calling this for the queries of a micro-batch one after the other is the reservation: a group of identical queries
+    spreads over the pool. Empty when nothing reaches the similarity floor.
+    """
+    wanted = settings.k if k is None else k
+    pool = cut_pool(candidates, seen, settings.pool * wanted, settings.floor)
+    ranks = shared_ranks([candidate.cosine for candidate in pool])
+    scores = [
+        diversity_score(rank, seen.count(candidate.id), seen.is_recent(candidate.id), settings.diversity)
+        for rank, candidate in zip(ranks, pool, strict=True)
+    ]
+    picks = draw(scores, wanted, settings.exploration, rng)
+    for pick in picks:
+        seen.note(pool[pick.place].id)
+    return [(pool[pick.place], pick.propensity) for pick in picks]

@@ -1,0 +1,182 @@
+"""What a bank keeps in memory, and the draft in which one commit is put together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from experiential.bank.credit import Ledger, total
+from experiential.bank.history import History, Live, Stored
+from experiential.bank.nearest import Nearest
+from experiential.bank.vectors import Vector
+from experiential.errors import BankError
+from experiential.types import Experience, Provenance, Statistics
+
+Content = tuple[str | None, str, str]
+"""Task, kind and text: two entries that share them say the same."""
+
+
+class State:
+    """The live entries, their counters and the search structure; readers take what they find without a lock."""
+
+    def __init__(self, entries: Sequence[Stored], statistics: dict[str, Statistics], nearest: Nearest) -> None:
+        self.entries: dict[str, Live] = {}
+        self.statistics = statistics
+        self.retrieved: Counter[str] = Counter()
+        self.nearest = nearest
+        self._contents: dict[Content, dict[str, None]] = {}
+        for stored in entries:
+            self._enter(self.entries, stored)
+
+    def read(self, experience: Experience) -> Experience:
+        """The experience with its present counters filled in."""
+        known = self.counted(experience.id)
+        return experience if known is None else experience.model_copy(update={"statistics": known})
+
+    def counted(self, id: str) -> Statistics | None:
+        """The counters of one entry, retrievals since opening included; None when it was never met."""
+        known, retrieved = self.statistics.get(id), self.retrieved.get(id, 0)
+        if not retrieved:
+            return known
+        known = known or Statistics()
+        return known.model_copy(update={"retrievals": known.retrievals + retrieved})
+
+    def twin(self, content: Content) -> str | None:
+        """The newest live entry that says exactly this."""
+        same = self._contents.get(content)
+        return next(reversed(same)) if same else None
+
+    def publish(self, changes: Sequence[Change], statistics: dict[str, Statistics]) -> None:
+        """Show a finished commit to readers: a single change in place, several by replacing the table at once."""
+        entries = self.entries if len(changes) < 2 else dict(self.entries)
+        for change in changes:
+            self._leave(entries, change.id, forget=change.stored is None)
+            if change.stored is None:
+                self.nearest.remove(change.id)
+            else:
+                self._enter(entries, change.stored)
+                self.nearest.put(change.stored, change.seq)
+        self.statistics.update(statistics)
+        self.entries = entries
+        if changes:
+            self.nearest.publish()
+
+    def arrange(self, order: Iterable[str]) -> None:
+        """Put the entries in a given order, the one in which they would be read back."""
+        self.entries = {id: self.entries[id] for id in order}
+
+    def _enter(self, entries: dict[str, Live], stored: Stored) -> None:
+        entries[stored.experience.id] = Live(stored.experience, stored.origins)
+        self._contents.setdefault(content_of(stored.experience), {})[stored.experience.id] = None
+
+    def _leave(self, entries: dict[str, Live], id: str, *, forget: bool) -> None:
+        old = entries.pop(id, None) if forget else entries.get(id)
+        if old is None:
+            return
+        content = content_of(old.experience)
+        same = self._contents[content]
+        same.pop(id, None)
+        if not same:
+            del self._contents[content]
+
+
+class Change(NamedTuple):
+    """What one commit does to one entry: what it becomes (None: removed), at which journal position."""
+
+    id: str
+    stored: Stored | None
+    seq: int
+
+
+class Draft:
+    """One commit being written: every step goes to the journal's open transaction, and to memory only after it."""
+
+    def __init__(self, state: State, history: History, ledger: Ledger, commit: int) -> None:
+        self.commit = commit
+        self.changes: list[Change] = []
+        self.statistics: dict[str, Statistics] = {}
+        self._state = state
+        self._history = history
+        self._ledger = ledger
+        self._staged: dict[str, Stored | None] = {}
+
+    def live(self, id: str) -> Live | None:
+        """The entry as it stands inside this commit."""
+        if id in self._staged:
+            stored = self._staged[id]
+            return None if stored is None else Live(stored.experience, stored.origins)
+        return self._state.entries.get(id)
+
+    def twin(self, content: Content) -> str | None:
+        """An entry that says exactly this, inside this commit."""
+        for id, stored in reversed(self._staged.items()):
+            if stored is not None and content_of(stored.experience) == content:
+                return id
+        id = self._state.twin(content)
+        return None if id is None or id in self._staged else id
+
+    def put(self, experience: Experience, vector: Vector, origins: frozenset[str]) -> Experience:
+        """Write a new version and let its entry stand there."""
+        provenance = experience.provenance.model_copy(update={"commit": self.commit})
+        experience = experience.model_copy(update={"provenance": provenance, "statistics": Statistics()})
+        stored = Stored(experience, vector, origins)
+        self._history.write(stored, self.commit)
+        self._stage(experience.id, stored, experience.version)
+        return experience
+
+    def revise(self, id: str, text: str, provenance: Provenance, vector: Vector) -> Experience:
+        """Write the next version of a live entry; what its text was made from before still counts as its origin."""
+        live = self.live(id)
+        if live is None:
+            raise unknown_entry(id)
+        update = {"version": self._history.last_version(id) + 1, "text": text, "provenance": provenance}
+        return self.put(live.experience.model_copy(update=update), vector, live.origins | origins_of(provenance))
+
+    def remove(self, id: str) -> None:
+        """Take a live entry out; its history stays."""
+        if self.live(id) is None:
+            raise unknown_entry(id)
+        self._stage(id, None, None)
+
+    def restore(self, stored: Stored) -> None:
+        """Let an entry stand at an earlier version again."""
+        self._stage(stored.experience.id, stored, stored.experience.version)
+
+    def inherit(self, id: str, parents: Sequence[str]) -> None:
+        """Let a merged entry start from the summed counters of its parents."""
+        self._count(id, total(self._state.counted(parent) or Statistics() for parent in dict.fromkeys(parents)))
+
+    def credit(self, id: str, success: bool) -> None:
+        """Count one use of an entry and how it ended."""
+        known = self.statistics.get(id) or self._state.statistics.get(id) or Statistics()
+        self._count(id, known.model_copy(update={"uses": known.uses + 1, "successes": known.successes + success}))
+
+    def start_from(self, id: str, statistics: Statistics) -> None:
+        """Let an imported entry keep its counters."""
+        self._count(id, statistics)
+
+    def _count(self, id: str, known: Statistics) -> None:
+        self.statistics[id] = known
+        retrieved = self._state.retrieved.get(id, 0)
+        self._ledger.save({id: known.model_copy(update={"retrievals": known.retrievals + retrieved})})
+
+    def _stage(self, id: str, stored: Stored | None, version: int | None) -> None:
+        seq = self._history.point(id, version, self.commit)
+        self._staged[id] = stored
+        self.changes.append(Change(id, stored, seq))
+
+
+def content_of(experience: Experience) -> Content:
+    """What an entry says, for finding twins."""
+    return experience.task, experience.kind, experience.text
+
+
+def origins_of(provenance: Provenance) -> frozenset[str]:
+    """The task instance that a provenance names, as a set."""
+    return frozenset({provenance.instance} if provenance.instance else ())
+
+
+def unknown_entry(id: str) -> BankError:
+    """The error for an id that names no live entry."""
+    return BankError(f"Expected the id of a live entry, got {id!r}; list them with bank.entries()")

@@ -1,0 +1,137 @@
+"""A resident exact index: normalised float32 rows in one matrix, searched by one product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float32]
+T = TypeVar("T")
+_QUERIES_AT_ONCE = 128
+
+
+class Scored(NamedTuple, Generic[T]):
+    """One item found, with its cosine similarity to the query."""
+
+    item: T
+    score: float
+
+
+class Snapshot(Generic[T]):
+    """The index at one moment; searching it takes no lock, whatever is written meanwhile."""
+
+    def __init__(self, matrix: Vector, alive: npt.NDArray[np.bool_], items: list[T], labels: dict[str, list[int]]) -> None:
+        self._matrix = matrix
+        self._alive = alive
+        self._items = items
+        self._labels = labels
+        self._dead = np.flatnonzero(~alive)
+
+    def __len__(self) -> int:
+        return len(self._alive) - len(self._dead)
+
+    def search(self, queries: Vector, n: int, exclude: Sequence[str | None] = ()) -> list[list[Scored[T]]]:
+        """The ``n`` nearest items of each query, best first; equal scores keep the order in which they were written.
+
+        Args:
+            queries: normalised, shape (m, d), float32.
+            n: how many for each query.
+            exclude: per query, a label whose items are left out; empty excludes nothing.
+        """
+        found: list[list[Scored[T]]] = []
+        for start in range(0, len(queries), _QUERIES_AT_ONCE):
+            scores = queries[start : start + _QUERIES_AT_ONCE] @ self._matrix.T
+            scores[:, self._dead] = -np.inf
+            for row, label in zip(scores, exclude[start:] or [None] * len(scores), strict=False):
+                self._hide(row, label)
+            found.extend(self._best(row, n) for row in scores)
+        return found
+
+    def _hide(self, scores: Vector, label: str | None) -> None:
+        for row in self._labels.get(label, ()) if label is not None else ():
+            if row < len(scores):
+                scores[row] = -np.inf
+
+    def _best(self, scores: Vector, n: int) -> list[Scored[T]]:
+        rows = np.arange(len(scores)) if n >= len(scores) else _at_least_nth(scores, n)
+        rows = rows[np.isfinite(scores[rows])]
+        order = rows[np.lexsort((rows, -scores[rows]))][:n]
+        return [Scored(self._items[row], float(scores[row])) for row in order]
+
+
+def _at_least_nth(scores: Vector, n: int) -> npt.NDArray[np.intp]:
+    """Rows that score at least as much as the n-th best, so that ties at the border do not depend on the partition."""
+    return np.flatnonzero(scores >= np.partition(scores, len(scores) - n)[len(scores) - n])
+
+
+class VectorIndex(Generic[T]):
+    """Keyed vectors with their items, growing in place; rows are never rewritten, so snapshots stay true.
+
+    One thread writes at a time; any number read snapshots.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        self.dimension = dimension
+        self._reset(64)
+
+    def _reset(self, capacity: int) -> None:
+        self._matrix = np.zeros((capacity, self.dimension), dtype=np.float32)
+        self._alive = np.zeros(capacity, dtype=np.bool_)
+        self._shared = False
+        self._items: list[T] = []
+        self._rows: dict[str, int] = {}
+        self._labels: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def put(self, key: str, vector: Vector, item: T, labels: frozenset[str] = frozenset()) -> None:
+        """Write an item under ``key``, instead of what was there."""
+        self.remove(key)
+        row = len(self._items)
+        if row == len(self._alive):
+            self._grow()
+        self._matrix[row] = vector
+        self._alive[row] = True
+        self._items.append(item)
+        self._rows[key] = row
+        for label in labels:
+            self._labels.setdefault(label, []).append(row)
+
+    def remove(self, key: str) -> None:
+        """Take the item of ``key`` out, if there is one."""
+        row = self._rows.pop(key, None)
+        if row is None:
+            return
+        if self._shared:
+            self._alive, self._shared = self._alive.copy(), False
+        self._alive[row] = False
+        if len(self._items) > 64 + 2 * len(self._rows):
+            self._compact()
+
+    def snapshot(self) -> Snapshot[T]:
+        """The present state, fixed."""
+        self._shared = True
+        count = len(self._items)
+        return Snapshot(self._matrix[:count], self._alive[:count], self._items, self._labels)
+
+    def _grow(self) -> None:
+        capacity = 2 * len(self._alive)
+        matrix = np.zeros((capacity, self.dimension), dtype=np.float32)
+        matrix[: len(self._matrix)] = self._matrix
+        alive = np.zeros(capacity, dtype=np.bool_)
+        alive[: len(self._alive)] = self._alive
+        self._matrix, self._alive, self._shared = matrix, alive, False
+
+    def _compact(self) -> None:
+        matrix, items, kept = self._matrix, self._items, sorted(self._rows.items(), key=lambda pair: pair[1])
+        labels: dict[int, list[str]] = {}
+        for label, rows in self._labels.items():
+            for row in rows:
+                labels.setdefault(row, []).append(label)
+        self._reset(max(64, 2 * len(kept)))
+        for key, row in kept:
+            self.put(key, matrix[row], items[row], frozenset(labels.get(row, ())))

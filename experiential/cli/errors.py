@@ -1,0 +1,49 @@
+"""One policy for exit codes: 0 done, 2 user error (one line on stderr), 1 failure, 130 interrupted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from experiential import __version__
+from experiential.errors import BankLockedError, CheckpointError, ConfigError, ExperientialError, MissingExtraError, ModelNotFoundError
+
+USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedError, CheckpointError)
+
+
+def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    Errors raised on purpose become one line on stderr; anything else is a bug and keeps its traceback (exit code 1).
+    """
+    try:
+        code = app(args=list(argv) if argv is not None else None, standalone_mode=False)
+    except USER_ERRORS as error:
+        return complain(error, 2)
+    except ExperientialError as error:
+        return complain(error, 1)
+    except typer.TyperException as error:
+        return complain(error.format_message(), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return complain("interrupted", 130)
+    return code if isinstance(code, int) else 0
+
+
+def complain(error: object, code: int) -> int:
+    """Write one line on stderr and return the exit code."""
+    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    return code
+
+
+def new_app(about: str) -> typer.Typer:
+    """A typer application under the shared policy: no completion installers, no decorated tracebacks."""
+    return typer.Typer(help=about, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def show_version(wanted: bool) -> None:
+    """Callback of `--version`."""
+    if wanted:
+        typer.echo(f"experiential-rl {__version__}")
+        raise typer.Exit

@@ -1,0 +1,57 @@
+"""What a run will cost, before it starts: episodes, tokens and memory, from the configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiential.config import Experiment, ModelSettings
+
+KNOWN_PARAMETERS = {"tiny": 4e6, "smollm2": 135e6}
+"""Parameters of the models that need no folder, rounded."""
+
+
+def training_episodes(experiment: Experiment) -> int:
+    """Episodes of the whole training."""
+    return experiment.run.steps * experiment.actor.groups * experiment.actor.group_size
+
+
+def evaluation_episodes(experiment: Experiment) -> int:
+    """Episodes of all evaluations: each held-out world is visited several times, with the bank and without."""
+    settings = experiment.eval
+    arms = 2 if experiment.extractor.enabled else 1
+    between = experiment.run.steps // settings.every if settings.every else 0
+    return (settings.before + between + settings.after) * settings.worlds * settings.visits * arms
+
+
+def parameters(model: ModelSettings) -> float | None:
+    """Number of parameters, or None when it cannot be known without a download."""
+    if model.name in KNOWN_PARAMETERS:
+        return KNOWN_PARAMETERS[model.name]
+    files = list(Path(model.name).expanduser().glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) / 2 if files else None
+
+
+def memory_gb(experiment: Experiment) -> float | None:
+    """Weights, gradients and AdamW's moments of both policies, in gigabytes; activations are not included."""
+    count = parameters(experiment.model)
+    if count is None:
+        return None
+    width = 4 if experiment.model.dtype == "float32" else 2
+    policies = 1 + experiment.extractor.enabled
+    if experiment.model.lora:
+        return count * width * 1.05 / 1e9
+    return count * width * policies * 4 / 1e9
+
+
+def describe_cost(experiment: Experiment) -> Iterator[str]:
+    """Lines for `--dry-run`."""
+    train, evaluate = training_episodes(experiment), evaluation_episodes(experiment)
+    turns = (train + evaluate) * experiment.env.max_turns
+    memory = memory_gb(experiment)
+    yield f"episodes: {train:,} in training, {evaluate:,} in evaluation"
+    yield f"turns: at most {turns:,} ({experiment.env.max_turns} an episode)"
+    yield f"tokens sampled by the actor: at most {turns * experiment.actor.max_tokens:,}"
+    if experiment.extractor.enabled:
+        yield f"tokens sampled by the extractor: at most {train * experiment.extractor.max_tokens:,}"
+    yield f"memory of weights and optimisers: {f'about {memory:.2g} GB' if memory else 'unknown until the model is loaded'}"

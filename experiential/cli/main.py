@@ -1,0 +1,91 @@
+"""`experiential`: look at banks, runs, environments and the installation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from experiential.cli import bank, evaluate
+from experiential.cli.errors import new_app, run_app, show_version
+from experiential.cli.rows import AsJson, show_rows
+
+Version = Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the page for the documentation.")]
+
+app = new_app("Look at banks, runs, environments and the installation of experiential.")
+app.add_typer(bank.app, name="bank")
+app.command("eval")(evaluate.evaluate)
+
+
+@app.callback(invoke_without_command=True)
+def options(context: typer.Context, version: Version = False) -> None:
+    """Look at banks, runs, environments and the installation of experiential."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def envs(as_json: AsJson = False) -> None:
+    """List the environments that this package registers with Gymnasium."""
+    from experiential.envs import ENVS
+
+    rows = [{"id": name, "entry_point": entry} for name, entry in sorted(ENVS.items())]
+    show_rows(rows, as_json)
+
+
+@app.command()
+def recipes(as_json: AsJson = False) -> None:
+    """List the bundled recipes."""
+    from experiential.recipe import describe_recipe, recipe_names
+
+    show_rows([{"recipe": name, "what it does": describe_recipe(name)} for name in recipe_names()], as_json)
+
+
+@app.command()
+def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
+    """List every setting with its type and default."""
+    from experiential.cli.reference import configuration_page
+    from experiential.recipe import settings_reference
+
+    if markdown:
+        sys.stdout.write(configuration_page())
+        return
+    show_rows([{"key": s.key, "type": s.type, "default": s.default, "about": s.description} for s in settings_reference()], as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show what is installed, what is missing, and how to get it."""
+    from experiential.cli.doctor import examine
+
+    found = [finding._asdict() for finding in examine()]
+    if not as_json:
+        for row in found:
+            row["found"] = row["found"] or missing_hint(row["extra"])
+    show_rows(found, as_json)
+
+
+def missing_hint(extra: str) -> str:
+    """What to do about a missing piece of an extra."""
+    return "missing" if extra in ("machine", "models", "core") else f"missing: pip install 'experiential-rl[{extra}]'"
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Output folder of a run.")]) -> None:
+    """Show the results of a run again, and draw its learning curve."""
+    from experiential.cli.report import show_report
+
+    show_report(Console(), folder)
+
+
+def main() -> None:
+    """Entry point of `experiential`."""
+    sys.exit(run_app(app))
+
+
+if __name__ == "__main__":
+    main()

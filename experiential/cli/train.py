@@ -1,0 +1,110 @@
+"""`experiential-train`: one command from a recipe to a report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from experiential.cli.errors import new_app, run_app, show_version
+from experiential.cli.estimate import describe_cost
+from experiential.cli.preflight import CONFIG_FILE, check_experiment, prepare_output
+from experiential.config import Experiment
+from experiential.errors import CheckpointError, ConfigError
+from experiential.recipe import dump_experiment, load_experiment
+
+DEFAULT_RECIPE = "complementary"
+QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Environment variables set, where they are not yet, before models are loaded."""
+
+app = new_app("Train an actor and an experience extractor together.")
+
+
+@app.command()
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings to change, e.g. run.steps=5.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Name of a recipe, or a YAML file.  [default: complementary]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the expected cost, then stop.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/RECIPE-TIME]")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in --output.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Same as seed=N.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Train an actor and an experience extractor together, then evaluate on held-out worlds.
+
+    Recipes: complementary, exp-only, grpo, static-online.
+    Exit code: 0 done, 2 user error (one line on stderr), 1 failure.
+    """
+    experiment = resolve(recipe, [*(overrides or []), *([f"seed={seed}"] if seed is not None else [])], output if resume else None)
+    if resume and output is None:
+        raise ConfigError("Expected --output with --resume, got none; name the folder of the run to go on with")
+    check_experiment(experiment)
+    if dry_run:
+        show_plan(experiment)
+        return
+    folder = prepare_output(output or default_output(experiment.recipe), resume=resume, overwrite=overwrite)
+    run(experiment, folder, resume=resume, plain=plain)
+
+
+def resolve(recipe: str | None, overrides: list[str], resumed: Path | None) -> Experiment:
+    """The experiment asked for; a resumed run keeps its own settings unless a recipe is named.
+
+    Raises:
+        CheckpointError: `resumed` holds no run.
+    """
+    if resumed is None or recipe is not None:
+        return load_experiment(recipe or DEFAULT_RECIPE, overrides)
+    saved = resumed / CONFIG_FILE
+    if not saved.is_file():
+        raise CheckpointError(f"Expected a run to resume in {resumed}, found none; leave out --resume to start one")
+    return load_experiment(saved, overrides)
+
+
+def default_output(recipe: str) -> Path:
+    """A fresh folder name under `runs/`."""
+    return Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def show_plan(experiment: Experiment) -> None:
+    """Print the resolved settings as YAML, and the expected cost as YAML comments."""
+    sys.stdout.write(dump_experiment(experiment))
+    sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment))
+
+
+def run(experiment: Experiment, folder: Path, *, resume: bool, plain: bool) -> None:
+    """Train, show progress, and report."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    from experiential.cli.report import show_report
+    from experiential.cli.sinks import TensorBoardSink
+    from experiential.cli.view import make_view
+    from experiential.training.trainer import Trainer
+
+    (folder / CONFIG_FILE).write_text(dump_experiment(experiment), "utf-8")
+    console = Console()
+    view, sink = make_view(console, plain=plain), TensorBoardSink(folder / "tensorboard")
+
+    def observe(event: dict[str, Any]) -> None:
+        view.handle(event)
+        sink.handle(event)
+
+    with view:
+        summary = Trainer(experiment, folder, resume=resume, observer=observe).run()
+    sink.close()
+    show_report(console, folder, summary)
+
+
+def main() -> None:
+    """Entry point of `experiential-train`."""
+    sys.exit(run_app(app))
+
+
+if __name__ == "__main__":
+    main()

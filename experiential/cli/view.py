@@ -1,0 +1,153 @@
+"""What a person sees while a run trains: a live panel on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from experiential.training.metrics import peak_memory_gb
+
+Event = dict[str, Any]
+
+FIELDS = (
+    ("success_guided", "guided", "{:.0%}"),
+    ("success_free", "free", "{:.0%}"),
+    ("reward", "reward", "{:.2f}"),
+    ("entries", "entries", "{:,.0f}"),
+    ("actor_loss", "actor loss", "{:+.3f}"),
+    ("extractor_loss", "extractor loss", "{:+.3f}"),
+    ("extractor_updates", "extractor updates", "{:,.0f}"),
+    ("malformed", "malformed", "{:,.0f}"),
+    ("staleness", "staleness", "{:.1f}"),
+    ("tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("rollout_s", "rollout s", "{:.1f}"),
+    ("update_s", "update s", "{:.1f}"),
+)
+"""Fields of a step event in the order shown: name, label, format."""
+
+
+class View(Protocol):
+    """Shows the events of a run; a context manager."""
+
+    def __enter__(self) -> Self:
+        """Start showing."""
+        ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop showing."""
+        ...
+
+    def handle(self, event: Event) -> None:
+        """Show one event of the trainer."""
+        ...
+
+
+def make_view(console: Console, *, plain: bool) -> View:
+    """A live view on a terminal, plain lines when asked or when the output is not a terminal."""
+    return PlainView(console) if plain or not console.is_terminal else LiveView(console)
+
+
+def shown_fields(event: Event) -> list[tuple[str, str]]:
+    """Labels and formatted values of a step event; what the event lacks is left out."""
+    known = [(label, form.format(event[name])) for name, label, form in FIELDS if isinstance(event.get(name), (int, float))]
+    return [*known, ("memory", f"{event.get('memory_gb') or peak_memory_gb():.1f} GB")]
+
+
+def describe_evaluation(event: Event) -> str:
+    """One line for an evaluation event."""
+    rates = [f"{visit['successes'] / visit['episodes']:.0%}" for visit in event["visits"] if visit["episodes"]]
+    arm = "with the bank" if event["arm"] == "bank" else "without the bank"
+    return f"evaluation at step {event['step']} {arm}, success by visit: {' '.join(rates)}"
+
+
+class PlainView:
+    """One line per event."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._steps = 0
+
+    def __enter__(self) -> Self:
+        """Nothing to start."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Nothing to stop."""
+
+    def handle(self, event: Event) -> None:
+        """Print one event of the trainer."""
+        line = self._line(event)
+        if line:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self, event: Event) -> str | None:
+        match event["event"]:
+            case "start":
+                self._steps = event["steps"]
+                return f"training for {self._steps} steps"
+            case "step":
+                fields = "  ".join(f"{label} {value}" for label, value in shown_fields(event))
+                return f"step {event['step']}/{self._steps}  {fields}"
+            case "eval":
+                return describe_evaluation(event)
+            case "checkpoint":
+                return f"checkpoint {event['path']}"
+            case "warning":
+                return f"warning: {event['text']}"
+            case _:
+                return None
+
+
+class LiveView:
+    """A progress bar with time left, and the newest numbers below it, redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(), console=console,
+        )  # fmt: skip
+        self._task = self._progress.add_task("loading models", total=None)
+        self._latest: Event = {}
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        """Take over the terminal's last lines."""
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the last state on the terminal."""
+        self._live.stop()
+
+    def handle(self, event: Event) -> None:
+        """Redraw for one event of the trainer; evaluations and warnings stay above as lines."""
+        match event["event"]:
+            case "start":
+                self._progress.update(self._task, description="training", total=event["steps"], completed=event.get("step", 0))
+            case "step":
+                self._latest = event
+                self._progress.update(self._task, completed=event["step"])
+            case "eval":
+                self._note(describe_evaluation(event))
+            case "warning":
+                self._note(f"warning: {event['text']}")
+            case "end":
+                self._progress.update(self._task, description="done")
+            case _:
+                pass
+
+    def _note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def _render(self) -> Group:
+        grid = Table.grid(padding=(0, 2))
+        fields = shown_fields(self._latest)
+        for start in range(0, len(fields), 4):
+            grid.add_row(*(f"[dim]{label}[/dim] {value}" for label, value in fields[start : start + 4]))
+        return Group(self._progress, grid)

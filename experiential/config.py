@@ -1,0 +1,184 @@
+"""One tree of settings, read from YAML and `key=value` overrides; every unknown key is an error that names the nearest."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EnvSettings(Settings):
+    """Which environment, and which of its tasks are for training and for evaluation."""
+
+    id: str = "experiential/Vault-v0"
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to gymnasium.make, in training and evaluation")
+    train: dict[str, Any] = Field(default_factory=lambda: {"split": "train"}, description="added to kwargs in training")
+    eval: dict[str, Any] = Field(default_factory=lambda: {"split": "eval"}, description="added to kwargs in evaluation")
+    max_turns: int = Field(default=30, gt=0, description="turns after which an episode is truncated")
+    changes: tuple[WorldChange, ...] = Field(default=(), description="worlds added or changed while training runs")
+
+
+class WorldChange(Settings):
+    """From training step ``step`` on, use ``worlds`` worlds, and era ``era`` for the first ``changed`` of them."""
+
+    step: int = Field(ge=0)
+    worlds: int = Field(gt=0)
+    changed: int = Field(default=0, ge=0)
+    era: int = 1
+
+
+EnvSettings.model_rebuild()
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters over a frozen base."""
+
+    rank: int = Field(default=8, gt=0)
+    alpha: int = Field(default=16, gt=0)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class ModelSettings(Settings):
+    """Which weights, where, and in which precision."""
+
+    name: str = Field(default="tiny", description="tiny, smollm2, a folder in Hugging Face format, or a hub name")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1 ...")
+    lora: LoraSettings | None = None
+    prompts: str = Field(default="auto", description="template set: full, brief, or auto (brief for the tiny model)")
+    max_batch: int = Field(default=64, gt=0, description="sequences decoded together")
+    prefix_cache_tokens: int = Field(default=65536, ge=0, description="tokens of key-value cache kept for reuse")
+    threads: int = Field(default=0, ge=0, description="torch threads; 0 leaves torch's own choice")
+
+
+class OptimSettings(Settings):
+    """AdamW with a constant rate (appendix C.2)."""
+
+    lr: float = Field(default=1e-6, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    tokens_per_micro_batch: int = Field(default=16384, gt=0, description="gradient accumulation unit, padded tokens")
+
+
+class ActorSettings(Settings):
+    """The acting policy and how it learns (eq. 4 and 5)."""
+
+    train: bool = True
+    group_size: int = Field(default=8, gt=0, description="K: episodes per task and seed")
+    groups: int = Field(default=8, gt=0, description="tasks per step; groups x group_size episodes")
+    guided: Literal["half", "all", "none"] = Field(default="half", description="which members of a group may see the bank")
+    advantage: Literal["split", "pooled"] = "split"
+    clip_low: float = Field(default=0.2, gt=0.0)
+    clip_high: float = Field(default=0.2, gt=0.0)
+    ratio: Literal["token", "sequence"] = "token"
+    kl: float = Field(default=0.0, ge=0.0, description="weight of KL(policy || reference), k3 estimator")
+    epochs: int = Field(default=1, gt=0)
+    mini_batches: int = Field(default=1, gt=0, description="optimiser steps per epoch")
+    temperature: float = Field(default=1.0, gt=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    max_tokens: int = Field(default=64, gt=0)
+    constrain: bool = Field(default=True, description="restrict answers to the admissible actions when the env names them")
+    history: int | None = Field(default=None, ge=1, description="turns of the conversation kept in the prompt; None keeps all")
+    search_and_ask: int = Field(default=0, ge=0, description="calls of search_and_ask per guided episode; 0 leaves the tool out")
+    warmup_steps: int = Field(default=0, ge=0, description="steps before the bank is used")
+    optim: OptimSettings = Field(default_factory=lambda: OptimSettings(lr=3e-4))
+
+
+class ExtractorSettings(Settings):
+    """The distilling policy and how it learns (eq. 3 and 7)."""
+
+    enabled: bool = True
+    train: bool = True
+    batch_size: int = Field(default=64, gt=0, description="|B_phi|: samples per optimiser step")
+    buffer_size: int = Field(default=512, gt=0)
+    eps_low: float = Field(default=0.1, gt=0.0)
+    eps_high: float = Field(default=0.1, gt=0.0)
+    max_staleness: int = Field(default=64, ge=0, description="extractor updates after which a generation is too old to train on")
+    cooldown: int = Field(default=1, ge=0, description="delta of eq. 7, in training steps")
+    decay: float = Field(default=0.5, ge=0.0, description="alpha of eq. 7")
+    malformed_reward: float = -1.0
+    max_operations: int = Field(default=3, gt=0)
+    temperature: float = Field(default=1.0, gt=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    max_tokens: int = Field(default=96, gt=0)
+    optim: OptimSettings = Field(default_factory=lambda: OptimSettings(lr=3e-4))
+
+
+class RetrievalSettings(Settings):
+    """How queries become hits (section 3.2.2, eq. 6)."""
+
+    k: int = Field(default=1, gt=0)
+    pool: int = Field(default=4, gt=0, description="N: candidate sets of size K that are oversampled")
+    diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
+    recency: int = Field(default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off")
+    floor: float = Field(default=0.3, ge=-1.0, le=1.0, description="cosine below which nothing is returned")
+    exploration: float = Field(default=0.0, ge=0.0, description="temperature of the draw over eq. 6 scores; 0 takes the best")
+    batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
+    batch_wait: float = Field(default=0.001, ge=0.0, description="t_max, in seconds")
+    workers: int = Field(default=4, gt=0, description="W: search workers")
+
+
+class BankSettings(Settings):
+    """The experience bank and its manager."""
+
+    path: str | None = Field(default=None, description="an existing bank folder to start from; None starts empty")
+    namespace: str = "default"
+    embedder: str | None = Field(default=None, description="sentence-transformers name or folder; None for the default; 'hashing' for the built-in")
+    retrieval: RetrievalSettings = Field(default_factory=RetrievalSettings)
+    merge_every: int = Field(default=5, ge=0, description="actor updates between merges; 0 never merges")
+    merge_chunk: int = Field(default=5, gt=1)
+    queue_size: int = Field(default=1024, gt=0, description="distillation requests accepted before submit waits")
+    distill_workers: int = Field(default=64, gt=0)
+    distill_timeout: float = Field(default=120.0, gt=0.0)
+    retries: int = Field(default=2, ge=0)
+
+
+class EvalSettings(Settings):
+    """Evaluation by visit on held-out worlds, weights frozen."""
+
+    worlds: int = Field(default=40, gt=0)
+    visits: int = Field(default=6, gt=0)
+    every: int = Field(default=0, ge=0, description="training steps between evaluations; 0 evaluates before and after only")
+    before: bool = True
+    after: bool = True
+    temperature: float = Field(default=1.0, ge=0.0)
+    seed: int = 10_000
+
+
+class RunSettings(Settings):
+    """How long to train and what to write."""
+
+    steps: int = Field(default=40, ge=0)
+    minutes: float | None = Field(default=None, gt=0.0, description="stop training after this many minutes")
+    checkpoint_every: int = Field(default=10, ge=0, description="steps between checkpoints; 0 keeps only the last")
+    keep_checkpoints: int = Field(default=2, gt=0)
+    drain: bool = Field(default=False, description="wait for the distillation queue at the end of each step (exactly repeatable runs)")
+
+
+class Experiment(Settings):
+    """Everything that defines a run."""
+
+    recipe: str = "complementary"
+    seed: int = 0
+    env: EnvSettings = Field(default_factory=EnvSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    extractor_model: ModelSettings | None = Field(default=None, description="None uses the same starting weights as the actor, trained apart")
+    actor: ActorSettings = Field(default_factory=ActorSettings)
+    extractor: ExtractorSettings = Field(default_factory=ExtractorSettings)
+    bank: BankSettings = Field(default_factory=BankSettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+    run: RunSettings = Field(default_factory=RunSettings)
+
+    @model_validator(mode="after")
+    def _groups_can_be_split(self) -> Experiment:
+        if self.actor.guided == "half" and self.actor.group_size < 2:
+            raise ValueError(f"Expected actor.group_size of at least 2 when actor.guided is half, got {self.actor.group_size}")
+        return self

@@ -1,0 +1,26 @@
+"""Text environments, registered with Gymnasium under ``experiential/…`` when this package is imported."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+
+from experiential.envs.oracle import oracle
+
+__all__ = ["ENVS", "oracle", "register"]
+
+ENVS: dict[str, str] = {
+    "experiential/FrozenLake-v0": "experiential.envs.frozen_lake:FrozenLakeEnv",
+    "experiential/Sokoban-v0": "experiential.envs.sokoban:SokobanEnv",
+    "experiential/Vault-v0": "experiential.envs.vault:VaultEnv",
+}
+"""Environment id to entry point; an entry point is imported by the first ``gymnasium.make`` of its id."""
+
+
+def register() -> None:
+    """Register every environment of ``ENVS`` that Gymnasium does not know yet."""
+    for name, entry_point in ENVS.items():
+        if name not in gym.registry:
+            gym.register(name, entry_point=entry_point)  # pyright: ignore[reportUnknownMemberType]  # its kwargs is a bare dict
+
+
+register()

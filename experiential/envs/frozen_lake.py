@@ -1,0 +1,213 @@
+"""FrozenLake as text with abstract symbols (appendix B.1 of Experiential RL)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Split, Wording, between, distinct, shortest_path, split_of
+from experiential.errors import ConfigError
+
+_WORDING: dict[Event, str] = {
+    "won": "The agent reached the goal",
+    "lost": "The agent fell into the hole",
+    "limit": "Hit the max step limit",
+    "moved": "",
+    "blocked": "No valid actions were recorded.",
+}
+_SALT = 0x1CE
+
+
+@dataclass(frozen=True)
+class Lake:
+    """One layout: where the goal and the holes are, and where the agent starts."""
+
+    size: int
+    start: Cell
+    goal: Cell
+    holes: frozenset[Cell]
+
+    @property
+    def content(self) -> str:
+        """The layout in Gymnasium's letters S, F, H, G, rows separated by ``/``; equal layouts have equal contents."""
+        letters = {**dict.fromkeys(self.holes, "H"), self.start: "S", self.goal: "G"}
+        return "/".join("".join(letters.get((row, column), "F") for column in range(self.size)) for row in range(self.size))
+
+    @classmethod
+    def parse(cls, rows: Sequence[str]) -> Lake:
+        """The layout that such letters describe."""
+        cells = {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row)}
+        where = {letter: [cell for cell, found in cells.items() if found == letter] for letter in "SHG"}
+        return cls(len(rows), where["S"][0], where["G"][0], frozenset(where["H"]))
+
+    def inside(self, cell: Cell) -> bool:
+        """Whether the cell is on the grid."""
+        return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size
+
+    def path(self, start: Cell, limit: int | None = None) -> list[str] | None:
+        """Moves of a shortest way to the goal that avoids holes, or None if there is none within ``limit``."""
+        return shortest_path(start, self._neighbours, lambda cell: cell == self.goal, limit)
+
+    def _neighbours(self, cell: Cell) -> Iterator[tuple[str, Cell]]:
+        for name, (down, right) in MOVES.items():
+            after = (cell[0] + down, cell[1] + right)
+            if self.inside(after) and after not in self.holes:
+                yield name, after
+
+
+@dataclass(frozen=True)
+class LakeRules:
+    """What a preset fixes: how layouts are drawn (or the one map), how many moves, and the symbols."""
+
+    sizes: tuple[int, int] = (2, 9)
+    frozen: tuple[float, float] = (0.6, 0.85)
+    budget: int = 8
+    symbols: str = "ABCD"
+    rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        between("sizes", self.sizes, 2, 32)
+        between("frozen", self.frozen, 0.0, 1.0)
+        distinct(self.symbols, 6 if len(self.symbols) == 6 else 4)
+        distinct(self.all_symbols, 6)
+
+    @property
+    def all_symbols(self) -> str:
+        """Agent, goal, hole, frozen, agent in a hole, agent on the goal."""
+        return self.symbols if len(self.symbols) == 6 else self.symbols + "X√"
+
+
+LAKES: dict[str, LakeRules] = {
+    "erl": LakeRules(),
+    "4x4": LakeRules(budget=100, symbols="PGHF", rows=("SFFF", "FHFH", "FFFH", "HFFG")),
+    "8x8": LakeRules(
+        budget=200,
+        symbols="PGHF",
+        rows=("SFFFFFFF", "FFFFFFFF", "FFFHFFFF", "FFFFFHFF", "FFFHFFFF", "FHHFFFHF", "FHFFHFHF", "FFFHFFFG"),
+    ),
+}
+"""``erl`` draws layouts as the paper does; ``4x4`` and ``8x8`` are Gymnasium's own maps in its letters (P is the agent)."""
+
+
+@lru_cache(maxsize=16_384)
+def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
+    """Layout ``index`` of a split: the first draw whose content belongs to the split and whose goal is within the budget.
+
+    Size and share of frozen tiles are drawn once, so that rejection does not favour small or open grids.
+
+    Raises:
+        ConfigError: the rules admit no layout, or so few that none was found.
+    """
+    if rules.rows:
+        return Lake.parse(rules.rows)
+    rng = np.random.default_rng([_SALT, split == "eval", index])
+    size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
+    frozen = float(rng.uniform(*rules.frozen))
+    for _ in range(MAX_DRAWS):
+        lake = _candidate(rng, size, frozen)
+        if split_of(lake.content) == split and lake.path(lake.start, rules.budget) is not None:
+            return lake
+    raise ConfigError(f"Expected rules that admit layouts of size {size} in split {split}, got {rules}; allow more frozen tiles or moves")
+
+
+def _candidate(rng: np.random.Generator, size: int, frozen: float) -> Lake:
+    first, second = (divmod(int(cell), size) for cell in rng.choice(size * size, 2, replace=False))
+    thawed = np.argwhere(rng.random((size, size)) >= frozen).tolist()
+    return Lake(size, first, second, frozenset((row, column) for row, column in thawed) - {first, second})
+
+
+class FrozenLakeEnv(GridEnv):
+    """Reach the goal of a text grid without entering a hole; what the symbols mean is not told.
+
+    Moves are deterministic. Reward is 1.0 on the goal, else 0.0; a hole or the goal terminates, the spent budget truncates.
+    A layout can be solved within the budget and belongs to the split that its content decides, so train and eval never share
+    one. Within a split small grids repeat: there are not many of them.
+
+    Args:
+        split: ``train`` or ``eval``. The fixed maps have one layout, the same in both.
+        sizes: smallest and largest side.
+        frozen: smallest and largest share of safe tiles.
+        budget: moves allowed.
+        symbols: agent, goal, hole, frozen, and optionally agent in a hole, agent on the goal (``X√``).
+        layouts: how many layouts; by default 10,000 in train and 100 in eval.
+        feedback: the paper's messages in the observation (True), neutral ones (``"neutral"``), or none (False).
+        preset: ``erl``, ``4x4`` or ``8x8``; where an argument above is None, the preset's value holds.
+        render_mode: ``ansi`` or None.
+
+    Raises:
+        ConfigError: an argument is outside its range.
+
+    >>> env = FrozenLakeEnv(preset="4x4")
+    >>> print(env.reset(seed=0)[0])
+    P F F F
+    F H F H
+    F F F H
+    H F F G
+    >>> env.step("<action>up</action>")[4]["feedback"]
+    'No valid actions were recorded.'
+    """
+
+    def __init__(
+        self,
+        split: Split = "train",
+        *,
+        sizes: tuple[int, int] | None = None,
+        frozen: tuple[float, float] | None = None,
+        budget: int | None = None,
+        symbols: str | None = None,
+        layouts: int | None = None,
+        feedback: Wording = True,
+        preset: str | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        if (preset or "erl") not in LAKES:
+            raise ConfigError(f"Expected preset to be one of {', '.join(LAKES)}, got {preset!r}")
+        given: dict[str, Any] = {"sizes": _pair(sizes), "frozen": _pair(frozen), "budget": budget, "symbols": symbols}
+        self.rules = replace(LAKES[preset or "erl"], **{name: value for name, value in given.items() if value is not None})
+        count = 1 if self.rules.rows else layouts if layouts is not None else 10_000 if split == "train" else 100
+        super().__init__(
+            "frozenlake", split, count, self.rules.budget,
+            symbols=self.rules.symbols[:4], wording=_WORDING, feedback=feedback, render_mode=render_mode,
+        )  # fmt: skip
+
+    def plan(self) -> list[str] | None:
+        """A shortest way from here to the goal, or None (the agent is in a hole)."""
+        return None if self.agent in self.lake.holes else self.lake.path(self.agent)
+
+    def _load(self, index: int) -> None:
+        self.lake = draw_lake(self.rules, self.split, index)
+        self.agent = self.lake.start
+
+    def _move(self, delta: Cell) -> bool:
+        after = (self.agent[0] + delta[0], self.agent[1] + delta[1])
+        if not self.lake.inside(after):
+            return False
+        self.agent = after
+        return True
+
+    def _ending(self) -> Literal["won", "lost"] | None:
+        if self.agent == self.lake.goal:
+            return "won"
+        return "lost" if self.agent in self.lake.holes else None
+
+    def _grid(self) -> str:
+        sides = range(self.lake.size)
+        return "\n".join(" ".join(self._symbol((row, column)) for column in sides) for row in sides)
+
+    def _symbol(self, cell: Cell) -> str:
+        agent, goal, hole, frozen, fallen, arrived = self.rules.all_symbols
+        there = cell == self.agent
+        if cell == self.lake.goal:
+            return arrived if there else goal
+        if cell in self.lake.holes:
+            return fallen if there else hole
+        return agent if there else frozen
+
+
+def _pair(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)

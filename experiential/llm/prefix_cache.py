@@ -1,0 +1,114 @@
+"""Key-value states of past prompts, found again by longest common prefix: turns of an episode and members of a group share them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+
+class PrefixCache:
+    """A least-recently-used store of (token ids, key-value tensor), bounded by the sum of tokens.
+
+    Used from one thread (the compute lane). All stored ids lie in one padded matrix, so that one vectorised comparison
+    finds the best entry. An entry that is a prefix of a newer one is dropped, since the newer one serves the same matches.
+
+    Args:
+        max_tokens: bound on the tokens stored; 0 stores nothing.
+        min_match: shorter common prefixes are not worth collating and count as no match.
+    """
+
+    def __init__(self, max_tokens: int, *, min_match: int = 8) -> None:
+        if max_tokens < 0:
+            raise ValueError(f"Expected max_tokens of at least 0, got {max_tokens}")
+        self.max_tokens = max_tokens
+        self.tokens = 0
+        self._min_match = min_match
+        self._ids: Ids = np.full((16, 256), -1, dtype=np.int64)
+        self._lengths: Ids = np.zeros(16, dtype=np.int64)
+        self._used = 0
+        self._free: list[int] = []
+        self._states: OrderedDict[int, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def match(self, ids: Ids) -> tuple[int, Any]:
+        """``(n, kv)``: the entry that shares the longest prefix, n < len(ids) tokens, with ``ids``; (0, None) without one.
+
+        The last token is never served from the cache, since its logits are needed. ``kv`` covers at least n tokens;
+        use the first n.
+        """
+        if not self._states:
+            return 0, None
+        common = self._common(ids[:-1])
+        slot = int(common.argmax())
+        if common[slot] < self._min_match:
+            return 0, None
+        self._states.move_to_end(slot)
+        return int(common[slot]), self._states[slot]
+
+    def put(self, ids: Ids, state: Callable[[], Any]) -> None:
+        """Store the key-value state of ``ids``; ``state`` is called only if no entry covers them. Evicts the least recently used."""
+        if len(ids) > self.max_tokens or len(ids) < self._min_match:
+            return
+        if self._states:
+            common = self._common(ids)
+            if int(common.max()) == len(ids):
+                self._states.move_to_end(int(common.argmax()))
+                return
+            lengths = self._lengths[: self._used]
+            for slot in np.flatnonzero((lengths > 0) & (common == lengths)):
+                self._remove(int(slot))
+        while self.tokens + len(ids) > self.max_tokens:
+            self._remove(next(iter(self._states)))
+        self._insert(ids, state())
+
+    def clear(self) -> None:
+        """Forget everything: the weights that made the states are gone."""
+        self._states.clear()
+        self._free.clear()
+        self._lengths[:] = 0
+        self._ids[:] = -1
+        self._used = self.tokens = 0
+
+    def _common(self, ids: Ids) -> Ids:
+        width = min(len(ids), self._ids.shape[1])
+        if width == 0:
+            return np.zeros(self._used, dtype=np.int64)
+        equal = self._ids[: self._used, :width] == ids[:width]
+        first_difference = equal.argmin(axis=1)
+        return np.where(equal[np.arange(self._used), first_difference], width, first_difference)
+
+    def _insert(self, ids: Ids, kv: Any) -> None:
+        slot = self._free.pop() if self._free else self._used
+        self._used = max(self._used, slot + 1)
+        self._reserve(self._used, len(ids))
+        self._ids[slot, : len(ids)] = ids
+        self._lengths[slot] = len(ids)
+        self._states[slot] = kv
+        self.tokens += len(ids)
+
+    def _remove(self, slot: int) -> None:
+        del self._states[slot]
+        self.tokens -= int(self._lengths[slot])
+        self._lengths[slot] = 0
+        self._ids[slot] = -1
+        self._free.append(slot)
+
+    def _reserve(self, rows: int, width: int) -> None:
+        old_rows, old_width = self._ids.shape
+        if rows <= old_rows and width <= old_width:
+            return
+        new_rows = 2 * rows if rows > old_rows else old_rows
+        new_width = 2 * width if width > old_width else old_width
+        ids = np.full((new_rows, new_width), -1, dtype=np.int64)
+        ids[:old_rows, :old_width] = self._ids
+        lengths = np.zeros(new_rows, dtype=np.int64)
+        lengths[:old_rows] = self._lengths
+        self._ids, self._lengths = ids, lengths

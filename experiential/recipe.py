@@ -1,0 +1,253 @@
+"""Recipes: named YAML presets, `extends`, and `key=value` overrides, resolved into one checked `Experiment`.
+
+    load_experiment("complementary", ["run.steps=5", "model.name=smollm2"])
+
+The order, later wins: defaults of `config.py`, the chain of `extends`, the recipe itself, overrides from left to right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from experiential.config import Experiment, Settings
+from experiential.errors import ConfigError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+Tree = dict[str, Any]
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that also reads `1e-4` as a number, and refuses a key given twice."""
+
+
+_NUMBER = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]  (untyped in types-PyYAML)
+    "tag:yaml.org,2002:float", _NUMBER, list("-+0123456789")
+)
+
+
+def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> Tree:
+    keys = [key.value for key, _ in node.value]
+    repeated = next((key for key in keys if keys.count(key) > 1), None)
+    if repeated is not None:
+        raise ConfigError(f"Expected each key once, got {repeated!r} twice in one block; remove one of them")
+    return {str(key): value for key, value in loader.construct_mapping(node, deep=True).items()}
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
+
+
+def recipe_names() -> list[str]:
+    """Names of the bundled recipes, sorted."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("_"))
+
+
+def describe_recipe(name: str) -> str:
+    """The comment that opens a bundled recipe: what it does, in one line."""
+    return _find(name).read_text("utf-8").splitlines()[0].removeprefix("# ")
+
+
+def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Resolve a recipe and overrides into a checked experiment.
+
+    Args:
+        recipe: name of a bundled recipe, or the path of a YAML file.
+        overrides: `key=value` strings; keys are dotted, values are YAML (`run.steps=5`, `env.kwargs={split: train}`).
+
+    Raises:
+        ConfigError: unknown recipe or key (the nearest is named), unreadable YAML, or a value of the wrong type.
+    """
+    path = _find(recipe)
+    tree = _read_chain(path, ())
+    tree.setdefault("recipe", path.stem)
+    check_keys(tree)
+    for override in overrides:
+        _apply_override(tree, override)
+    return _validate(tree)
+
+
+def dump_experiment(experiment: Experiment) -> str:
+    """The experiment as YAML that `load_experiment` reads back to an equal one."""
+    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _find(recipe: str | Path) -> Path:
+    name, names = str(recipe), recipe_names()
+    if name in (*names, "_defaults"):
+        return RECIPES / f"{name}.yaml"
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    raise ConfigError(f"Expected a recipe ({', '.join(names)}) or the path of a YAML file, got {name!r}{_did_you_mean(name, names)}")
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _read_chain(path: Path, seen: tuple[Path, ...]) -> Tree:
+    if path.resolve() in seen:
+        raise ConfigError(f"Expected `extends` to end at some recipe, got a circle through {path.name}; remove one `extends`")
+    tree = _read(path)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    beside = path.parent / str(base)
+    parent = _find(beside if beside.is_file() else str(base))
+    return _merge(_read_chain(parent, (*seen, path.resolve())), tree)
+
+
+def _read(path: Path) -> Tree:
+    try:
+        loaded = yaml.load(path.read_text("utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"Expected readable YAML in {path}, got: {_one_line(error)}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"Expected a mapping of settings in {path}, got {type(loaded).__name__}")
+    return cast("Tree", loaded)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _merge(base: Tree, over: Mapping[str, Any]) -> Tree:
+    """Nested mappings are merged key by key; everything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(cast("Tree", old), cast("Tree", value)) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply_override(tree: Tree, override: str) -> None:
+    key, separator, text = override.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise ConfigError(f"Expected an override of the form key=value, got {override!r}")
+    value = _parse_value(override, text)
+    *parents, leaf = key.split(".")
+    addition: Tree = {leaf: value}
+    for parent in reversed(parents):
+        addition = {parent: addition}
+    check_keys(addition)
+    _put(tree, [*parents, leaf], value)
+
+
+def _parse_value(override: str, text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"Expected a YAML value in the override {override!r}, got: {_one_line(error)}") from error
+
+
+def _put(tree: Tree, path: Sequence[str], value: Any) -> None:
+    for part in path[:-1]:
+        child = tree.get(part)
+        tree[part] = dict(cast("Tree", child)) if isinstance(child, dict) else {}
+        tree = cast("Tree", tree[part])
+    tree[path[-1]] = value
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the tree of settings."""
+
+    key: str
+    type: str
+    default: Any
+    description: str
+
+
+def settings_reference(settings: Settings | None = None, prefix: str = "") -> Iterator[Setting]:
+    """Every setting in reading order, with its dotted key, type, default and description."""
+    settings = settings or Experiment()
+    for name, field in type(settings).model_fields.items():
+        default = getattr(settings, name)
+        inner = _settings_class(field)
+        if inner is None or default is None:
+            yield Setting(f"{prefix}{name}", _type_name(field), default, field.description or "")
+        if inner is not None:
+            yield from settings_reference(default or inner(), f"{prefix}{name}.")
+
+
+def _type_name(field: FieldInfo) -> str:
+    annotation: Any = field.annotation
+    shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    shown = re.sub(r"\b(?:typing|experiential\.config)\.", "", shown)
+    return re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "").replace(", ", " or "), shown)
+
+
+def _settings_class(field: FieldInfo) -> type[Settings] | None:
+    """The `Settings` class of a field, looking through `X | None`; None for plain values."""
+    options = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Settings)), None)
+
+
+def check_keys(tree: Mapping[str, Any], model: type[Settings] = Experiment, prefix: str = "") -> None:
+    """Refuse every key that no setting has.
+
+    Raises:
+        ConfigError: names the first unknown key and the nearest known one.
+    """
+    for name, value in tree.items():
+        field = model.model_fields.get(str(name))
+        if field is None:
+            raise ConfigError(_unknown_key(f"{prefix}{name}", prefix, list(model.model_fields)))
+        inner = _settings_class(field)
+        if not isinstance(value, dict):
+            continue
+        if inner is not None:
+            check_keys(cast("Tree", value), inner, f"{prefix}{name}.")
+        elif "dict" not in str(field.annotation):
+            raise ConfigError(f"Expected {prefix}{name} to be a value of type {_type_name(field)}, got a mapping {value}")
+
+
+def _unknown_key(key: str, prefix: str, siblings: list[str]) -> str:
+    leaf = key.removeprefix(prefix)
+    everywhere = [setting.key for setting in settings_reference()]
+    same_leaf = [known for known in everywhere if known.endswith(f".{leaf}")]
+    near = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+    inside = [known for known in same_leaf if known.startswith(prefix)] or same_leaf
+    if near:
+        hint = f"; did you mean {prefix}{near[0]}?"
+    elif inside:
+        hint = f"; did you mean {inside[0]}?"
+    else:
+        hint = _did_you_mean(key, everywhere) or f"; known here: {', '.join(siblings)}"
+    return f"Expected a known setting, got {key!r}{hint}"
+
+
+def _validate(tree: Tree) -> Experiment:
+    try:
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        problems = [_describe(problem["loc"], problem["msg"], problem["input"]) for problem in error.errors(include_url=False)]
+        raise ConfigError("; ".join(problems[:3])) from error
+
+
+def _describe(location: tuple[int | str, ...], message: str, value: Any) -> str:
+    """One sentence for one pydantic problem."""
+    key = ".".join(map(str, location))
+    if message.startswith("Value error, "):
+        return message.removeprefix("Value error, ")
+    if message == "Field required":
+        return f"Expected a value for {key}, got none in {value!r}"
+    if message.startswith("Extra inputs"):
+        return f"Expected a known setting, got {key!r}"
+    wanted = message.removeprefix("Input should be ").split(", unable")[0].split(" or instance of")[0].replace("dictionary", "mapping")
+    return f"Expected {key} to be {wanted}, got {value!r}"

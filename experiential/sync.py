@@ -1,0 +1,65 @@
+"""One background event loop that lets synchronous callers use the asyncio core."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class EventLoopThread:
+    """An asyncio event loop running in a daemon thread.
+
+    >>> async def double(x: int) -> int:
+    ...     return 2 * x
+    >>> loop = EventLoopThread("doc")
+    >>> loop.run(double(21))
+    42
+    >>> loop.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the loop from another thread and wait for its result.
+
+        Raises:
+            RuntimeError: called from the loop's own thread, which would wait for itself.
+            TimeoutError: no result within ``timeout`` seconds; the coroutine is cancelled.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("Expected a call from outside the event loop, got one from inside; await the a-prefixed coroutine instead")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stop the loop and join its thread."""
+        if self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+_shared: EventLoopThread | None = None
+_lock = threading.Lock()
+
+
+def shared_loop() -> EventLoopThread:
+    """The process-wide loop used by synchronous facades."""
+    global _shared
+    with _lock:
+        if _shared is None or _shared.loop.is_closed():
+            _shared = EventLoopThread("experiential")
+        return _shared

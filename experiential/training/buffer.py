@@ -1,0 +1,218 @@
+"""Samples that wait to train the extractor: one per experience version, its rewards averaged over uses and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from experiential.errors import CheckpointError, ConfigError
+from experiential.training.advantages import batch_advantages, training_count_weights
+from experiential.training.rewards import Key
+from experiential.types import Generation, Record
+
+Span = tuple[int, int]
+_MALFORMED = "malformed:"  # in front of the generation id, in the keys of responses that wrote no entry
+
+
+class BufferSample(Record):
+    """One sample of an extractor batch.
+
+    Attributes:
+        key: (experience id, version); None for a malformed response.
+        generation: the response that wrote the entry.
+        span: characters of the response that wrote this entry; None for the whole response.
+        reward: mean reward over ``uses`` uses.
+        advantage: reward minus the batch's mean reward (eq. 3), not yet weighted.
+        weight: eq. 7; the loss takes ``weight * advantage``.
+    """
+
+    key: Key | None
+    generation: Generation
+    span: Span | None
+    reward: float
+    uses: int
+    advantage: float
+    weight: float
+
+
+class _Waiting(Record):
+    """A sample before it is taken; rewards are kept as sum and count."""
+
+    generation: Generation
+    span: Span | None = None
+    total: float
+    uses: int = 1
+
+
+class _History(Record):
+    """How often and when an experience version was last trained on."""
+
+    count: int = Field(ge=1)
+    last: int
+
+
+class _State(Record):
+    """All that a buffer must remember."""
+
+    waiting: tuple[tuple[Key, _Waiting], ...]
+    history: tuple[tuple[Key, _History], ...]
+    counters: dict[str, int]
+
+
+@dataclass(slots=True)
+class BufferCounters:
+    """What became of samples: ``evicted`` for want of room, ``stale`` dropped by age, ``trained`` taken."""
+
+    evicted: int = 0
+    stale: int = 0
+    trained: int = 0
+
+
+class ExtractorBuffer:
+    """A bounded, first-in first-out store of extractor samples.
+
+    A use of an entry that already waits adds to its mean. An entry that was taken and is used again waits again, with the
+    weight that its training count leaves it (eq. 7); while it cools down it stays here and fills no batch. When full, the
+    oldest sample gives way and is counted.
+
+    Args:
+        capacity: most samples kept.
+        batch_size: samples per batch.
+        max_staleness: extractor updates after which a generation is too old to train on.
+        cooldown: delta of eq. 7, in training steps.
+        decay: alpha of eq. 7.
+
+    Raises:
+        ConfigError: an argument is outside its range.
+
+    >>> buffer = ExtractorBuffer(8, batch_size=2, max_staleness=4, cooldown=1, decay=0.5)
+    >>> for name, reward in (("a", 1), ("b", -1), ("a", -1)):
+    ...     buffer.add_use((name, 1), reward, Generation(id=name, text="..."), None)
+    >>> [(s.key, s.reward, s.advantage) for s in buffer.take(step=0, version=0)]
+    [(('a', 1), 0.0, 0.5), (('b', 1), -1.0, -0.5)]
+    """
+
+    def __init__(self, capacity: int, *, batch_size: int, max_staleness: int, cooldown: int, decay: float) -> None:
+        if not 1 <= batch_size <= capacity:
+            raise ConfigError(f"Expected a batch size between 1 and the capacity {capacity}, got {batch_size}")
+        if max_staleness < 0 or cooldown < 0 or decay < 0:
+            raise ConfigError(f"Expected max_staleness, cooldown and decay of at least 0, got {max_staleness}, {cooldown}, {decay}")
+        self.capacity, self.batch_size, self.max_staleness = capacity, batch_size, max_staleness
+        self.cooldown, self.decay = cooldown, decay
+        self.counters = BufferCounters()
+        self._waiting: dict[Key, _Waiting] = {}
+        self._history: dict[Key, _History] = {}
+
+    def __len__(self) -> int:
+        """Samples that wait, cooling ones included."""
+        return len(self._waiting)
+
+    def add_use(self, key: Key, reward: float, generation: Generation, span: Span | None) -> None:
+        """Credit the version ``key`` with the outcome of one use; ``generation[span]`` wrote it."""
+        found = self._waiting.get(key)
+        if found is None:
+            self._put(key, _Waiting(generation=generation, span=span, total=float(reward)))
+        else:
+            self._waiting[key] = found.model_copy(update={"total": found.total + reward, "uses": found.uses + 1})
+
+    def add_malformed(self, generation: Generation, reward: float) -> None:
+        """Add a response of which no operation could be read; it is trained on as a whole."""
+        self._put((f"{_MALFORMED}{generation.id}", 0), _Waiting(generation=generation, total=float(reward)))
+
+    def train_count(self, key: Key) -> int:
+        """How often this version was trained on: c_train of eq. 7."""
+        return self._history[key].count if key in self._history else 0
+
+    def ready(self, step: int, version: int) -> bool:
+        """Whether ``take`` would give a batch."""
+        fresh = {key: sample for key, sample in self._waiting.items() if not self._stale(sample, version)}
+        return len(self._eligible(fresh, step)) >= self.batch_size
+
+    def take(self, step: int, version: int) -> list[BufferSample]:
+        """Remove and return the oldest ``batch_size`` samples that may be trained on, or nothing when there are fewer.
+
+        Samples older than ``max_staleness`` are dropped first. Training counts and times are updated here.
+
+        Args:
+            step: present training step, t of eq. 7.
+            version: present extractor version (optimiser steps), for the age of generations.
+        """
+        self._drop_stale(version)
+        weights = self._eligible(self._waiting, step)
+        if len(weights) < self.batch_size:
+            return []
+        keys = list(weights)[: self.batch_size]
+        waiting = [self._waiting.pop(key) for key in keys]
+        for key in keys:
+            self._record(key, step)
+        self.counters.trained += len(keys)
+        return _batch(keys, waiting, [weights[key] for key in keys])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that ``load_state_dict`` needs, as plain JSON values."""
+        counters = {"evicted": self.counters.evicted, "stale": self.counters.stale, "trained": self.counters.trained}
+        state = _State(waiting=tuple(self._waiting.items()), history=tuple(self._history.items()), counters=counters)
+        return state.model_dump(mode="json")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave, order of samples included; what was here is replaced.
+
+        Raises:
+            CheckpointError: ``state`` is no such dictionary.
+        """
+        try:
+            read = _State.model_validate(state)
+            counters = BufferCounters(**read.counters)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"Expected the state of an extractor buffer, got {error}; choose another checkpoint") from error
+        self.counters = counters
+        self._history = dict(read.history)
+        self._waiting = {}
+        for key, sample in read.waiting:
+            self._put(key, sample)
+
+    def _put(self, key: Key, sample: _Waiting) -> None:
+        if key not in self._waiting and len(self._waiting) >= self.capacity:
+            del self._waiting[next(iter(self._waiting))]
+            self.counters.evicted += 1
+        self._waiting[key] = sample
+
+    def _stale(self, sample: _Waiting, version: int) -> bool:
+        return version - sample.generation.policy_version > self.max_staleness
+
+    def _drop_stale(self, version: int) -> None:
+        stale = [key for key, sample in self._waiting.items() if self._stale(sample, version)]
+        for key in stale:
+            del self._waiting[key]
+        self.counters.stale += len(stale)
+
+    def _eligible(self, waiting: dict[Key, _Waiting], step: int) -> dict[Key, float]:
+        """Samples whose weight is positive, oldest first, with their weights."""
+        past = [self._history.get(key) for key in waiting]
+        last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
+        weights = training_count_weights(step, last, counts, cooldown=self.cooldown, decay=self.decay).tolist()
+        return {key: weight for key, weight in zip(waiting, weights, strict=True) if weight > 0}
+
+    def _record(self, key: Key, step: int) -> None:
+        if not key[0].startswith(_MALFORMED):
+            self._history[key] = _History(count=self.train_count(key) + 1, last=step)
+
+
+def _batch(keys: Sequence[Key], waiting: Sequence[_Waiting], weights: Sequence[float]) -> list[BufferSample]:
+    rewards = [sample.total / sample.uses for sample in waiting]
+    advantages: list[float] = batch_advantages(rewards).tolist()
+    return [
+        BufferSample(
+            key=None if key[0].startswith(_MALFORMED) else key,
+            generation=sample.generation,
+            span=sample.span,
+            reward=reward,
+            uses=sample.uses,
+            advantage=advantage,
+            weight=weight,
+        )
+        for key, sample, reward, advantage, weight in zip(keys, waiting, rewards, advantages, weights, strict=True)
+    ]

@@ -1,0 +1,73 @@
+"""Joint checkpoints: both policies, buffer, bank and step in one folder, written beside and renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiential.errors import CheckpointError
+
+_MANIFEST = "manifest.json"
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in numbered folders.
+
+    A checkpoint becomes visible by one rename, after everything in it was flushed to disk; a kill at any moment leaves
+    the previous one whole.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self._keep = folder, keep
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the parts of the checkpoint of ``step`` into."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = self.folder / f".draft-{step:06d}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        return draft
+
+    def commit(self, draft: Path, step: int, manifest: dict[str, Any]) -> Path:
+        """Make the draft the checkpoint of ``step`` and remove what is older than the last ``keep``."""
+        (draft / _MANIFEST).write_text(json.dumps({"step": step} | manifest, indent=1), encoding="utf-8")
+        for path in sorted(draft.rglob("*")):
+            _flush(path)
+        _flush(draft)
+        final = self.folder / f"step-{step:06d}"
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(draft, final)
+        _flush(self.folder)
+        for old in self.all()[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def all(self) -> Sequence[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted(p for p in self.folder.glob("step-*") if (p / _MANIFEST).is_file())
+
+    def latest(self) -> tuple[Path, dict[str, Any]]:
+        """The newest checkpoint and its manifest.
+
+        Raises:
+            CheckpointError: there is none, or its manifest cannot be read.
+        """
+        found = self.all()
+        if not found:
+            raise CheckpointError(f"Expected a checkpoint under {self.folder}, found none; run without --resume first")
+        try:
+            return found[-1], json.loads((found[-1] / _MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"Expected a readable manifest in {found[-1]}, got: {error}") from error
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,108 @@
+"""Evaluation by visit: weights frozen, every held-out world met several times with different seeds.
+
+The first visit can only guess; later visits can use what the extractor distilled from earlier ones. The bank that is
+written to is a scratch copy: the training bank does not change by one byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiential.agents.actor import ActorAgent
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.manager import ExperienceManager
+from experiential.config import Experiment
+from experiential.training.intervals import Interval, paired_difference, wilson
+from experiential.training.rollout import Episode, Job, NoBank, Rollout, Task
+from experiential.training.tasks import episode_seed, world_count
+from experiential.types import Condition, Record
+
+
+class Visits(Record):
+    """Outcomes of one arm: ``outcomes[w][v]`` is whether visit v to world w succeeded."""
+
+    arm: str
+    step: int
+    outcomes: tuple[tuple[bool, ...], ...]
+    errors: int = 0
+    entries: int = 0
+
+    def rates(self) -> list[Interval]:
+        """Success by visit number, with Wilson intervals."""
+        table = np.array(self.outcomes)
+        return [wilson(int(column.sum()), column.size) for column in table.T]
+
+    def later(self) -> np.ndarray:
+        """Success rate of each world over the visits after the first, shape (worlds,)."""
+        return np.array(self.outcomes, dtype=np.float64)[:, 1:].mean(axis=1)
+
+    def event(self) -> dict[str, Any]:
+        """The record that goes to the metrics file."""
+        table = np.array(self.outcomes)
+        visits = [{"visit": i + 1, "successes": int(c.sum()), "episodes": int(c.size)} for i, c in enumerate(table.T)]
+        outcomes = [[int(x) for x in row] for row in self.outcomes]
+        return {"event": "eval", "step": self.step, "arm": self.arm, "visits": visits, "outcomes": outcomes, "errors": self.errors, "entries": self.entries}
+
+
+class VisitEvaluator:
+    """Plays the held-out worlds visit by visit.
+
+    Args:
+        experiment: what is evaluated.
+        actor: an ``LLM`` that acts.
+        make_actor: builds an actor agent for evaluation.
+        extractor: distils between the visits; None leaves the bank as it is.
+    """
+
+    def __init__(self, experiment: Experiment, make_actor: Callable[[], ActorAgent], extractor: Any | None) -> None:
+        self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
+        kwargs = experiment.env.kwargs | experiment.env.eval
+        listed = world_count(experiment.env.id, kwargs)
+        self._listed = listed is not None
+        self._worlds = experiment.eval.worlds if listed is None else min(experiment.eval.worlds, listed)
+
+    async def with_bank(self, bank: ExperienceBank, scratch: Path, step: int) -> Visits:
+        """The arm that may see the bank, on a scratch copy in the folder ``scratch``."""
+        with bank.fork(scratch) as copy:
+            manager = ExperienceManager(copy, self._extractor, **_options(self._experiment))
+            try:
+                return await self._arm("bank", manager, Condition.GUIDED, step, len(copy))
+            finally:
+                manager.close()
+
+    async def without_bank(self, step: int) -> Visits:
+        """The arm that never sees a bank; same worlds, seeds and sampling seeds."""
+        return await self._arm("free", NoBank(), Condition.FREE, step, 0)
+
+    async def _arm(self, arm: str, manager: Any, condition: Condition, step: int, entries: int) -> Visits:
+        settings = self._experiment
+        rollout = Rollout(settings.env, settings.env.eval, manager, self._make_actor, slots=min(64, self._worlds))
+        columns: list[list[Episode]] = []
+        try:
+            for visit in range(settings.eval.visits):
+                columns.append(await rollout.play([self._job(world, visit, condition) for world in range(self._worlds)]))
+                if isinstance(manager, ExperienceManager):
+                    await manager.adrain()
+        finally:
+            rollout.close()
+        outcomes = tuple(tuple(column[w].trajectory.success for column in columns) for w in range(self._worlds))
+        errors = sum(e.trajectory.error is not None for column in columns for e in column)
+        return Visits(arm=arm, step=step, outcomes=outcomes, errors=errors, entries=entries)
+
+    def _job(self, world: int, visit: int, condition: Condition) -> Job:
+        seed = episode_seed(self._experiment.eval.seed, world, visit)
+        options = {"world": world} if self._listed else {}
+        return Job(Task(seed=seed, group=f"eval.{world}.{visit}", options=options), condition, sampling_seed=seed)
+
+
+def compare(bank: Visits, free: Visits) -> Interval:
+    """Paired difference of success on later visits, with the bank minus without, bootstrapped over worlds."""
+    return paired_difference(bank.later(), free.later())
+
+
+def _options(experiment: Experiment) -> dict[str, Any]:
+    return experiment.bank.model_dump(exclude={"path", "namespace", "embedder"}) | {"merge_every": 0, "seed": experiment.eval.seed}

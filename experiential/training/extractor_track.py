@@ -1,0 +1,144 @@
+"""The background track: credit from uses to the generations that wrote the entries, and CISPO on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from experiential.bank.bank import ExperienceBank
+from experiential.config import ExtractorSettings
+from experiential.training.buffer import BufferSample, ExtractorBuffer
+from experiential.training.rewards import use_reward
+from experiential.training.rollout import credited_uses
+from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, sample_from_generation
+from experiential.types import Distillation, Experience, Generation, Trajectory, Use
+
+
+class ExtractorTrack:
+    """Trains the extractor on whether its entries helped, on a schedule of its own.
+
+    Every use of an entry version gives the generation that wrote it, and those of its merged ancestors, a reward of
+    -1 or +1; malformed answers are samples with the lowest reward. When the buffer holds a batch, one CISPO update
+    runs as a task beside the rollouts.
+
+    Args:
+        runtime: the extractor's policy.
+        bank: where entries, lineage and generations are kept.
+        settings: batch size, clipping, staleness and eq. 7.
+    """
+
+    def __init__(self, runtime: PolicyRuntime, bank: ExperienceBank, settings: ExtractorSettings) -> None:
+        self._runtime, self._bank, self._settings = runtime, bank, settings
+        self.buffer = ExtractorBuffer(
+            settings.buffer_size,
+            batch_size=settings.batch_size,
+            max_staleness=settings.max_staleness,
+            cooldown=settings.cooldown,
+            decay=settings.decay,
+        )
+        self.updates = 0
+        self.malformed = 0
+        self.last = TrainStats()
+        self.mean_reward = 0.0
+        self.staleness = 0.0
+        self._running: asyncio.Task[None] | None = None
+        self._refused: deque[Generation] = deque()
+
+    def on_distillation(self, trajectory: Trajectory, distillation: Distillation, written: Sequence[Experience]) -> None:
+        """Count a malformed answer and keep it as a sample with the lowest reward (manager hook)."""
+        if distillation.generation is not None and not distillation.parsed.operations:
+            self._refused.append(distillation.generation)  # the manager's thread calls this: the buffer is filled in credit()
+
+    def credit(self, trajectories: Sequence[Trajectory]) -> int:
+        """Give every use of these trajectories its reward; returns how many uses counted."""
+        self._take_malformed()
+        if not self._settings.train:
+            return 0
+        count = 0
+        for trajectory in trajectories:
+            uses = {(use.experience_id, use.experience_version, use.refinement): use for use in credited_uses(trajectory)}
+            for use in uses.values():  # an entry met twice in one episode counts once: T_m of section 3.3
+                self._credit(use, use_reward(trajectory.success))
+            count += len(uses)
+        return count
+
+    async def step(self, step: int) -> None:
+        """Start an update if a batch is ready and none runs; never waits for one."""
+        if self._running is not None and self._running.done():
+            await self._running
+            self._running = None
+        if self._settings.train and self._running is None and self.buffer.ready(step, self._runtime.version):
+            batch = self.buffer.take(step, self._runtime.version)
+            self._running = asyncio.create_task(self._update(batch, step))
+
+    async def finish(self) -> None:
+        """Wait for the update under way, if any."""
+        if self._running is not None:
+            await self._running
+            self._running = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a checkpoint needs, as JSON."""
+        return {"buffer": self.buffer.state_dict(), "updates": self.updates, "malformed": self.malformed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        self.buffer.load_state_dict(state["buffer"])
+        self.updates, self.malformed = state["updates"], state["malformed"]
+
+    def _take_malformed(self) -> None:
+        while self._refused:
+            generation = self._refused.popleft()
+            self.malformed += 1
+            if self._settings.train:
+                self.buffer.add_malformed(generation, self._settings.malformed_reward)
+
+    def _credit(self, use: Use, reward: float) -> None:
+        for identity, version in self._bank.lineage(use.experience_id, use.experience_version):
+            entry = self._bank.version(identity, version)
+            if entry is None or entry.provenance.generation is None:
+                continue
+            generation = self._bank.generation(entry.provenance.generation)
+            if generation is not None:
+                self.buffer.add_use((identity, version), reward, generation, entry.provenance.span)
+        if use.refinement is not None:
+            generation = self._bank.generation(use.refinement)
+            if generation is not None:
+                self.buffer.add_use((use.refinement, 0), reward, generation, None)
+
+    async def _update(self, batch: Sequence[BufferSample], step: int) -> None:
+        version = self._runtime.version
+        samples = [self._sample(item) for item in batch if item.generation.response_ids]
+        settings = self._settings
+        self.last = await self._runtime.train(samples, LossSettings(kind="cispo", low=settings.eps_low, high=settings.eps_high, seed=step))
+        await self._runtime.sync()
+        self.updates += self.last.updates
+        self.mean_reward = sum(item.reward for item in batch) / max(1, len(batch))
+        self.staleness = sum(version - item.generation.policy_version for item in batch) / max(1, len(batch))
+
+    def _sample(self, item: BufferSample) -> Sample:
+        value = item.advantage * item.weight
+        mask = span_mask(item.generation, item.span, self._runtime.tokenizer)
+        return sample_from_generation(item.generation, [value if kept else float("nan") for kept in mask])
+
+
+def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: Any) -> list[bool]:
+    """Which response tokens belong to the operation at ``span``; all of them when the answer held no other.
+
+    A response with several operations gives each its own advantage, so a token counts for an operation when its
+    characters overlap the span. The first operation of an answer also answers for nothing before it: brackets and
+    tags are shared by all and are left out.
+
+    Args:
+        generation: the response, with token ids.
+        span: first and last (exclusive) character of the operation in ``generation.text``; None means all.
+        tokenizer: decodes the ids.
+    """
+    n = len(generation.response_ids)
+    if span is None or generation.text.count('"op"') <= 1:
+        return [True] * n
+    ends = [len(tokenizer.decode(generation.response_ids[: i + 1], skip_special_tokens=True)) for i in range(n)]
+    starts = [0, *ends[:-1]]
+    return [start < span[1] and end > span[0] for start, end in zip(starts, ends, strict=True)]

@@ -1,0 +1,302 @@
+"""`LocalRuntime`: a policy trained with torch and transformers inside this process, on a CPU or one GPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiential.config import ModelSettings, OptimSettings
+from experiential.errors import CheckpointError, ConfigError
+from experiential.llm.base import Prompt, SamplingParams
+from experiential.llm.lane import ComputeLane
+from experiential.llm.transformers import TransformersLLM
+from experiential.training import losses
+from experiential.training.packing import Row, micro_batches, pack
+from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
+from experiential.types import Generation
+
+_STATE = "state.pt"
+
+
+class LocalRuntime(PolicyRuntime):
+    """Weights, optimiser and generation in one process.
+
+    Generation and training run on one `ComputeLane`, so a training step is atomic for generation and there is
+    nothing to synchronise. With LoRA, several runtimes share one frozen base, each with its own adapter.
+
+    Args:
+        llm: generates from the weights that are trained.
+        optim: AdamW settings.
+        name: role of this policy, stored in its generations.
+        reference: keep what the KL penalty needs (the frozen base under LoRA, else a frozen copy of the weights).
+    """
+
+    def __init__(self, llm: TransformersLLM, optim: OptimSettings, *, name: str = "actor", reference: bool = False) -> None:
+        self.llm, self.optim, self.name = llm, optim, name
+        self._model: Any = llm.model
+        self._parameters = _trainable(self._model, llm.adapter)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+        self._reference: list[torch.Tensor] | None = None
+        if reference and llm.adapter is None:
+            self._reference = [p.detach().clone() for p in self._parameters]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        return self.llm.tokenizer
+
+    @property
+    def version(self) -> int:  # type: ignore[override]  # a live value here, a class default in the base
+        """Optimiser steps the weights have seen."""
+        return self.llm.version
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
+        """Sample one response from the current weights."""
+        return await self.llm.generate(prompt, sampling)
+
+    async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
+        """Optimise on ``samples``; empty input changes nothing."""
+        usable = [s for s in samples if s.positions]
+        for sample in usable:
+            _check(sample)
+        if not usable:
+            return TrainStats(version=self.version)
+        return await self.llm.lane.run(lambda: self._train(usable, loss), priority=0)
+
+    async def sync(self) -> int:
+        """Generation already uses the trained weights."""
+        return self.version
+
+    async def save(self, folder: Path) -> None:
+        """Write trainable weights, optimiser state and version."""
+        await self.llm.lane.run(lambda: self._save(Path(folder)), priority=0)
+
+    async def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote."""
+        await self.llm.lane.run(lambda: self._load(Path(folder)), priority=0)
+
+    async def export(self, folder: Path) -> None:
+        """Write weights (the adapter under LoRA) and tokenizer in Hugging Face format."""
+        await self.llm.lane.run(lambda: self._export(Path(folder)), priority=0)
+
+    def close(self) -> None:
+        """Release the model."""
+        self.llm.close()
+
+    def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
+        begin = time.perf_counter()
+        stats = TrainStats(samples=len(samples), tokens=sum(len(s.positions) for s in samples), sequence_tokens=sum(len(s.tokens) for s in samples))
+        self._activate(training=True)
+        generator = torch.Generator().manual_seed(loss.seed)
+        for epoch in range(loss.epochs):
+            order = torch.randperm(len(samples), generator=generator).tolist() if epoch or loss.mini_batches > 1 else list(range(len(samples)))
+            parts = _split(order, loss.mini_batches)
+            for part in parts:
+                self._step([replace(samples[i], weight=samples[i].weight * len(parts)) for i in part], loss, stats)
+        self._activate(training=False)
+        stats.loss /= max(1, stats.updates)
+        stats.grad_norm /= max(1, stats.updates)
+        stats.metrics = {name: value / max(1, stats.updates) for name, value in stats.metrics.items()}
+        stats.version = self.version
+        stats.seconds = time.perf_counter() - begin
+        return stats
+
+    def _step(self, samples: list[Sample], loss: LossSettings, stats: TrainStats) -> None:
+        """One optimiser step, its gradient accumulated over micro-batches."""
+        self._optimizer.zero_grad(set_to_none=True)
+        total = sum(len(s.positions) for s in samples)
+        for rows in micro_batches(pack(samples), self.optim.tokens_per_micro_batch):
+            value, metrics, share = self._loss(rows, samples, loss, total)
+            value.backward()
+            stats.loss += float(value.detach())
+            stats.forwarded_tokens += sum(len(r.tokens) for r in rows)
+            for name, metric in metrics.items():
+                stats.metrics[name] = stats.metrics.get(name, 0.0) + metric * share
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.optim.max_grad_norm)
+        if torch.isfinite(norm):
+            self._optimizer.step()
+        else:
+            stats.metrics["skipped"] = stats.metrics.get("skipped", 0.0) + 1.0
+        stats.grad_norm += float(norm)
+        stats.updates += 1
+        self.llm.weights_changed(self.version + 1)
+
+    def _loss(self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int) -> tuple[torch.Tensor, dict[str, float], float]:
+        members = [samples[i] for row in rows for i in row.samples]
+        reference = self._reference_logprobs(rows, samples) if loss.kl > 0 else None  # first: it swaps weights in place
+        logp = self._logprobs(rows, samples)
+        device = logp.device
+        old = torch.tensor([x for s in members for x in s.logprobs], device=device)
+        advantages = torch.tensor([x for s in members for x in s.advantages], device=device)
+        segment = torch.tensor([i for i, s in enumerate(members) for _ in s.positions], device=device)
+        weights = torch.tensor([s.weight for s in members], device=device)
+        share = len(logp) / total
+        if loss.kind == "cispo":
+            value, metrics = losses.cispo_loss(logp, old, advantages, eps_low=loss.low, eps_high=loss.high)
+            value = value * share
+        elif loss.kind == "sft":
+            value, metrics = losses.sft_loss(logp, segment, weights), {}
+        else:
+            value, metrics = losses.ppo_clip_loss(
+                logp, old, advantages, segment=segment, weights=weights, clip_low=loss.low, clip_high=loss.high, ratio=loss.ratio
+            )
+        if reference is not None:
+            penalty = losses.kl_k3(logp, reference)
+            value = value + loss.kl * penalty.mean() * share
+            metrics = metrics | {"kl_reference": float(penalty.detach().mean())}
+        return value, metrics, share
+
+    def _logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
+        """Log-probability of every trained token of the rows' samples, in the order of ``rows``, shape (n,)."""
+        device = next(self._model.parameters()).device
+        width = max(len(r.tokens) for r in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        mask = torch.zeros(len(rows), width, dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
+            mask[i, : len(row.tokens)] = 1
+        wanted = [(i, p - 1) for i, row in enumerate(rows) for m in row.samples for p in samples[m].positions]
+        unique: dict[tuple[int, int], int] = {}
+        where = [unique.setdefault(key, len(unique)) for key in wanted]
+        picks = torch.tensor(list(unique), device=device)
+        logits = _logits(self._model, ids.to(device), mask.to(device), picks)
+        members = [samples[m] for row in rows for m in row.samples]
+        return _token_logprobs(logits[torch.tensor(where, device=device)], members)
+
+    def _reference_logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
+        with torch.no_grad():
+            if self.llm.adapter is not None:
+                with self._model.disable_adapter():
+                    return self._logprobs(rows, samples)
+            if self._reference is None:
+                raise ConfigError("Expected LocalRuntime(reference=True) when the KL weight is positive, got reference=False")
+            current = [p.detach().clone() for p in self._parameters]
+            _copy(self._reference, self._parameters)
+            values = self._logprobs(rows, samples)
+            _copy(current, self._parameters)
+            return values
+
+    def _activate(self, *, training: bool) -> None:
+        if self.llm.adapter is not None:
+            self._model.set_adapter(self.llm.adapter)
+        self._model.train(training)
+
+    def _save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = [p.detach().cpu() for p in self._parameters]
+        torch.save({"weights": weights, "optimizer": self._optimizer.state_dict(), "version": self.version}, folder / _STATE)
+        (folder / "policy.json").write_text(json.dumps({"name": self.name, "version": self.version, "adapter": self.llm.adapter}))
+
+    def _load(self, folder: Path) -> None:
+        if not (folder / _STATE).is_file():
+            raise CheckpointError(f"Expected a policy state in {folder}, found no {_STATE}; choose another checkpoint")
+        state = torch.load(folder / _STATE, weights_only=True)
+        if [w.shape for w in state["weights"]] != [p.shape for p in self._parameters]:
+            raise CheckpointError(f"Expected weights of this model in {folder}, got other shapes; resume with the model that was trained")
+        _copy(state["weights"], self._parameters)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.llm.weights_changed(int(state["version"]))
+
+    def _export(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        extra = {"selected_adapters": [self.llm.adapter]} if self.llm.adapter is not None else {}
+        self._model.save_pretrained(folder, **extra)
+        self.tokenizer.save_pretrained(folder)
+
+
+def build_runtimes(
+    actor: ModelSettings, extractor: ModelSettings | None, optims: tuple[OptimSettings, OptimSettings], *, reference: bool = False
+) -> tuple[LocalRuntime, LocalRuntime]:
+    """Actor and extractor runtimes on one lane: two adapters over one base under LoRA, else two sets of weights.
+
+    Raises:
+        ModelNotFoundError: a model cannot be resolved.
+        MissingExtraError: torch, transformers or peft is missing.
+    """
+    from experiential.llm.models import load_model
+
+    second = extractor or actor
+    if actor.threads:
+        torch.set_num_threads(actor.threads)
+    lane = ComputeLane()
+    shared = actor.lora is not None and second == actor
+    model, tokenizer = load_model(actor, adapters=("actor", "extractor") if shared else ("actor",))
+    other, other_tokenizer = (model, tokenizer) if shared else load_model(second, adapters=("extractor",))
+    pairs = ((actor, "actor", model, tokenizer, optims[0]), (second, "extractor", other, other_tokenizer, optims[1]))
+    runtimes = [
+        LocalRuntime(
+            TransformersLLM(
+                weights, words, max_batch=settings.max_batch, prefix_cache_tokens=settings.prefix_cache_tokens, lane=lane,
+                adapter=role if settings.lora else None, name=role,
+            ),
+            optim, name=role, reference=reference,
+        )
+        for settings, role, weights, words, optim in pairs
+    ]  # fmt: skip
+    return runtimes[0], runtimes[1]
+
+
+def _trainable(model: Any, adapter: str | None) -> list[torch.nn.Parameter]:
+    """The adapter's parameters under LoRA, else all of them."""
+    if adapter is None:
+        model.requires_grad_(True)
+        return list(model.parameters())
+    chosen = [p for n, p in model.named_parameters() if f".{adapter}." in n]
+    for parameter in chosen:
+        parameter.requires_grad_(True)
+    return chosen
+
+
+def _check(sample: Sample) -> None:
+    n = len(sample.positions)
+    if len(sample.logprobs) != n or len(sample.advantages) != n or (sample.allowed and len(sample.allowed) != n):
+        raise ValueError(f"Expected {n} log-probabilities, advantages and constraints, one per position, got other lengths")
+    if min(sample.positions) < 1 or max(sample.positions) >= len(sample.tokens):
+        raise ValueError(f"Expected positions between 1 and {len(sample.tokens) - 1}, got {min(sample.positions)} to {max(sample.positions)}")
+
+
+def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+    """Logits in float32 at (row, position) ``picks`` of shape (m, 2) only: the head never sees the other positions."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config
+    if any(getattr(config, name, None) not in (None, 1, 1.0) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")):
+        full = model(input_ids=ids, attention_mask=mask).logits
+        return full[picks[:, 0], picks[:, 1]].float()
+    hidden = base.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+    return base.get_output_embeddings()(hidden[picks[:, 0], picks[:, 1]]).float()
+
+
+def _token_logprobs(logits: torch.Tensor, members: list[Sample]) -> torch.Tensor:
+    """Log-probabilities of the trained tokens under temperature and constraint, shape (n,)."""
+    device = logits.device
+    temperatures = torch.tensor([s.temperature for s in members for _ in s.positions], device=device)
+    tokens = torch.tensor([s.tokens[p] for s in members for p in s.positions], device=device)
+    scaled = logits / temperatures[:, None]
+    sets = [a for s in members for a in (s.allowed or ((),) * len(s.positions))]
+    rows = [i for i, a in enumerate(sets) for _ in a]
+    if rows:
+        columns = [t for a in sets for t in a]
+        blocked = torch.zeros_like(scaled, dtype=torch.bool)
+        blocked[[i for i, a in enumerate(sets) if a]] = True
+        blocked[rows, columns] = False
+        scaled = scaled.masked_fill(blocked, float("-inf"))
+    return scaled.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, dim=1)
+
+
+def _split(order: list[int], parts: int) -> list[list[int]]:
+    """``order`` in at most ``parts`` pieces of nearly equal size, none empty."""
+    parts = min(parts, len(order))
+    edges = [round(i * len(order) / parts) for i in range(parts + 1)]
+    return [order[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for a, b in zip(source, target, strict=True):
+            b.copy_(a)

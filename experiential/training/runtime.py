@@ -1,0 +1,131 @@
+"""The one thing a trainer knows of a policy: generate, train, sync, save, load."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from experiential.llm.base import LLM
+from experiential.types import Generation, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token sequence to learn from.
+
+    Attributes:
+        tokens: prompt, responses and observations, as they were fed to the policy, shape (n,).
+        positions: indices of the sampled tokens in ``tokens``; token ``p`` was drawn given ``tokens[:p]``.
+        logprobs: log-probability of each sampled token under the behaviour policy, in nats.
+        advantages: advantage of each sampled token.
+        allowed: token ids each draw was restricted to; empty means the whole vocabulary.
+        weight: weight of this sequence in the loss; the weights of a batch sum to one for sequence-mean losses.
+        temperature: temperature the log-probabilities were taken at.
+        policy_version: optimiser steps the behaviour policy had seen.
+    """
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+    allowed: tuple[tuple[int, ...], ...] = ()
+    weight: float = 1.0
+    temperature: float = 1.0
+    policy_version: int = 0
+
+
+class LossSettings(Record):
+    """Which loss to minimise and its constants."""
+
+    kind: Literal["ppo", "cispo", "sft"] = "ppo"
+    low: float = Field(default=0.2, gt=0.0, description="the ratio is clipped to [1 - low, 1 + high]")
+    high: float = Field(default=0.2, gt=0.0)
+    ratio: Literal["token", "sequence"] = "token"
+    kl: float = Field(default=0.0, ge=0.0)
+    epochs: int = Field(default=1, gt=0)
+    mini_batches: int = Field(default=1, gt=0)
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class TrainStats:
+    """What one call of ``train`` did.
+
+    ``tokens`` counts the sampled tokens learnt from, ``sequence_tokens`` all tokens of all samples, and
+    ``forwarded_tokens`` what was really computed after equal prefixes were shared.
+    """
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    sequence_tokens: int = 0
+    forwarded_tokens: int = 0
+    updates: int = 0
+    seconds: float = 0.0
+    version: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class PolicyRuntime(LLM):
+    """A language model whose weights can be trained."""
+
+    @abstractmethod
+    async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
+        """Optimise on ``samples``; the weights and ``version`` change.
+
+        Raises:
+            ValueError: a sample is malformed (lengths differ, position out of range).
+        """
+
+    @abstractmethod
+    async def sync(self) -> int:
+        """Make generation use the trained weights; returns the version now served."""
+
+    @abstractmethod
+    async def save(self, folder: Path) -> None:
+        """Write weights, optimiser state and version to ``folder`` (created)."""
+
+    @abstractmethod
+    async def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote.
+
+        Raises:
+            CheckpointError: the folder holds no state of such a policy.
+        """
+
+    async def export(self, folder: Path) -> None:
+        """Write the weights in Hugging Face format, for use elsewhere."""
+        raise NotImplementedError
+
+
+def sample_from_generation(generation: Generation, advantages: Sequence[float] | float, *, weight: float = 1.0) -> Sample:
+    """A sample that trains on one response; tokens that a constraint forced carry no choice and are left out.
+
+    Args:
+        generation: a response with token ids and behaviour log-probabilities.
+        advantages: one per response token, or one for all. NaN marks tokens to leave out.
+        weight: weight of the sequence.
+    """
+    n = len(generation.response_ids)
+    values = [float(advantages)] * n if isinstance(advantages, int | float) else [float(a) for a in advantages]
+    if len(values) != n or len(generation.logprobs) != n:
+        raise ValueError(f"Expected {n} advantages and log-probabilities, got {len(values)} and {len(generation.logprobs)}")
+    allowed = generation.allowed or ((),) * n
+    keep = [i for i in range(n) if len(allowed[i]) != 1 and values[i] == values[i]]
+    start = len(generation.prompt_ids)
+    return Sample(
+        tokens=generation.prompt_ids + generation.response_ids,
+        positions=tuple(start + i for i in keep),
+        logprobs=tuple(generation.logprobs[i] for i in keep),
+        advantages=tuple(values[i] for i in keep),
+        allowed=tuple(allowed[i] for i in keep),
+        weight=weight,
+        temperature=generation.temperature or 1.0,
+        policy_version=generation.policy_version,
+    )

@@ -1,0 +1,66 @@
+"""Which tasks a training step plays: a pure function of seed and step, so that a resumed run draws the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from experiential.config import EnvSettings, WorldChange
+from experiential.training.rollout import Job, Task, guided_members
+
+
+class TaskSource:
+    """Draws the tasks of each step.
+
+    An environment that lists ``worlds`` is asked for them by ``reset(options={"world": i})``, each world once per
+    step while there are enough; any other environment gets fresh seeds.
+
+    Args:
+        settings: environment settings with the changes of worlds over time.
+        worlds: how many worlds the environment has, None when it lists none.
+        seed: of the run.
+    """
+
+    def __init__(self, settings: EnvSettings, worlds: int | None, seed: int) -> None:
+        self._changes: Sequence[WorldChange] = sorted(settings.changes, key=lambda c: c.step)
+        self._worlds, self._seed = worlds, seed
+
+    def tasks(self, step: int, groups: int) -> list[Task]:
+        """The tasks of a step."""
+        rng = np.random.default_rng([self._seed, step])
+        seeds = rng.integers(2**31 - 1, size=groups)
+        options = self._options(rng, step, groups)
+        return [Task(seed=int(s), group=f"{step}.{i}", options=o) for i, (s, o) in enumerate(zip(seeds, options, strict=True))]
+
+    def jobs(self, step: int, groups: int, group_size: int, guided: str) -> list[Job]:
+        """The episodes of a step: each task once per member of its group."""
+        conditions = guided_members(group_size, guided)
+        return [
+            Job(task, condition, sampling_seed=episode_seed(self._seed, step, g, k))
+            for g, task in enumerate(self.tasks(step, groups))
+            for k, condition in enumerate(conditions)
+        ]
+
+    def _options(self, rng: np.random.Generator, step: int, groups: int) -> list[dict[str, Any]]:
+        if self._worlds is None:
+            return [{} for _ in range(groups)]
+        change = next((c for c in reversed(self._changes) if c.step <= step), None)
+        active = min(change.worlds, self._worlds) if change else self._worlds
+        order = np.concatenate([rng.permutation(active) for _ in range(-(-groups // active))])[:groups]
+        return [{"world": int(w)} | ({"era": change.era} if change and w < change.changed else {}) for w in order]
+
+
+def episode_seed(*parts: int) -> int:
+    """A sampling seed from the coordinates of an episode."""
+    return int(np.random.SeedSequence([p & 0xFFFFFFFF for p in parts]).generate_state(1)[0])
+
+
+def world_count(env_id: str, kwargs: dict[str, Any]) -> int | None:
+    """How many worlds an environment lists, None when it has no such notion."""
+    env = gym.make(env_id, disable_env_checker=True, **kwargs)
+    worlds = getattr(env.unwrapped, "worlds", None)
+    env.close()
+    return None if worlds is None else len(worlds)

@@ -1,0 +1,377 @@
+"""The trainer: rollouts and both policies' updates around one experience manager.
+
+Primary track: retrieve, act, update the actor. Background track: distil, write, merge, update the extractor. The
+primary track never waits for the background one, except where an experiment asks for repeatable runs (``run.drain``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiential.agents.actor import ActorAgent
+from experiential.agents.extractor import ExtractorAgent
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.manager import ExperienceManager
+from experiential.config import Experiment, ModelSettings
+from experiential.training.advantages import pooled_group_advantages, split_group_advantages, split_weights
+from experiential.training.checkpoint import CheckpointStore
+from experiential.training.evaluate import VisitEvaluator, Visits, compare
+from experiential.training.extractor_track import ExtractorTrack
+from experiential.training.metrics import Metrics, Observer, peak_memory_gb
+from experiential.training.rollout import Episode, NoBank, Rollout, trajectory_samples
+from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
+from experiential.training.tasks import TaskSource, world_count
+from experiential.types import Condition
+
+Runtimes = tuple[PolicyRuntime, PolicyRuntime]
+
+
+class Trainer:
+    """Runs one experiment in a folder.
+
+    Args:
+        experiment: everything that defines the run.
+        output: folder for metrics, bank and checkpoints; created.
+        resume: continue from the newest checkpoint in ``output``.
+        observer: receives every event as a dict (see docs/quickstart.md).
+        runtimes: actor and extractor policies; built from the experiment when None.
+
+    Raises:
+        CheckpointError: ``resume`` and there is nothing to resume from.
+        ConfigError, ModelNotFoundError, MissingExtraError: the experiment cannot be run as it is.
+    """
+
+    def __init__(
+        self, experiment: Experiment, output: Path, resume: bool = False, observer: Observer | None = None, runtimes: Runtimes | None = None
+    ) -> None:
+        self.experiment, self.output, self._resume = experiment, Path(output), resume
+        self._store = CheckpointStore(self.output / "checkpoints", experiment.run.keep_checkpoints)
+        self._restored = self._store.latest() if resume else None
+        self._observer = observer
+        self.actor, self.extractor = runtimes or _build(experiment)
+        self._start = 0
+        self._background: set[asyncio.Task[Any]] = set()
+        self._visits: list[Visits] = []
+
+    def run(self) -> dict[str, Any]:
+        """Train and evaluate; returns the summary.
+
+        The summary holds ``evaluations`` (eval events), ``steps``, ``seconds``, ``peak_memory_gb``, ``output``,
+        ``ratio_later_visits`` (success with the bank on later visits, after over before), ``difference`` (with the bank
+        minus without, after training, with its interval) and ``files``.
+        """
+        return asyncio.run(self.arun())
+
+    async def arun(self) -> dict[str, Any]:
+        """Coroutine form of ``run``."""
+        begin = time.perf_counter()
+        await self._open()
+        try:
+            steps = await self._train()
+            await self._settle()
+            if self.experiment.eval.after:
+                await self._evaluate(steps)
+            await self._checkpoint(steps)
+            self._metrics.emit({"event": "end", "step": steps, "seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()})
+        finally:
+            await self._close()
+        return self._summary(steps, time.perf_counter() - begin)
+
+    async def _open(self) -> None:
+        """Open bank, manager, environments and metrics; restore the checkpoint when resuming."""
+        settings = self.experiment
+        self.output.mkdir(parents=True, exist_ok=True)
+        self._metrics = Metrics(self.output / "metrics.jsonl", self._observer)
+        self._open_bank()
+        self._tasks = TaskSource(settings.env, world_count(settings.env.id, settings.env.kwargs | settings.env.train), settings.seed)
+        self._rollout = Rollout(
+            settings.env,
+            settings.env.train,
+            self._manager or NoBank(),
+            lambda: self._make_actor(settings.actor.temperature),
+            slots=settings.actor.groups * settings.actor.group_size,
+            search_and_ask=settings.actor.search_and_ask,
+        )
+        if self._restored is not None:
+            await self._restore(*self._restored)
+        self._metrics.emit({"event": "start", "step": self._start, "steps": settings.run.steps, "recipe": settings.recipe, "seed": settings.seed})
+        if self._restored is None and settings.eval.before:
+            await self._evaluate(0)
+
+    def _open_bank(self) -> None:
+        settings = self.experiment
+        self._bank: ExperienceBank | None = None
+        self._manager: ExperienceManager | None = None
+        self._track: ExtractorTrack | None = None
+        if not settings.extractor.enabled:
+            return
+        folder = self.output / "bank"
+        if self._restored is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(self._restored[0] / "bank", folder)
+        elif settings.bank.path is not None:
+            with ExperienceBank(settings.bank.path, namespace=settings.bank.namespace, embedder=settings.bank.embedder, read_only=True) as source:
+                source.fork(folder).close()
+        self._bank = ExperienceBank(folder, namespace=settings.bank.namespace, embedder=settings.bank.embedder)
+        options = settings.bank.model_dump(exclude={"path", "namespace", "embedder"}) | {"seed": settings.seed}
+        self._manager = ExperienceManager(self._bank, self._make_extractor(), **options)
+        self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
+        self._manager.on_distillation = self._track.on_distillation
+
+    async def _train(self) -> int:
+        """All steps; returns the last one done."""
+        settings = self.experiment.run
+        self._begin = time.perf_counter()
+        step = self._start
+        while step < settings.steps and not self._out_of_time():
+            await self._step(step)
+            step += 1
+            if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+                await self._checkpoint(step)
+            if self.experiment.eval.every and step % self.experiment.eval.every == 0 and step < settings.steps:
+                await self._evaluate(step)
+        return step
+
+    def _out_of_time(self) -> bool:
+        minutes = self.experiment.run.minutes
+        return minutes is not None and time.perf_counter() - self._begin > 60 * minutes
+
+    async def _step(self, step: int) -> None:
+        settings = self.experiment
+        begin = time.perf_counter()
+        tokens_before = self._tokens()
+        guided = settings.actor.guided if self._manager is not None and step >= settings.actor.warmup_steps else "none"
+        episodes = await self._rollout.play(self._tasks.jobs(step, settings.actor.groups, settings.actor.group_size, guided))
+        rollout_s = time.perf_counter() - begin
+        if self._track is not None:
+            self._track.credit([e.trajectory for e in episodes])
+            await self._track.step(step)
+        update = await self._update_actor(episodes, step)
+        await self._consolidate(step)
+        wall = time.perf_counter() - begin
+        speed = (self._tokens() - tokens_before + update.sequence_tokens) / wall
+        self._metrics.emit(self._step_event(step, episodes, update) | {"rollout_s": rollout_s, "step_s": wall, "tokens_per_s": speed})
+
+    async def _consolidate(self, step: int) -> None:
+        """Start the periodic merge; wait for the background track only when the run must be repeatable."""
+        if self._manager is None:
+            return
+        every = self.experiment.bank.merge_every
+        if every and (step + 1) % every == 0:
+            self._spawn(self._manager.amerge())
+        if self.experiment.run.drain:
+            await self._settle()
+
+    async def _update_actor(self, episodes: Sequence[Episode], step: int) -> TrainStats:
+        settings = self.experiment.actor
+        if not settings.train:
+            return TrainStats(version=self.actor.version)
+        loss = LossSettings(
+            kind="ppo",
+            low=settings.clip_low,
+            high=settings.clip_high,
+            ratio=settings.ratio,
+            kl=settings.kl,
+            epochs=settings.epochs,
+            mini_batches=settings.mini_batches,
+            seed=step,
+        )
+        stats = await self.actor.train(actor_samples(episodes, settings.advantage), loss)
+        await self.actor.sync()
+        return stats
+
+    def _step_event(self, step: int, episodes: Sequence[Episode], update: TrainStats) -> dict[str, Any]:
+        played = [e.trajectory for e in episodes if e.trajectory.error is None]
+        event: dict[str, Any] = {
+            "event": "step",
+            "step": step + 1,
+            "episodes": len(episodes),
+            "errors": len(episodes) - len(played),
+            "reward": _mean([t.reward for t in played]),
+            "turns": _mean([float(len(t.turns)) for t in played]),
+            "success_guided": _mean([float(t.success) for t in played if t.condition is Condition.GUIDED]),
+            "success_free": _mean([float(t.success) for t in played if t.condition is Condition.FREE]),
+            "success_advised": _mean([float(t.success) for t in played if t.uses]),
+            "actor_loss": update.loss,
+            "actor_grad_norm": update.grad_norm,
+            "actor_version": update.version,
+            "update_s": update.seconds,
+            "update_tokens": update.sequence_tokens,
+            "forwarded_tokens": update.forwarded_tokens,
+            "elapsed_s": time.perf_counter() - self._begin,
+            "memory_gb": peak_memory_gb(),
+        }
+        event |= {f"actor_{name}": value for name, value in update.metrics.items()}
+        return event | self._bank_event()
+
+    def _bank_event(self) -> dict[str, Any]:
+        if self._manager is None or self._track is None or self._bank is None:
+            return {}
+        track = self._track
+        return {
+            "entries": len(self._bank),
+            "extractor_updates": track.updates,
+            "extractor_loss": track.last.loss,
+            "extractor_reward": track.mean_reward,
+            "staleness": track.staleness,
+            "malformed": track.malformed,
+            "buffer": len(track.buffer),
+            "manager": self._manager.stats(),
+        }
+
+    async def _settle(self) -> None:
+        """Let the background track finish what it has."""
+        if self._background:
+            await asyncio.gather(*self._background)
+        if self._manager is not None:
+            await self._manager.adrain()
+        if self._track is not None:
+            await self._track.finish()
+
+    async def _evaluate(self, step: int) -> None:
+        """Both arms by visit, on the same worlds and seeds, with the weights of now."""
+        await self._settle()
+        evaluator = VisitEvaluator(
+            self.experiment,
+            lambda: self._make_actor(self.experiment.eval.temperature),
+            self._make_extractor() if self._manager is not None else None,
+        )
+        arms = [await evaluator.without_bank(step)]
+        if self._bank is not None:
+            scratch = self.output / "evaluation" / f"step-{step:06d}"
+            shutil.rmtree(scratch, ignore_errors=True)
+            arms.append(await evaluator.with_bank(self._bank, scratch, step))
+        for visits in arms:
+            self._visits.append(visits)
+            self._metrics.emit(visits.event())
+
+    async def _checkpoint(self, step: int) -> None:
+        draft = self._store.begin(step)
+        if self._track is not None:
+            await self._track.finish()
+        await self.actor.save(draft / "actor")
+        await self.extractor.save(draft / "extractor")
+        manifest: dict[str, Any] = {"recipe": self.experiment.recipe, "seed": self.experiment.seed, "experiment": self.experiment.model_dump(mode="json")}
+        if self._bank is not None and self._track is not None:
+            self._bank.fork(draft / "bank", keep_queue=True).close()
+            manifest |= {"bank_commit": self._bank.head, "track": self._track.state_dict()}
+        path = await asyncio.to_thread(self._store.commit, draft, step, manifest)
+        self._metrics.emit({"event": "checkpoint", "step": step, "path": str(path)})
+
+    async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
+        await self.actor.load(folder / "actor")
+        await self.extractor.load(folder / "extractor")
+        if self._track is not None:
+            self._track.load_state_dict(manifest["track"])
+        self._start = int(manifest["step"])
+        self._metrics.rewind(self._start)
+
+    async def _close(self) -> None:
+        self._rollout.close()
+        for task in self._background:
+            task.cancel()
+        if self._manager is not None:
+            self._manager.close()
+        if self._bank is not None:
+            self._bank.close()
+        self._metrics.close()
+
+    def _make_actor(self, temperature: float) -> ActorAgent:
+        settings = self.experiment.actor
+        return ActorAgent(
+            self.actor,
+            prompts=prompt_set_name(self.experiment.model),
+            temperature=temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens,
+            constrain=settings.constrain,
+            history=settings.history,
+        )
+
+    def _make_extractor(self) -> ExtractorAgent:
+        settings = self.experiment.extractor
+        return ExtractorAgent(
+            self.extractor,
+            prompts=prompt_set_name(self.experiment.extractor_model or self.experiment.model),
+            max_operations=settings.max_operations,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens,
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _tokens(self) -> int:
+        return sum(getattr(getattr(runtime, "llm", runtime), "tokens_processed", 0) for runtime in (self.actor, self.extractor))
+
+    def _summary(self, steps: int, seconds: float) -> dict[str, Any]:
+        last = {v.arm: v for v in self._visits if v.step == steps}
+        first = {v.arm: v for v in self._visits if v.step == 0}
+        difference = compare(last["bank"], last["free"]).model_dump() if {"bank", "free"} <= last.keys() else None
+        ratio = None
+        if "bank" in last and "bank" in first and steps:
+            ratio = float(last["bank"].later().mean() / max(first["bank"].later().mean(), 1e-9))
+        return {
+            "evaluations": [v.event() for v in self._visits],
+            "steps": steps,
+            "seconds": seconds,
+            "peak_memory_gb": peak_memory_gb(),
+            "output": str(self.output),
+            "ratio_later_visits": ratio,
+            "difference": difference,
+            "files": {"metrics": str(self.output / "metrics.jsonl"), "bank": str(self.output / "bank"), "checkpoints": str(self._store.folder)},
+        }
+
+
+def actor_samples(episodes: Sequence[Episode], advantage: str) -> list[Sample]:
+    """Weighted samples of a batch of episodes: eq. 5 for ``split``, one group-wide normalisation for ``pooled``.
+
+    Episodes that failed for a technical reason and those with zero advantage give none.
+    """
+    played = [e for e in episodes if e.trajectory.error is None and e.generations]
+    if not played:
+        return []
+    names = {name: i for i, name in enumerate(dict.fromkeys(e.trajectory.group for e in played))}
+    rewards = np.array([e.trajectory.reward for e in played], dtype=np.float32)
+    group = np.array([names[e.trajectory.group] for e in played], dtype=np.int64)
+    guided = np.array([e.trajectory.condition is Condition.GUIDED for e in played])
+    if advantage == "split":
+        values, weights = split_group_advantages(rewards, group, guided), split_weights(group, guided)
+    else:
+        values, weights = pooled_group_advantages(rewards, group), np.full(len(played), 1 / len(played))
+    return [
+        sample
+        for episode, value, weight in zip(played, values, weights, strict=True)
+        if value != 0
+        for sample in trajectory_samples(episode.generations, float(value), float(weight))
+    ]
+
+
+def prompt_set_name(settings: ModelSettings) -> str:
+    """The template set of a model: what the settings name, or ``brief`` for the tiny model and ``full`` for others."""
+    if settings.prompts != "auto":
+        return settings.prompts
+    return "brief" if settings.name == "tiny" else "full"
+
+
+def _build(experiment: Experiment) -> Runtimes:
+    from experiential.training.local import build_runtimes
+
+    optims = (experiment.actor.optim, experiment.extractor.optim)
+    return build_runtimes(experiment.model, experiment.extractor_model, optims, reference=experiment.actor.kl > 0)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+

@@ -1,0 +1,258 @@
+"""The nouns of the project: what flows from an observation to a gradient.
+
+Every type here is an immutable pydantic model, so that it can be journalled as JSON and checked at each border.
+Nothing in this module imports another module of the package.
+"""
+
+from __future__ import annotations
+
+import uuid
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def new_id() -> str:
+    """A fresh identifier: 32 hexadecimal characters."""
+    return uuid.uuid4().hex
+
+
+class Record(BaseModel):
+    """Base of all records: immutable, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Message(TypedDict):
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Condition(StrEnum):
+    """Whether an episode may see the bank at all."""
+
+    GUIDED = "guided"
+    FREE = "free"
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CHOICE = "choice"
+    ERROR = "error"
+
+
+class Generation(Record):
+    """One response of a language model, with everything that off-policy training needs.
+
+    Attributes:
+        prompt_ids: token ids of the prompt; empty for backends that do not expose tokens.
+        response_ids: sampled token ids, the end-of-turn token included when it was sampled.
+        logprobs: log-probability of each sampled token under the behaviour policy, in nats, same length
+            as ``response_ids`` (temperature, truncation and constraint included: the distribution sampled from).
+        allowed: per response token, the token ids that a constraint allowed; an empty tuple means unconstrained.
+            ``None`` when the whole response was unconstrained.
+        policy_version: optimiser steps the weights had seen.
+        temperature: sampling temperature that ``logprobs`` were computed at.
+    """
+
+    id: str = Field(default_factory=new_id)
+    text: str
+    prompt_ids: tuple[int, ...] = ()
+    response_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    allowed: tuple[tuple[int, ...], ...] | None = None
+    policy: str = ""
+    policy_version: int = 0
+    finish_reason: FinishReason = FinishReason.STOP
+    temperature: float = 1.0
+
+
+class Use(Record):
+    """One retrieval that reached an actor."""
+
+    id: str = Field(default_factory=new_id)
+    experience_id: str
+    experience_version: int
+    rank: int = 0
+    score: float = 0.0
+    propensity: float = 1.0
+    episode: str = ""
+    turn: int = 0
+    how: Literal["episode_start", "turn", "search_and_ask"] = "episode_start"
+    refinement: str | None = Field(default=None, description="id of the generation that refined the entry for this use")
+
+
+class Turn(Record):
+    """One step of an episode: what was seen, what was done, what it gave."""
+
+    observation: str
+    action: str
+    reward: float = 0.0
+    feedback: str = Field(default="", description="the observation that followed the action")
+    invalid: bool = False
+
+
+class Trajectory(Record):
+    """One finished episode.
+
+    Attributes:
+        task: what was asked, in words; the retrieval query.
+        task_id: the world or task family member, stable over seeds.
+        instance: world plus seed; entries made from it are hidden from evaluation on it.
+        group: identifier shared by the K episodes that started from one task and seed.
+        success: outcome R in {0, 1} of the paper.
+        error: a named reason when the episode failed for a technical cause, else None.
+    """
+
+    id: str = Field(default_factory=new_id)
+    task: str
+    task_id: str = ""
+    instance: str = ""
+    group: str = ""
+    turns: tuple[Turn, ...] = ()
+    reward: float = 0.0
+    success: bool = False
+    seed: int | None = None
+    condition: Condition = Condition.GUIDED
+    uses: tuple[Use, ...] = ()
+    policy_version: int = 0
+    error: str | None = None
+
+
+class Provenance(Record):
+    """Where an experience came from."""
+
+    author: str = Field(default="human", description="'human' or 'extractor'")
+    cause: str = Field(default="add", description="add, update, merge, import, rollback")
+    trajectory: str | None = None
+    instance: str | None = None
+    generation: str | None = None
+    span: tuple[int, int] | None = Field(default=None, description="characters of the generation that wrote this text")
+    extractor_version: int | None = None
+    parents: tuple[tuple[str, int], ...] = Field(default=(), description="(experience id, version) pairs")
+    commit: int | None = None
+
+
+class Statistics(Record):
+    """Counts of one experience, over all its versions."""
+
+    retrievals: int = 0
+    uses: int = 0
+    successes: int = 0
+
+    @property
+    def score(self) -> float:
+        """Laplace estimate of usefulness, (s + 1) / (u + 2) (EvolveR)."""
+        return (self.successes + 1) / (self.uses + 2)
+
+
+class Experience(Record):
+    """One entry of the bank, at one version."""
+
+    id: str = Field(default_factory=new_id)
+    version: int = 1
+    text: str
+    kind: str = "lesson"
+    task: str | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    provenance: Provenance = Field(default_factory=Provenance)
+    statistics: Statistics = Field(default_factory=Statistics)
+
+
+class Hit(Record):
+    """One retrieved experience: cosine similarity, final rank (0-based), probability that it was chosen."""
+
+    experience: Experience
+    score: float
+    rank: int = 0
+    propensity: float = 1.0
+
+
+class Answer(Record):
+    """What ``search_and_ask`` found: the refined text, the entry behind it, and the use to credit.
+
+    ``text`` is None when nothing fits; ``generation`` is None when the entry was not refined by a model.
+    """
+
+    text: str | None = None
+    hit: Hit | None = None
+    generation: Generation | None = None
+    use: Use | None = None
+
+
+class _Op(Record):
+    span: tuple[int, int] | None = Field(default=None, exclude=True, description="characters of the response")
+
+
+class Add(_Op):
+    """Write a new experience."""
+
+    op: Literal["add"] = "add"
+    text: str = Field(min_length=1)
+    kind: str = "lesson"
+
+
+class Update(_Op):
+    """Rewrite the ``entry``-th experience shown (1-based)."""
+
+    op: Literal["update"] = "update"
+    entry: int = Field(ge=1)
+    text: str = Field(min_length=1)
+
+
+class Return(_Op):
+    """Nothing worth writing."""
+
+    op: Literal["return"] = "return"
+
+
+class Keep(_Op):
+    """Consolidation: leave entry ``entry`` (1-based) as it is."""
+
+    op: Literal["keep"] = "keep"
+    entry: int = Field(ge=1)
+
+
+class Merge(_Op):
+    """Consolidation: replace several entries (1-based) by one text."""
+
+    op: Literal["merge"] = "merge"
+    entries: tuple[int, ...] = Field(min_length=1)
+    text: str = Field(min_length=1)
+
+
+class Discard(_Op):
+    """Consolidation: drop entry ``entry`` (1-based)."""
+
+    op: Literal["discard"] = "discard"
+    entry: int = Field(ge=1)
+
+
+Operation = Annotated[Add | Update | Return | Keep | Merge | Discard, Field(discriminator="op")]
+
+
+class Refusal(Record):
+    """A piece of an extractor's answer that was not accepted, and why."""
+
+    reason: str
+    text: str = ""
+
+
+class ParsedOperations(Record):
+    """What a response asked for: the operations accepted and every refusal."""
+
+    operations: tuple[Operation, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+
+class Distillation(Record):
+    """The extractor's answer about one trajectory (or one chunk of a merge)."""
+
+    parsed: ParsedOperations = Field(default_factory=ParsedOperations)
+    generation: Generation | None = None

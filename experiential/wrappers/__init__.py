@@ -1,0 +1,9 @@
+"""Gymnasium wrappers: text from any environment, experience for any agent."""
+
+from experiential.envs.text_space import UnicodeText
+from experiential.wrappers.experience import ExperienceWrapper
+from experiential.wrappers.search_and_ask import SearchAndAskWrapper
+from experiential.wrappers.text_observation import TextObservation
+from experiential.wrappers.vector import ExperienceVectorWrapper
+
+__all__ = ["ExperienceVectorWrapper", "ExperienceWrapper", "SearchAndAskWrapper", "TextObservation", "UnicodeText"]

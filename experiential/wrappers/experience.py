@@ -1,0 +1,273 @@
+"""Advice from an experience bank for the agent of any text environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+import gymnasium as gym
+from gymnasium import spaces
+from gymnasium.utils import RecordConstructorArgs
+
+from experiential.agents.prompts import experience_block
+from experiential.envs.text_space import UnicodeText
+from experiential.types import Hit, Trajectory, Use
+from experiential.wrappers.episode import FAILURES, Episode, EpisodeLog, How, connect, reason, take_settings
+
+When = Literal["episode", "turn", "both"]
+Inject = Literal["observation", "system", "none"]
+
+
+class LiveArguments(dict[str, Any]):
+    """Constructor arguments that hold live objects (a bank, a model): copies share them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LiveArguments:
+        """A new mapping with the same values."""
+        return LiveArguments(self)
+
+
+class TextWrapper(RecordConstructorArgs, gym.Wrapper[str, str, str, str]):
+    """Base of wrappers over text environments: records its arguments, checks that observations are text."""
+
+    def __init__(self, env: gym.Env[str, str], **arguments: Any) -> None:
+        RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **arguments)
+        self._saved_kwargs = LiveArguments(self._saved_kwargs)
+        gym.Wrapper.__init__(self, env)
+        require_text(env.observation_space)
+
+
+def require_text(space: spaces.Space[Any]) -> None:
+    """Check that members of ``space`` are ``str``.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    if not isinstance(space, UnicodeText | spaces.Text) and not isinstance(deepcopy(space).sample(), str):
+        raise TypeError(f"Expected text observations, got {space}; wrap the environment in TextObservation first")
+
+
+def require_choice(name: str, value: str, choices: type) -> None:
+    """Check that ``value`` is one of the strings of a ``Literal``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value not in get_args(choices):
+        raise ValueError(f"Expected {name} to be one of {', '.join(get_args(choices))}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What one retrieval gave: hits, or the reason why it failed."""
+
+    hits: Sequence[Hit] = field(default_factory=tuple)
+    error: str | None = None
+
+    def present(self, observation: str, inject: str) -> tuple[str, dict[str, Any]]:
+        """The observation to show and what to add to info."""
+        extra: dict[str, Any] = {"experience": [hit_as_dict(hit) for hit in self.hits]}
+        if self.error is not None:
+            extra["experience_error"] = self.error
+        if not self.hits or inject == "none":
+            return observation, extra
+        block = experience_block(list(self.hits))
+        if inject == "observation":
+            return f"{block}{observation}", extra
+        return observation, {**extra, "experience_prompt": block}
+
+
+NO_ADVICE = Advice()
+
+
+def hit_as_dict(hit: Hit) -> dict[str, Any]:
+    """The form in which ``info["experience"]`` holds a hit; texts are raw, escape them before prompting."""
+    entry = hit.experience
+    return {
+        "id": entry.id,
+        "version": entry.version,
+        "text": entry.text,
+        "score": hit.score,
+        "rank": hit.rank,
+        "propensity": hit.propensity,
+        "task": entry.task,
+    }
+
+
+def retrieval_query(episode: Episode, how: How) -> str:
+    """The task, with the current observation when retrieving inside the episode."""
+    return episode.task if how == "episode_start" else f"{episode.task}\n{episode.observation}"
+
+
+def guarded(search: Callable[[], Sequence[Hit]]) -> Advice:
+    """Run a search; a failing bank or backend gives an advice without hits that names the cause."""
+    try:
+        return Advice(search())
+    except FAILURES as error:
+        return Advice(error=reason(error))
+
+
+class ExperienceWrapper(TextWrapper):
+    """Shows retrieved experience to the agent and submits every finished episode for distillation.
+
+    ``reset`` retrieves once by the task (``info["task"]``, else the first observation); with ``when="turn"`` or ``"both"``
+    each ``step`` retrieves by task and observation. What was found is in ``info["experience"]`` of that call, a list of
+    dicts that is empty when nothing was retrieved. An episode that ends is queued as a ``Trajectory``, never distilled
+    inline, and named in ``info["trajectory_id"]``. ``reset(options={"guided": False})`` makes one episode ``FREE``: the
+    bank is not read for it. Options ``guided``, ``group`` and ``policy_version`` are consumed, others reach the environment.
+
+    Caveat: only what happens below this wrapper is recorded; put ``TimeLimit`` inside it and ``SearchAndAskWrapper``
+    outside. An episode cut off by an early ``reset`` is counted in ``abandoned`` and not submitted. With
+    ``inject="none"`` the hits in info count as used, since that is how they reach the actor.
+
+    A vector version exists: ``ExperienceVectorWrapper``. Inside ``AsyncVectorEnv`` give each process its own read-only bank.
+
+    >>> import tempfile
+    >>> from experiential.bank.bank import ExperienceBank
+    >>> from experiential.envs.vault import VaultEnv
+    >>> with ExperienceBank(tempfile.mkdtemp(), embedder="hashing") as bank:
+    ...     _ = bank.add("Open the vault of Bitter Comet: pull the jade lever.")
+    ...     env = ExperienceWrapper(VaultEnv(), bank)
+    ...     _, info = env.reset(seed=1, options={"guided": False})
+    ...     free = info["experience"]
+    ...     env.close()
+    >>> free
+    []
+
+    Change log: v0.1.0 added.
+
+    Args:
+        env: an environment whose observations and actions are ``str`` (see ``TextObservation``).
+        bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a manager, which stays open.
+        extractor: what distils trajectories, when a bank is given.
+        k: entries per retrieval.
+        when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
+        inject: prepend the experience to the ``observation``, put it in ``info["experience_prompt"]`` (``system``), or ``none``.
+        guided: the condition of episodes whose reset does not say.
+        exclude_same_instance: hide entries that were made from the very instance being played.
+
+    Raises:
+        TypeError: the environment does not give text, or the second argument is neither bank nor manager.
+        ValueError: an argument is outside its range, or another bank wrapper lies below.
+    """
+
+    def __init__(
+        self,
+        env: gym.Env[str, str],
+        bank_or_manager: Any,
+        *,
+        extractor: Any | None = None,
+        k: int = 1,
+        when: When = "episode",
+        inject: Inject = "observation",
+        guided: bool = True,
+        exclude_same_instance: bool = True,
+    ) -> None:
+        options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance}
+        super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
+        check_retrieval(k, when, inject)
+        _refuse_nesting(env)
+        self.k, self.when, self.inject, self.guided = k, when, inject, guided
+        self.manager, self._owned = connect(bank_or_manager, extractor)
+        self.log = EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance)
+        if inject == "observation":
+            self.observation_space = UnicodeText()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Start an episode and retrieve for it; see the class for the options consumed here.
+
+        Raises:
+            TypeError: ``options["guided"]`` is not a bool.
+        """
+        settings, rest = take_settings(options, self.guided)
+        self.log.abandon()
+        observation, info = self.env.reset(seed=seed, options=rest)
+        episode = self.log.begin(observation, info, seed, settings)
+        advice = self._retrieve(episode, "episode_start") if self.when != "turn" else NO_ADVICE
+        shown, extra = advice.present(observation, self.inject)
+        return shown, {**info, **extra}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Act; the last step of an episode also submits it."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        reward = float(reward)
+        self.log.record(action, reward, observation, info)
+        if terminated or truncated:
+            return observation, reward, terminated, truncated, {**info, "experience": [], **self.log.finish(terminated, info)}
+        if self.when == "episode" or self.log.episode is None:
+            return observation, reward, terminated, truncated, {**info, "experience": []}
+        shown, extra = self._retrieve(self.log.episode, "turn").present(observation, self.inject)
+        return shown, reward, terminated, truncated, {**info, **extra}
+
+    def close(self) -> None:
+        """Close the environment, and the manager if this wrapper built it; the bank stays open."""
+        self.log.abandon()
+        super().close()
+        if self._owned:
+            self._owned = False
+            self.manager.close()
+
+    @property
+    def episode(self) -> Episode | None:
+        """The running episode, or None."""
+        return self.log.episode
+
+    @property
+    def last_trajectory(self) -> Trajectory | None:
+        """The last finished or abandoned episode."""
+        return self.log.last_trajectory
+
+    @property
+    def abandoned(self) -> int:
+        """Episodes with turns that a reset or close cut off."""
+        return self.log.abandoned
+
+    def add_use(self, use: Use) -> None:
+        """Credit a retrieval made outside this wrapper to the running episode.
+
+        Raises:
+            RuntimeError: no guided episode is running.
+        """
+        self.log.add_use(use)
+
+    def _retrieve(self, episode: Episode, how: How) -> Advice:
+        if not episode.guided:
+            return NO_ADVICE
+        advice = guarded(
+            lambda: self.manager.search(retrieval_query(episode, how), k=self.k, exclude_instance=self.log.excluded()),
+        )
+        episode.use(advice.hits, how)
+        return advice
+
+
+def check_retrieval(k: int, when: str, inject: str) -> None:
+    """Check the arguments that say how to retrieve.
+
+    Raises:
+        ValueError: one is outside its range.
+    """
+    if k < 1:
+        raise ValueError(f"Expected k to be positive, got {k}")
+    require_choice("when", when, When)  # type: ignore[arg-type]  # a Literal alias is a typing form, not a class
+    require_choice("inject", inject, Inject)  # type: ignore[arg-type]  # as above
+
+
+def layers(env: gym.Env[Any, Any]) -> list[gym.Env[Any, Any]]:
+    """The environment and everything that it wraps, outermost first."""
+    found = [env]
+    while isinstance(found[-1], gym.Wrapper):
+        found.append(cast("gym.Wrapper[Any, Any, Any, Any]", found[-1]).env)
+    return found
+
+
+def _refuse_nesting(env: gym.Env[Any, Any]) -> None:
+    """A second recorder below would submit each episode twice and could read a bank in a FREE episode."""
+    for layer in layers(env):
+        if isinstance(getattr(layer, "log", None), EpisodeLog):
+            raise ValueError(f"Expected no {type(layer).__name__} below ExperienceWrapper, got one; put it outside, and use one bank")
+
+
+def find_log(env: gym.Env[Any, Any]) -> EpisodeLog | None:
+    """The log of the ``ExperienceWrapper`` in a stack of wrappers, or None."""
+    return next((layer.log for layer in layers(env) if isinstance(layer, ExperienceWrapper)), None)

@@ -1,0 +1,244 @@
+"""Lets the agent itself ask the experience bank during an episode."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, cast
+
+import gymnasium as gym
+
+from experiential.agents.prompts import numbered
+from experiential.envs.text_space import UnicodeText
+from experiential.types import Trajectory, Use
+from experiential.wrappers.episode import FAILURES, EpisodeLog, connect, reason, take_settings
+from experiential.wrappers.experience import TextWrapper, find_log, hit_as_dict
+
+PATIENCE = 8
+"""Refused calls in a row after which an episode is truncated, so that an agent that only calls still ends."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_CONTEXT = ("task", "task_id", "instance", "admissible")
+_NOT_AVAILABLE = "not available"
+
+
+class SearchAndAskWrapper(TextWrapper):
+    """Answers ``<search_and_ask>question</search_and_ask>`` from the bank instead of stepping the environment.
+
+    The last tag of an action counts, whatever its case; a tool call as JSON text or mapping does too:
+    ``{"name": "search_and_ask", "arguments": {"query": "…"}}``. The observation becomes the best entry, refined for the
+    question, escaped inside ``<search_result>``; the reward is 0. ``info["search_and_ask"]`` holds ``query``,
+    ``calls_left``, ``hit`` and ``turn`` (environment steps and calls so far). After ``max_calls`` answered calls the agent is
+    told that none are left. In a ``FREE`` episode the reply is a fixed "not available" and the bank is not touched. Each
+    answer is a use of its entry and of its refinement, added to the episode's trajectory.
+
+    Caveat: put it outside ``ExperienceWrapper``, whose manager and episode it shares. Calls do not count for a ``TimeLimit``
+    inside; they are bounded by ``max_calls``, and an episode with 8 refused calls in a row is truncated.
+
+    No vector version: a call must not step its environment, and a vector environment steps all. Use this wrapper on each
+    environment inside ``SyncVectorEnv``; they may share one manager.
+
+    >>> import tempfile
+    >>> from experiential.bank.bank import ExperienceBank
+    >>> from experiential.envs.vault import VaultEnv
+    >>> with ExperienceBank(tempfile.mkdtemp(), embedder="hashing") as bank:
+    ...     env = SearchAndAskWrapper(VaultEnv(), bank=bank)
+    ...     _ = env.reset(seed=1)
+    ...     observation, _, terminated, _, info = env.step("<search_and_ask>which lever?</search_and_ask>")
+    ...     env.close()
+    >>> terminated, info["search_and_ask"]["calls_left"], info["search_and_ask"]["hit"]
+    (False, 1, None)
+
+    Change log: v0.1.0 added.
+
+    Args:
+        env: a text environment, usually an ``ExperienceWrapper``.
+        max_calls: answered calls per episode.
+        tag: name of the tag and of the tool.
+        bank: a bank or manager, when there is no ``ExperienceWrapper`` below; this wrapper then submits the episodes itself.
+        repeat_observation: append the observation that the agent had before to each answer.
+
+    Raises:
+        TypeError: the environment does not give text, or ``bank`` is neither bank nor manager.
+        ValueError: ``max_calls`` or ``tag`` is unusable, or there is not exactly one bank to ask.
+    """
+
+    def __init__(
+        self,
+        env: gym.Env[str, str],
+        *,
+        max_calls: int = 2,
+        tag: str = "search_and_ask",
+        bank: Any | None = None,
+        repeat_observation: bool = False,
+    ) -> None:
+        super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, repeat_observation=repeat_observation)
+        if max_calls < 1:
+            raise ValueError(f"Expected max_calls to be positive, got {max_calls}")
+        if not _NAME.fullmatch(tag):
+            raise ValueError(f"Expected tag to be a name of letters, digits, '_' and '-', got {tag!r}")
+        below = find_log(env)
+        if (below is None) == (bank is None):
+            got = "neither" if bank is None else "both"
+            raise ValueError(f"Expected either an ExperienceWrapper below or bank=, got {got}; give exactly one")
+        self.max_calls, self.tag, self._repeat = max_calls, tag, repeat_observation
+        self._own: EpisodeLog | None = None
+        self._owned = False
+        if below is None:
+            manager, self._owned = connect(bank, None)
+            self._own = EpisodeLog(manager)
+        self._session = below or cast("EpisodeLog", self._own)
+        self._pattern = re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE)
+        self._calls = self._refused = self._turns = 0
+        self._observation, self._context = "", dict[str, Any]()
+        self.observation_space, self.action_space = UnicodeText(), _widened(env.action_space)
+
+    @property
+    def log(self) -> EpisodeLog | None:
+        """The episode log that this wrapper keeps, or None when an ``ExperienceWrapper`` below keeps it."""
+        return self._own
+
+    @property
+    def last_trajectory(self) -> Trajectory | None:
+        """The last finished or abandoned episode."""
+        return self._session.last_trajectory
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Start an episode with all calls left; without an ``ExperienceWrapper`` it consumes the same options.
+
+        Raises:
+            TypeError: ``options["guided"]`` is not a bool.
+        """
+        self._calls = self._refused = self._turns = 0
+        if self._own is None:
+            observation, info = self.env.reset(seed=seed, options=options)
+        else:
+            settings, rest = take_settings(options, True)
+            self._own.abandon()
+            observation, info = self.env.reset(seed=seed, options=rest)
+            self._own.begin(observation, info, seed, settings)
+        self._seen(observation, info)
+        return observation, info
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer a call, or step the environment with any other action."""
+        query = self.query_of(action)
+        self._turns += 1
+        if query is not None:
+            return self._answer(query)
+        self._refused = 0
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self._seen(observation, info)
+        if self._own is not None:
+            self._own.record(action, float(reward), observation, info)
+            if terminated or truncated:
+                info = {**info, **self._own.finish(terminated, info)}
+        return observation, float(reward), terminated, truncated, info
+
+    def close(self) -> None:
+        """Close the environment, and the manager if this wrapper built it."""
+        if self._own is not None:
+            self._own.abandon()
+        super().close()
+        if self._owned:
+            self._owned = False
+            self._session.manager.close()
+
+    def tool_schema(self) -> dict[str, Any]:
+        """The call as an OpenAI tool, for models that call tools instead of writing tags."""
+        query = {"type": "string", "description": "Your situation, what you tried, and what you need to know."}
+        return {
+            "type": "function",
+            "function": {
+                "name": self.tag,
+                "description": f"Ask what was learnt in earlier episodes. At most {self.max_calls} answers per episode; costs no move.",
+                "parameters": {"type": "object", "properties": {"query": query}, "required": ["query"], "additionalProperties": False},
+            },
+        }
+
+    def query_of(self, action: Any) -> str | None:
+        """The question in an action, or None when the action is not a call."""
+        if isinstance(action, Mapping):
+            return self._tool_query(cast("Mapping[str, Any]", action))
+        if not isinstance(action, str):
+            return None
+        if "<" in action and (found := self._pattern.findall(action)):
+            return str(found[-1]).strip()
+        if self.tag not in action or "{" not in action:
+            return None
+        return self._tool_query(_json_object(action))
+
+    def _tool_query(self, call: Mapping[str, Any] | None) -> str | None:
+        call = (call or {}).get("function", call)
+        if not isinstance(call, Mapping) or call.get("name") != self.tag:
+            return None
+        arguments = call.get("arguments", {})
+        parsed = _json_object(arguments) if isinstance(arguments, str) else arguments
+        return str(cast("Mapping[str, Any]", parsed).get("query") or "").strip() if isinstance(parsed, Mapping) else ""
+
+    def _seen(self, observation: str, info: Mapping[str, Any]) -> None:
+        """Keep what an agent needs to act after a call: it gets no new observation."""
+        self._observation = observation
+        self._context = {key: info[key] for key in _CONTEXT if key in info}
+
+    def _answer(self, query: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        episode = self._session.episode
+        if episode is None:
+            raise gym.error.ResetNeeded("Expected reset() before this step: no episode is running")
+        if not episode.guided:
+            return self._refuse(query, _NOT_AVAILABLE)
+        if not query:
+            return self._refuse(query, f"The question is empty. Write it between <{self.tag}> and </{self.tag}>.")
+        if self._calls >= self.max_calls:
+            return self._refuse(query, f"No calls left: all {self.max_calls} of this episode are used. Continue with an action.")
+        self._calls += 1
+        self._refused = 0
+        text, info = self._ask(query, episode.id, len(episode.turns))
+        return self._reply(query, text, info, truncated=False)
+
+    def _ask(self, query: str, episode: str, turn: int) -> tuple[str, dict[str, Any]]:
+        """The text for the agent, and what to add to info."""
+        try:
+            answer = self._session.manager.ask(query, episode=episode, turn=turn, exclude_instance=self._session.excluded())
+        except FAILURES as error:
+            return "The search failed.", {"experience_error": reason(error)}
+        if answer.text is None:
+            return "Nothing found.", {}
+        if answer.use is not None:
+            self._session.add_use(_located(answer.use, episode, turn))
+        return numbered([answer.text]), {"hit": hit_as_dict(answer.hit)} if answer.hit is not None else {}
+
+    def _refuse(self, query: str, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._refused += 1
+        truncated = self._refused >= PATIENCE
+        return self._reply(query, text, self._session.finish(False, {}) if truncated else {}, truncated=truncated)
+
+    def _reply(self, query: str, text: str, extra: dict[str, Any], *, truncated: bool) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        hit = extra.pop("hit", None)
+        left = 0 if text is _NOT_AVAILABLE else self.max_calls - self._calls
+        call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}
+        shown = f"<search_result>\n{text}\n</search_result>"
+        if self._repeat:
+            shown = f"{shown}\n\n{self._observation}"
+        return shown, 0.0, False, truncated, {**deepcopy(self._context), "experience": [], **extra, "search_and_ask": call}
+
+
+def _located(use: Use, episode: str, turn: int) -> Use:
+    return use.model_copy(update={"how": "search_and_ask", "episode": episode, "turn": turn})
+
+
+def _widened(space: gym.Space[Any]) -> gym.Space[Any]:
+    """An action space that also holds calls; a text space keeps its samples."""
+    return space if isinstance(space, UnicodeText) else UnicodeText()
+
+
+def _json_object(text: str) -> Mapping[str, Any] | None:
+    """The JSON object from the first to the last brace, or None."""
+    start, end = text.find("{"), text.rfind("}")
+    try:
+        value = json.loads(text[start : end + 1])
+    except ValueError:
+        return None
+    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else None

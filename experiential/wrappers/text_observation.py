@@ -1,0 +1,233 @@
+"""Any Gymnasium environment as a text environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.utils import RecordConstructorArgs
+
+from experiential.envs.text_space import UnicodeText
+
+Array = np.ndarray[Any, Any]
+Render = Callable[[Any, dict[str, Any]], str]
+_TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m([^\x1b]+)\x1b\[0?m")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_MAX_NUMBERS = 1024
+
+
+class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
+    r"""Turns observations into text and text into actions.
+
+    Observations are shown by ``render`` if given, else by the environment's own ``ansi`` rendering when it was made with
+    that render mode (highlighted characters come in brackets), else as readable numbers, rows and ``key: value`` lines.
+    An action is the last ``<action>…</action>`` of the text, or its last line, whatever the case. ``info["task"]`` and
+    ``info["admissible"]`` say what is asked and what is legal.
+
+    Caveat: an unknown action does not step the environment, but it uses a turn: the same observation comes back with a
+    line that names the legal actions, reward 0 and ``info["invalid"]``. After ``max_turns`` turns the episode is truncated.
+
+    No vector version: wrap each environment inside the vector environment.
+
+    >>> env = TextObservation(gym.make("FrozenLake-v1", is_slippery=False), actions=["left", "down", "right", "up"])
+    >>> env.reset(seed=0)[0]
+    '0'
+    >>> env.step("Let me see. <action>Right</action>")[0]
+    '1'
+    >>> observation, reward, _, _, info = env.step("fly")
+    >>> print(observation, reward, info["invalid"], sep="\n")
+    1
+    'fly' is not a legal action. Legal actions: left, down, right, up.
+    0.0
+    True
+
+    Change log: v0.1.0 added.
+
+    Args:
+        env: any environment; its observations and info arrays are copied at once.
+        render: ``(observation, info) -> str``.
+        actions: None (numbers of a ``Discrete`` space, or text as it is when actions are text), a list of names for a
+            ``Discrete`` space, or a mapping from names to actions.
+        instruction: the task in words; the environment's own ``info["task"]`` or its id when empty.
+        max_turns: turns, invalid ones included, after which an episode is truncated; None takes the limit of the
+            environment's specification, if it has one.
+
+    Raises:
+        TypeError: the action space needs ``actions``.
+        ValueError: the names do not fit the action space, or ``max_turns`` is not positive.
+    """
+
+    def __init__(
+        self,
+        env: gym.Env[Any, Any],
+        render: Render | None = None,
+        actions: Sequence[str] | Mapping[str, Any] | None = None,
+        instruction: str = "",
+        *,
+        max_turns: int | None = None,
+    ) -> None:
+        RecordConstructorArgs.__init__(
+            self, _disable_deepcopy=True, render=render, actions=actions, instruction=instruction, max_turns=max_turns
+        )
+        gym.Wrapper.__init__(self, env)
+        if max_turns is not None and max_turns < 1:
+            raise ValueError(f"Expected max_turns to be positive, got {max_turns}")
+        self._render, self._instruction = render, instruction
+        self._actions = action_table(env.action_space, actions)
+        self._lookup = {_folded(name): name for name in self._actions or ()}
+        if self._actions is not None and len(self._lookup) < len(self._actions):
+            raise ValueError(f"Expected action names that differ by more than case, got {list(self._actions)}")
+        self._max_turns = max_turns or (env.spec.max_episode_steps if env.spec else None)
+        self._turns, self._text, self._task = 0, "", instruction
+        self.observation_space = UnicodeText()
+        self.action_space = UnicodeText(samples=tuple(self._actions or ()))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Start an episode."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        self._turns = 0
+        fallback = self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
+        self._task = self._instruction or str(info.get("task") or fallback)
+        self._text = self._describe(observation, info)
+        return self._text, self._annotated(info, invalid=False)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play the action that the text names; an unknown one only uses a turn."""
+        said = spoken_action(action)
+        self._turns += 1
+        late = self._max_turns is not None and self._turns >= self._max_turns
+        if self._actions is None:
+            chosen: Any = said
+        elif (name := self._match(said)) is not None:
+            chosen = self._actions[name]
+        else:
+            return f"{self._text}\n{self._complaint(said)}", 0.0, False, late, self._annotated({}, invalid=True)
+        observation, reward, terminated, truncated, info = self.env.step(chosen)
+        self._text = self._describe(observation, info)
+        truncated = bool(truncated or (late and not terminated))
+        return self._text, float(reward), bool(terminated), truncated, self._annotated(info, invalid=False)
+
+    def _match(self, said: str) -> str | None:
+        folded = _folded(said)
+        return self._lookup.get(folded) or self._lookup.get(folded.strip("`'\"*.,;:!?()[] "))
+
+    def _complaint(self, said: str) -> str:
+        return f"{said[:80]!r} is not a legal action. Legal actions: {', '.join(self._actions or ())}."
+
+    def _describe(self, observation: Any, info: dict[str, Any]) -> str:
+        if self._render is not None:
+            return self._render(snapshot(observation), snapshot(info))
+        if self.env.render_mode == "ansi":
+            frame: Any = self.env.render()
+            return plain_text(str(frame))
+        return describe(observation)
+
+    def _annotated(self, info: dict[str, Any], *, invalid: bool) -> dict[str, Any]:
+        copied = snapshot(info)
+        copied["task"] = self._task
+        copied["invalid"] = invalid or bool(copied.get("invalid", False))
+        if self._actions is not None:
+            copied["admissible"] = list(self._actions)
+        return copied
+
+
+def action_table(space: spaces.Space[Any], actions: Sequence[str] | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Names of actions and what they stand for; None when any text is an action.
+
+    Raises:
+        TypeError: names are needed for this action space.
+        ValueError: the names do not fit it.
+    """
+    if isinstance(actions, Mapping):
+        wrong = [name for name, action in actions.items() if action not in space]
+        if wrong or not actions:
+            raise ValueError(f"Expected actions of {space}, got others for the names {wrong}")
+        return {str(name): action for name, action in actions.items()}
+    if isinstance(space, spaces.Discrete):
+        numbers = range(int(space.start), int(space.start) + int(space.n))
+        names = [str(number) for number in numbers] if actions is None else list(actions)
+        if len(names) != len(numbers):
+            raise ValueError(f"Expected {len(numbers)} action names for {space}, got {len(names)}")
+        return dict(zip(names, numbers, strict=True))
+    if actions is None and isinstance(space, spaces.Text | UnicodeText):
+        return None
+    raise TypeError(f"Expected a Discrete action space or actions as a mapping from names to actions, got {space} and {actions!r}")
+
+
+def spoken_action(text: str) -> str:
+    """The last ``<action>…</action>`` of a text, or its last line that is not blank, without outer blanks."""
+    tagged = _TAGGED.findall(text)
+    if tagged:
+        return str(tagged[-1]).strip()
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def plain_text(frame: str) -> str:
+    """Terminal output without escape codes; a highlighted run is put in brackets."""
+    return _ESCAPES.sub("", _HIGHLIGHT.sub(r"[\1]", frame)).strip("\n")
+
+
+def describe(value: Any) -> str:
+    """Readable text for an observation of any Gymnasium space.
+
+    >>> print(describe({"position": np.array([0.5, 2.0]), "key": True}))
+    position: 0.5, 2
+    key: yes
+    """
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value).items()
+        return "\n".join(_entry(str(key), describe(item)) for key, item in entries)
+    if isinstance(value, np.ndarray):
+        return _array(cast("Array", value))
+    if isinstance(value, tuple | list):
+        items = cast("Sequence[Any]", value)
+        return "\n".join(_entry(str(number), describe(item)) for number, item in enumerate(items, start=1))
+    return _number(value) if isinstance(value, int | float | np.number) else str(value)
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of nested containers and arrays that the environment may overwrite."""
+    if isinstance(value, np.ndarray):
+        return cast("Array", value).copy()
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in cast("dict[Any, Any]", value).items()}
+    return type(value)(snapshot(item) for item in value) if type(value) in (list, tuple) else value
+
+
+def _entry(name: str, text: str) -> str:
+    return f"{name}: {text}" if "\n" not in text else f"{name}:\n" + "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _array(array: Array) -> str:
+    if array.ndim == 0:
+        return describe(array.item())
+    if array.size == 0:
+        return "empty"
+    if array.size > _MAX_NUMBERS or array.ndim > 2:
+        return f"array of shape {array.shape}, {array.dtype}, from {_number(array.min())} to {_number(array.max())}"
+    if array.ndim == 2:
+        return "\n".join(" ".join(_scalar(item) for item in row) for row in array)
+    return ", ".join(_scalar(item) for item in array)
+
+
+def _scalar(value: Any) -> str:
+    return _number(value) if isinstance(value, int | float | np.number) else str(value)
+
+
+def _number(value: Any) -> str:
+    plain = value.item() if hasattr(value, "item") else value
+    return str(plain) if isinstance(plain, int) else f"{plain:.4g}"
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split())

@@ -1,0 +1,251 @@
+"""The experience wrapper for vector environments, with one batched retrieval per call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from gymnasium.utils import RecordConstructorArgs
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
+
+from experiential.envs.text_space import UnicodeText
+from experiential.sync import shared_loop
+from experiential.types import Hit, Trajectory
+from experiential.wrappers.episode import FAILURES, Episode, EpisodeLog, EpisodeSettings, How, connect, reason, take_settings
+from experiential.wrappers.experience import (
+    NO_ADVICE,
+    Advice,
+    Inject,
+    LiveArguments,
+    When,
+    check_retrieval,
+    require_text,
+    retrieval_query,
+)
+
+_SETTINGS = ("guided", "group", "policy_version")
+_READ = ("task", "task_id", "instance", "success", "invalid")
+Observations = tuple[str, ...]
+Stepped = tuple[Observations, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, Any]]
+
+
+class ExperienceVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], RecordConstructorArgs):
+    """The vector twin of ``ExperienceWrapper``: the same episodes, texts and infos, in batches.
+
+    All episodes that start in one call, or all turns of one call, are retrieved for together, in one micro-batch of the
+    manager. Episode boundaries are right in the three autoreset modes (``NEXT_STEP``, ``SAME_STEP``, ``DISABLED`` with ``reset_mask``).
+    Options ``guided``, ``group`` and ``policy_version`` take one value for all or a sequence with one per environment; they
+    hold for the episodes started by that ``reset``, and an autoreset goes back to the constructor's ``guided``.
+
+    Caveat: make an ``AsyncVectorEnv`` with ``shared_memory=False``; its shared memory cannot hold text. This wrapper stays in
+    the main process, so the bank needs no sharing. In ``SAME_STEP`` mode ``trajectory_id`` is in ``infos["final_info"]``.
+
+    The scalar version is ``ExperienceWrapper``.
+
+    >>> import tempfile
+    >>> from gymnasium.vector import SyncVectorEnv
+    >>> from experiential.bank.bank import ExperienceBank
+    >>> from experiential.envs.vault import VaultEnv
+    >>> with ExperienceBank(tempfile.mkdtemp(), embedder="hashing") as bank:
+    ...     envs = ExperienceVectorWrapper(SyncVectorEnv([VaultEnv] * 2), bank)
+    ...     _, infos = envs.reset(seed=1, options={"guided": [True, False]})
+    ...     envs.close()
+    >>> list(infos["experience"])
+    [[], []]
+
+    Change log: v0.1.0 added.
+
+    Args:
+        env: a vector environment with text observations.
+        bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a manager, which stays open.
+        extractor: what distils trajectories, when a bank is given.
+        k: entries per retrieval.
+        when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
+        inject: prepend to the ``observation``, put in ``infos["experience_prompt"]`` (``system``), or ``none``.
+        guided: the condition of episodes whose reset does not say, for all or one per environment.
+        exclude_same_instance: hide entries that were made from the very instance being played.
+
+    Raises:
+        TypeError: the environment does not give text, or the second argument is neither bank nor manager.
+        ValueError: an argument is outside its range.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        bank_or_manager: Any,
+        *,
+        extractor: Any | None = None,
+        k: int = 1,
+        when: When = "episode",
+        inject: Inject = "observation",
+        guided: bool | Sequence[bool] = True,
+        exclude_same_instance: bool = True,
+    ) -> None:
+        options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance}
+        RecordConstructorArgs.__init__(self, _disable_deepcopy=True, bank_or_manager=bank_or_manager, extractor=extractor, **options)
+        self._saved_kwargs = LiveArguments(self._saved_kwargs)
+        VectorWrapper.__init__(self, env)
+        require_text(cast("Any", env).single_observation_space)
+        check_retrieval(k, when, inject)
+        self.k, self.when, self.inject = k, when, inject
+        self.guided = _one_each("guided", guided, env.num_envs)
+        self.manager, self._owned = connect(bank_or_manager, extractor)
+        self.logs = [EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance) for _ in range(env.num_envs)]
+        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self._waiting = np.zeros(env.num_envs, dtype=np.bool_)
+        if inject == "observation":
+            self.single_observation_space = UnicodeText()
+            self.observation_space = batch_space(self.single_observation_space, env.num_envs)
+
+    def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start all episodes, or those in ``options["reset_mask"]``.
+
+        Raises:
+            TypeError: a value of ``options["guided"]`` is not a bool.
+            ValueError: an option has the wrong number of values.
+        """
+        settings, rest = self._take(options)
+        mask = np.array((options or {}).get("reset_mask", np.ones(self.num_envs, dtype=np.bool_)), dtype=np.bool_)
+        started = [int(i) for i in np.flatnonzero(mask)]
+        for i in started:
+            self.logs[i].abandon()
+        observations, infos = self.env.reset(seed=cast("Any", seed), options=rest)
+        for i in started:
+            self.logs[i].begin(observations[i], info_of(infos, i), _seed_of(seed, i), settings[i])
+            self._waiting[i] = False
+        return self._advise(observations, infos, started, [])
+
+    def step(self, actions: Sequence[str]) -> Stepped:
+        """Act in every environment; episodes that end are submitted, episodes that start are retrieved for."""
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        started: list[int] = []
+        stepped: list[int] = []
+        for i, log in enumerate(self.logs):
+            ended = bool(terminated[i] or truncated[i])
+            if self._waiting[i]:
+                started.append(i)
+            elif ended and self._mode is AutoresetMode.SAME_STEP:
+                final = info_of(infos["final_info"], i)
+                log.record(actions[i], float(rewards[i]), infos["final_obs"][i], final)
+                self._add_info(infos["final_info"], {"experience": [], **log.finish(terminated[i], final)}, i)
+                started.append(i)
+            else:
+                info = info_of(infos, i)
+                log.record(actions[i], float(rewards[i]), observations[i], info)
+                if ended:
+                    self._add_info(infos, log.finish(terminated[i], info), i)
+                else:
+                    stepped.append(i)
+            self._waiting[i] = ended and self._mode is AutoresetMode.NEXT_STEP
+        for i in started:
+            settings, _ = take_settings(None, self.guided[i])
+            self.logs[i].begin(observations[i], info_of(infos, i), None, settings)
+        shown, infos = self._advise(observations, infos, started, stepped)
+        return shown, rewards, terminated, truncated, infos
+
+    def close(self, **kwargs: Any) -> None:
+        """Close the environments, and the manager if this wrapper built it; the bank stays open."""
+        for log in self.logs:
+            log.abandon()
+        super().close(**kwargs)
+        if self._owned:
+            self._owned = False
+            self.manager.close()
+
+    @property
+    def last_trajectories(self) -> list[Trajectory | None]:
+        """Per environment, the last finished or abandoned episode."""
+        return [log.last_trajectory for log in self.logs]
+
+    @property
+    def abandoned(self) -> int:
+        """Episodes with turns that a reset or close cut off."""
+        return sum(log.abandoned for log in self.logs)
+
+    def _take(self, options: Mapping[str, Any] | None) -> tuple[list[EpisodeSettings], dict[str, Any] | None]:
+        given = options or {}
+        rows = {key: _one_each(key, given[key], self.num_envs) for key in _SETTINGS if key in given}
+        settings = [take_settings({key: row[i] for key, row in rows.items()}, self.guided[i])[0] for i in range(self.num_envs)]
+        rest = None if options is None else {key: value for key, value in options.items() if key not in _SETTINGS}
+        return settings, rest
+
+    def _advise(self, observations: Any, infos: dict[str, Any], started: list[int], stepped: list[int]) -> tuple[Any, dict[str, Any]]:
+        """Retrieve once for everything that asks for it now, and show it."""
+        wanted: dict[int, How] = {}
+        if self.when != "turn":
+            wanted |= {i: "episode_start" for i in started}
+        if self.when != "episode":
+            wanted |= {i: "turn" for i in stepped}
+        advice = self._retrieve(wanted)
+        shown = list(observations)
+        for i in range(self.num_envs):
+            shown[i], extra = advice.get(i, NO_ADVICE).present(observations[i], self.inject)
+            infos = self._add_info(infos, extra, i)
+        return (tuple(shown) if self.inject == "observation" else observations), infos
+
+    def _retrieve(self, wanted: Mapping[int, How]) -> dict[int, Advice]:
+        rows: list[tuple[int, Episode, How]] = []
+        for i, how in wanted.items():
+            episode = self.logs[i].episode
+            if episode is not None and episode.guided:
+                rows.append((i, episode, how))
+        if not rows:
+            return {}
+        queries = [(retrieval_query(episode, how), self.logs[i].excluded()) for i, episode, how in rows]
+        try:
+            found = shared_loop().run(self._search(queries))
+        except FAILURES as error:
+            return {i: Advice(error=reason(error)) for i, _, _ in rows}
+        for (_, episode, how), hits in zip(rows, found, strict=True):
+            episode.use(hits, how)
+        return {i: Advice(hits) for (i, _, _), hits in zip(rows, found, strict=True)}
+
+    async def _search(self, queries: Sequence[tuple[str, str | None]]) -> list[list[Hit]]:
+        """One call for all queries that hide the same instance; concurrent calls meet in the manager's micro-batch."""
+        groups: dict[str | None, list[int]] = {}
+        for place, (_, hidden) in enumerate(queries):
+            groups.setdefault(hidden, []).append(place)
+        calls = [
+            self.manager.asearch([queries[place][0] for place in places], k=self.k, exclude_instance=hidden)
+            for hidden, places in groups.items()
+        ]
+        found: list[list[Hit]] = [[] for _ in queries]
+        for places, rows in zip(groups.values(), await asyncio.gather(*calls), strict=True):
+            for place, hits in zip(places, rows, strict=True):
+                found[place] = hits
+        return found
+
+
+def info_of(infos: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """What wrappers read from the info of one environment in batched infos."""
+    present = (key for key in _READ if key in infos and infos.get(f"_{key}", _ALL)[index])
+    return {key: infos[key][index] for key in present}
+
+
+class _Always:
+    """A mask that is true everywhere."""
+
+    def __getitem__(self, index: int) -> bool:
+        return True
+
+
+_ALL = _Always()
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, list | tuple | np.ndarray):
+        return [value] * count
+    values = list(cast("Sequence[Any]", value))
+    if len(values) != count:
+        raise ValueError(f"Expected {count} values of {name}, one per environment, got {len(values)}")
+    return values
+
+
+def _seed_of(seed: int | Sequence[int | None] | None, index: int) -> int | None:
+    if seed is None or isinstance(seed, int | np.integer):
+        return None if seed is None else int(seed) + index
+    return seed[index]

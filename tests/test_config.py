@@ -1,0 +1,172 @@
+"""Recipes, `extends`, overrides, and what a user is told about a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiential.cli.reference import configuration_page
+from experiential.config import Experiment
+from experiential.errors import ConfigError
+from experiential.recipe import RECIPES, describe_recipe, dump_experiment, load_experiment, recipe_names, settings_reference
+
+KEYS = [setting.key for setting in settings_reference()]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_recipes_of_the_paper_are_there() -> None:
+    assert {"complementary", "exp-only", "grpo", "static-online"} <= set(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipe_loads_is_short_and_says_what_it_does(name: str) -> None:
+    assert load_experiment(name).recipe == name
+    assert len((RECIPES / f"{name}.yaml").read_text().splitlines()) < 40
+    assert describe_recipe(name).endswith(".")
+
+
+def test_recipes_differ_in_who_learns_and_who_sees_the_bank() -> None:
+    kinds = {}
+    for name in ("complementary", "exp-only", "grpo", "static-online"):
+        experiment = load_experiment(name)
+        kinds[name] = (experiment.actor.train, experiment.actor.guided, experiment.extractor.enabled, experiment.extractor.train)
+    assert kinds["complementary"] == (True, "half", True, True)
+    assert kinds["static-online"][2:] == (True, False)
+    assert kinds["grpo"][1:] == ("none", False, False)
+    assert kinds["exp-only"][0] is False and kinds["exp-only"][3] is True
+
+
+def test_overrides_apply_from_left_to_right_over_the_recipe() -> None:
+    experiment = load_experiment("complementary", ["run.steps=5", "run.steps=7", "model.name=smollm2", "actor.optim.lr=1e-4"])
+    assert (experiment.run.steps, experiment.model.name, experiment.actor.optim.lr) == (7, "smollm2", 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("env.kwargs={size: 4}", lambda e: e.env.kwargs == {"size": 4}),
+        ("env.kwargs.size=4", lambda e: e.env.kwargs["size"] == 4),
+        ("env.kwargs.rate=1e-3", lambda e: e.env.kwargs["rate"] == 0.001),
+        ("model.lora={}", lambda e: e.model.lora is not None and e.model.lora.rank == 8),
+        ("model.lora.rank=4", lambda e: e.model.lora is not None and e.model.lora.rank == 4),
+        ("run.minutes=null", lambda e: e.run.minutes is None),
+        ("actor.train=false", lambda e: e.actor.train is False),
+        ("env.changes=[{step: 3, worlds: 9}]", lambda e: e.env.changes[0].worlds == 9),
+        ("extractor_model.name=smollm2", lambda e: e.extractor_model is not None and e.extractor_model.name == "smollm2"),
+        ("model.name=a=b", lambda e: e.model.name == "a=b"),
+    ],
+)
+def test_override_values_are_yaml(override: str, read: object) -> None:
+    assert callable(read) and read(load_experiment("complementary", [override]))
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("actr.train=1", "did you mean actor?"),
+        ("run.step=1", "did you mean run.steps?"),
+        ("model.lora.rnk=1", "did you mean model.lora.rank?"),
+        ("actor.lr=1", "did you mean actor.optim.lr?"),
+        ("extractor.lr=1", "did you mean extractor.optim.lr?"),
+        ("lr=1", "did you mean actor.optim.lr?"),
+        ("xyzzy=1", "known here: recipe, seed"),
+    ],
+)
+def test_unknown_key_is_refused_with_the_nearest(override: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_experiment("complementary", [override])
+    assert hint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.steps=abc", "Expected run.steps to be a valid integer, got 'abc'"),
+        ("actor.group_size=-3", "Expected actor.group_size to be greater than 0, got -3"),
+        ("actor.guided=sometimes", "Expected actor.guided to be 'half', 'all' or 'none', got 'sometimes'"),
+        ("actor.group_size=1", "Expected actor.group_size of at least 2"),
+        ("model.lora=16", "Expected model.lora to be a valid mapping"),
+        ("seed.x=1", "Expected seed to be a value of type int"),
+        ("env.changes=[{step: 3}]", "Expected a value for env.changes.0.worlds"),
+        ("env.changes=[{step: 3, worlds: 2, erra: 1}]", "Expected a known setting, got 'env.changes.0.erra'"),
+        ("run.steps", "of the form key=value"),
+        ("=3", "of the form key=value"),
+        ("run.steps=[1", "Expected a YAML value"),
+    ],
+)
+def test_wrong_value_is_one_clear_line(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_experiment("complementary", [override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'complementary'"):
+        load_experiment("complementry")
+
+
+def test_a_file_extends_a_bundled_recipe_and_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", "extends: grpo\nrun: {steps: 3}\nactor: {group_size: 4}\n")
+    mine = write(tmp_path / "mine.yaml", "extends: base.yaml\nactor: {groups: 2}\n")
+    experiment = load_experiment(mine)
+    assert experiment.recipe == "mine"
+    assert (experiment.run.steps, experiment.actor.group_size, experiment.actor.groups, experiment.actor.guided) == (3, 4, 2, "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run: [", "Expected readable YAML"),
+        ("- 1\n", "Expected a mapping of settings"),
+        ("run: {steps: 1, stps: 2}", "did you mean run.steps"),
+        ("seed: 1\nseed: 2\n", "got 'seed' twice"),
+        ("extends: nowhere\n", "Expected a recipe"),
+        ("extends: self.yaml\n", "got a circle through self.yaml"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path / "self.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(path)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_twice_gives_equal_experiments_and_leaves_the_preset_alone() -> None:
+    load_experiment("grpo", ["env.kwargs.x=1"])
+    assert load_experiment("grpo").env.kwargs == load_experiment("grpo").env.kwargs
+    assert "x" not in load_experiment("grpo").env.kwargs
+
+
+PRINTABLE = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1)
+
+
+@given(steps=st.integers(0, 10**6), lr=st.floats(1e-9, 1.0), name=PRINTABLE)
+def test_dump_reads_back_to_an_equal_experiment(tmp_path_factory: pytest.TempPathFactory, steps: int, lr: float, name: str) -> None:
+    experiment = load_experiment("complementary", [f"run.steps={steps}", f"actor.optim.lr={lr!r}"])
+    experiment = experiment.model_copy(update={"model": experiment.model.model_copy(update={"name": name})})
+    path = write(tmp_path_factory.mktemp("dump") / "config.yaml", dump_experiment(experiment))
+    assert load_experiment(path) == experiment
+
+
+@given(st.sampled_from(KEYS), st.text(max_size=12))
+def test_no_override_escapes_as_another_error(key: str, value: str) -> None:
+    """Whatever a user types, the outcome is an experiment or a ConfigError of one line."""
+    try:
+        assert isinstance(load_experiment("complementary", [f"{key}={value}"]), Experiment)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    page = Path(__file__).parent.parent / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == configuration_page(), "run: make docs"

@@ -1,0 +1,222 @@
+"""What every registered text environment promises: Gymnasium's own checks, vector twins, seeding, pickling, an oracle."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import experiential.envs as envs
+from experiential.envs.grid import MOVES, parse_action, shortest_path, split_of
+
+IDS = ["experiential/FrozenLake-v0", "experiential/Sokoban-v0", "experiential/Vault-v0"]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"split": split}) for name in IDS for split in ("train", "eval")),
+    ("experiential/FrozenLake-v0", {"preset": "4x4"}),
+    ("experiential/FrozenLake-v0", {"preset": "8x8"}),
+    ("experiential/FrozenLake-v0", {"sizes": [5, 5], "budget": 12, "symbols": "wxyz", "feedback": "neutral"}),
+    ("experiential/Sokoban-v0", {"preset": "complementary"}),
+    ("experiential/Sokoban-v0", {"sizes": [5, 6], "boxes": 2, "max_solution": 12, "budget": 14, "feedback": False}),
+]
+INFO = {"task": str, "task_id": str, "instance": str, "admissible": list, "success": bool, "invalid": bool, "feedback": str}
+
+
+def play(env: gym.Env[Any, Any], agent: Callable[[str, dict[str, Any]], str], **reset: Any) -> list[tuple[Any, ...]]:
+    """One episode: the reset, then every step, as tuples."""
+    log: list[tuple[Any, ...]] = [env.reset(**reset)]
+    while len(log) < 2 or not (log[-1][2] or log[-1][3]):
+        log.append(env.step(agent(log[-1][0], log[-1][-1])))
+    return log
+
+
+def test_importing_registers_every_id_without_importing_an_environment_or_a_heavy_package() -> None:
+    code = (
+        "import sys, experiential.envs, gymnasium\n"
+        f"assert set({IDS!r}) <= set(gymnasium.registry), list(gymnasium.registry)\n"
+        "heavy = {'torch', 'transformers', 'chromadb', 'experiential.envs.vault', 'experiential.envs.sokoban'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+
+def test_registering_again_is_silent_and_changes_nothing() -> None:
+    before = gym.registry["experiential/Sokoban-v0"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        envs.register()
+    assert gym.registry["experiential/Sokoban-v0"] is before
+
+
+@pytest.mark.parametrize(("name", "kwargs"), VARIANTS)
+def test_gymnasiums_checker_finds_nothing_to_object_to(name: str, kwargs: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*No render fps.*")  # text has no frame rate
+        check_env(gym.make(name, **kwargs).unwrapped)
+
+
+@pytest.mark.parametrize(("name", "kwargs"), VARIANTS)
+def test_the_oracle_wins_every_episode_within_the_budget(name: str, kwargs: dict[str, Any]) -> None:
+    env = gym.make(name, **kwargs)
+    agent = envs.oracle(env)
+    for seed in range(60):
+        log = play(env, agent, seed=seed)
+        assert log[-1][1] == 1.0 and log[-1][2] and not log[-1][3] and log[-1][4]["success"], (seed, log)
+        assert [entry[-1]["success"] for entry in log[:-1]] == [False] * (len(log) - 1)
+
+
+@pytest.mark.parametrize(("name", "kwargs"), VARIANTS)
+def test_every_info_has_the_promised_keys_and_every_admissible_action_is_valid(name: str, kwargs: dict[str, Any]) -> None:
+    env = gym.make(name, **kwargs)
+    for seed in range(8):
+        log = play(env, lambda _, info, turn=seed: info["admissible"][turn % len(info["admissible"])], seed=seed)
+        for entry in log:
+            info = entry[-1]
+            assert {key: type(info[key]) for key in INFO} == INFO
+            assert info["admissible"] and not info["invalid"]
+            assert env.observation_space.contains(entry[0])
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_nonsense_is_invalid_and_never_wins(name: str) -> None:
+    env = gym.make(name)
+    log = play(env, lambda *_: "I would rather not.", seed=3)
+    assert all(entry[-1]["invalid"] for entry in log[1:])
+    assert sum(entry[1] for entry in log[1:]) == 0.0 and not log[-1][-1]["success"]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_same_seed_gives_the_same_episode_and_other_seeds_give_others(name: str) -> None:
+    first, second = gym.make(name), gym.make(name)
+    agent = envs.oracle(first), envs.oracle(second)
+    assert [play(first, agent[0], seed=s) for s in range(5)] == [play(second, agent[1], seed=s) for s in range(5)]
+    assert len({first.reset(seed=s)[0] for s in range(20)}) > 10
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_unseeded_resets_continue_the_seeded_stream(name: str) -> None:
+    first, second = gym.make(name), gym.make(name)
+    for env in (first, second):
+        env.reset(seed=11)
+    assert [first.reset()[0] for _ in range(5)] == [second.reset()[0] for _ in range(5)]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_option_world_picks_a_world_whatever_the_seed(name: str) -> None:
+    env = gym.make(name, split="eval")
+    worlds = env.unwrapped.worlds
+    assert worlds == list(range(len(worlds)))
+    ids = [{env.reset(seed=seed, options={"world": world})[1]["task_id"] for seed in (0, 1)} for world in worlds[:10]]
+    assert all(len(found) == 1 for found in ids) and len(set.union(*ids)) == 10
+    with pytest.raises(ValueError, match="Expected"):
+        env.reset(options={"world": len(worlds)})
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_pickled_environment_continues_its_episode(name: str) -> None:
+    env = gym.make(name).unwrapped
+    env.reset(seed=5)
+    twin = pickle.loads(pickle.dumps(env))
+    action = env.oracle_action()
+    assert env.step(action) == twin.step(action)
+    assert env.reset() == twin.reset()
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_stepping_after_the_end_asks_for_a_reset(name: str) -> None:
+    env = gym.make(name).unwrapped
+    play(env, envs.oracle(env), seed=0)
+    with pytest.raises(gym.error.ResetNeeded):
+        env.step("Up")
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_ansi_rendering_is_text_and_no_mode_renders_nothing(name: str) -> None:
+    env = gym.make(name, render_mode="ansi")
+    observation, _ = env.reset(seed=0)
+    assert isinstance(env.render(), str) and str(env.render()) in observation
+    assert gym.make(name).unwrapped.render() is None
+
+
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("vector", [gym.vector.SyncVectorEnv, partial(gym.vector.AsyncVectorEnv, shared_memory=False)])
+def test_vector_environments_give_what_single_ones_give(name: str, vector: Callable[..., gym.vector.VectorEnv[Any, Any, Any]]) -> None:
+    singles = [gym.make(name) for _ in range(2)]
+    batch = vector([partial(gym.make, name)] * 2)
+    try:
+        observations, infos = batch.reset(seed=[7, 8])
+        alone = [env.reset(seed=seed) for env, seed in zip(singles, (7, 8), strict=True)]
+        assert list(observations) == [observation for observation, _ in alone]
+        assert list(infos["task"]) == [info["task"] for _, info in alone]
+        actions = [envs.oracle(env)("", {}) for env in singles]
+        after, rewards, *_ = batch.step(tuple(actions))
+        expected = [env.step(action) for env, action in zip(singles, actions, strict=True)]
+        assert list(after) == [step[0] for step in expected] and list(rewards) == [step[1] for step in expected]
+    finally:
+        batch.close()
+
+
+def test_the_oracle_of_an_environment_without_one_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"oracle_action\(\), got CartPoleEnv"):
+        envs.oracle(gym.make("CartPole-v1"))
+
+
+@settings(deadline=None)
+@given(name=st.sampled_from(list(MOVES)), case=st.sampled_from([str.lower, str.upper, str.title]), tail=st.text(" .,!\n\t", max_size=4))
+def test_an_action_is_read_bare_tagged_or_fenced_whatever_its_case_and_tail(name: str, case: Callable[[str], str], tail: str) -> None:
+    word = case(name) + tail
+    tagged = (f"<action>{word}</action>", f"left? <ACTION>{word}</Action> so", f"right <action>down</action><action> {word}</action>")
+    for text in (word, *tagged):
+        assert parse_action(text, MOVES) == name
+    assert parse_action(f"I think so.\n```{word}```", MOVES) == name
+    assert parse_action(f"<action>oops <action>{word}</action>", MOVES) == name
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60))
+def test_reading_an_action_never_fails_and_only_gives_members(text: str) -> None:
+    assert parse_action(text, MOVES) in {None, *MOVES}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "go up", "up down", "<action></action>", "<action>jump</action> up", "<action>up", "upp", "up</action>"]
+)
+def test_anything_else_is_no_action(text: str) -> None:
+    assert parse_action(text, MOVES) is None
+
+
+def test_reading_a_long_hostile_text_is_fast() -> None:
+    assert parse_action("<action>" * 20_000 + "```" * 9_999, MOVES) is None
+
+
+@settings(deadline=None)
+@given(st.text(max_size=30))
+def test_a_content_belongs_to_exactly_one_split_for_ever(content: str) -> None:
+    assert split_of(content) == split_of(content)
+    assert split_of(content) in ("train", "eval")
+    assert (split_of("S/FG"), split_of("SG"), split_of("GS")) == tuple(map(split_of, ("S/FG", "SG", "GS")))
+
+
+@settings(max_examples=40, deadline=None)
+@given(edges=st.dictionaries(st.integers(0, 7), st.lists(st.integers(0, 7), max_size=3), max_size=8), goal=st.integers(0, 7))
+def test_search_agrees_with_bellman_ford_on_small_graphs(edges: dict[int, list[int]], goal: int) -> None:
+    distance = {0: 0}
+    for _ in range(8):
+        for node, after in edges.items():
+            for other in after:
+                if node in distance:
+                    distance[other] = min(distance.get(other, 99), distance[node] + 1)
+    path = shortest_path(0, lambda node: ((str(other), other) for other in edges.get(node, [])), lambda node: node == goal)
+    assert (None if path is None else len(path)) == distance.get(goal)
+    if path:
+        assert shortest_path(0, lambda n: ((str(o), o) for o in edges.get(n, [])), lambda n: n == goal, len(path) - 1) is None

@@ -1,0 +1,228 @@
+"""The journal survives kill -9, and the bank agrees with a dictionary whatever is done to it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.journal import Journal
+from experiential.errors import BankError
+from experiential.types import Trajectory
+
+WORDS = st.sampled_from(["door", "key", "red", "bread", "oven", "walk north", "ünï", "a\nb"])
+
+
+def run_until_killed(code, lines, tmp_path):
+    """Start a writer, kill it -9 once it has acknowledged ``lines`` writes, give what it acknowledged."""
+    script = tmp_path / "writer.py"
+    script.write_text(textwrap.dedent(code))
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "bank")], stdout=subprocess.PIPE, text=True)
+    said = [process.stdout.readline().strip() for _ in range(lines)]
+    time.sleep(0.003 * (lines % 5))
+    os.kill(process.pid, signal.SIGKILL)
+    rest = process.stdout.read().split("\n")[:-1]
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+    return [line for line in said + rest if line]
+
+
+@pytest.mark.parametrize("lines", [1, 7, 40])
+def test_every_acknowledged_write_survives_kill_9(tmp_path, lines):
+    code = """
+        import sys
+        from experiential.bank.bank import ExperienceBank
+        bank = ExperienceBank(sys.argv[1], embedder="hashing")
+        i = 0
+        while True:
+            entry = bank.add(f"lesson {i}") if i % 3 else bank.add_many([f"lesson {i}", f"twin {i}"])[0]
+            print(entry.id, i, flush=True)
+            i += 1
+    """
+    said = run_until_killed(code, lines, tmp_path)
+    with ExperienceBank(tmp_path / "bank") as bank:
+        for line in said:
+            id, number = line.split()
+            assert bank.get(id).text == f"lesson {number}"
+        written = [entry.text for entry in bank.entries()]
+        for number in range(0, len(said), 3):
+            assert f"twin {number}" in written, "half a commit is never seen"
+        assert bank.add("after the crash").version == 1 and bank.rebuild() == len(bank)
+
+
+@pytest.mark.parametrize("lines", [3, 11])
+def test_a_queue_killed_at_work_distils_each_trajectory_exactly_once(tmp_path, lines):
+    code = """
+        import sys
+        from experiential.bank.bank import ExperienceBank
+        from experiential.types import Add, Distillation, ParsedOperations, Trajectory
+        bank = ExperienceBank(sys.argv[1], embedder="hashing")
+        trajectories = [Trajectory(id=f"t{i}", task="t") for i in range(30)]
+        for trajectory in trajectories:
+            bank.submit(trajectory)
+        for id in bank.queue.waiting():
+            made = Distillation(parsed=ParsedOperations(operations=(Add(text=f"from {id}"),)))
+            bank.apply(made, trajectory=bank.trajectory(id), shown=[], item=id)
+            print(id, flush=True)
+        import time; time.sleep(60)
+    """
+    said = run_until_killed(code, lines, tmp_path)
+    from experiential.bank.manager import ExperienceManager
+    from tests.test_manager import Echo
+
+    with ExperienceBank(tmp_path / "bank") as bank:
+        assert not set(said) & set(bank.queue.waiting()), "what was acknowledged is done"
+        with ExperienceManager(bank, Echo()) as manager:
+            manager.drain(timeout=20)
+        sources = sorted(entry.provenance.trajectory for entry in bank.entries())
+        assert sources == sorted(f"t{i}" for i in range(30)), "none lost, none twice"
+
+
+def test_a_finished_item_writes_nothing_the_second_time(tmp_path):
+    from experiential.types import Add, Distillation, ParsedOperations
+
+    made = Distillation(parsed=ParsedOperations(operations=(Add(text="x"),)))
+    with ExperienceBank(tmp_path, embedder="hashing") as bank:
+        trajectory = Trajectory(task="t")
+        assert bank.submit(trajectory) and not bank.submit(trajectory)
+        assert len(bank.apply(made, trajectory=trajectory, shown=[], item=trajectory.id)) == 1
+        assert bank.apply(made, trajectory=trajectory, shown=[], item=trajectory.id) == []
+        assert len(bank) == 1
+
+
+def test_a_failed_transaction_leaves_nothing(tmp_path):
+    journal = Journal.open(tmp_path)
+    with pytest.raises(KeyError), journal.transaction():
+        journal.run("INSERT INTO meta VALUES ('n', 'k', 'v')")
+        raise KeyError
+    assert journal.rows("SELECT * FROM meta") == []
+    journal.close()
+
+
+def test_a_newer_or_broken_journal_is_refused_with_what_to_do(tmp_path):
+    journal = Journal.open(tmp_path)
+    journal.run("PRAGMA user_version=99")
+    journal.close()
+    with pytest.raises(BankError, match="update experiential-rl"):
+        ExperienceBank(tmp_path)
+    (tmp_path / "journal.sqlite").write_bytes(b"garbage" * 1000)
+    with pytest.raises(BankError, match="Expected a readable journal"):
+        ExperienceBank(tmp_path)
+
+
+def test_a_copy_beside_a_busy_writer_is_whole(tmp_path):
+    """Read-only opens while another process commits: each sees a prefix of the commits."""
+    code = """
+        import sys
+        from experiential.bank.bank import ExperienceBank
+        bank = ExperienceBank(sys.argv[1], embedder="hashing")
+        i = 0
+        while True:
+            bank.add_many([f"{i} a", f"{i} b"])
+            print(i, flush=True)
+            i += 1
+    """
+    script = tmp_path / "writer.py"
+    script.write_text(textwrap.dedent(code))
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "bank")], stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(5):
+            seen = int(process.stdout.readline())
+            with ExperienceBank(tmp_path / "bank", read_only=True) as reader:
+                texts = [entry.text for entry in reader.entries()]
+            assert len(texts) >= 2 * (seen + 1)
+            assert texts == [f"{i} {x}" for i in range(len(texts) // 2) for x in "ab"]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+class BankAgainstDict(RuleBasedStateMachine):
+    """Whatever is done to a bank, it holds what a dictionary would; every commit can be looked at again."""
+
+    @initialize()
+    def start(self):
+        import tempfile
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.bank = ExperienceBank(self.folder.name, embedder="hashing")
+        self.model = {}
+        self.past = {0: {}}
+
+    def done(self):
+        self.past[self.bank.head] = dict(self.model)
+
+    @rule(text=WORDS)
+    def add(self, text):
+        self.model[self.bank.add(text).id] = text
+        self.done()
+
+    @rule(texts=st.lists(WORDS, min_size=2, max_size=3))
+    def add_many(self, texts):
+        self.model.update({entry.id: entry.text for entry in self.bank.add_many(texts)})
+        self.done()
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), text=WORDS)
+    def update(self, data, text):
+        id = data.draw(st.sampled_from(sorted(self.model)))
+        self.bank.update(id, text)
+        self.model[id] = text
+        self.done()
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def remove(self, data):
+        id = data.draw(st.sampled_from(sorted(self.model)))
+        self.bank.remove(id)
+        del self.model[id]
+        self.done()
+
+    @rule(data=st.data())
+    def rollback(self, data):
+        commit = data.draw(st.sampled_from(sorted(self.past)))
+        self.bank.rollback(commit)
+        self.model = dict(self.past[commit])
+        self.done()
+
+    @rule()
+    def reopen(self):
+        before, head = list(self.bank.entries()), self.bank.head
+        self.bank.close()
+        self.bank = ExperienceBank(self.folder.name)
+        assert list(self.bank.entries()) == before and self.bank.head == head
+
+    @rule(data=st.data())
+    def look_back(self, data):
+        commit = data.draw(st.sampled_from(sorted(self.past)))
+        assert {entry.id: entry.text for entry in self.bank.at(commit)} == self.past[commit]
+
+    @rule(query=WORDS)
+    def search(self, query):
+        found = self.bank.search(query, k=100)
+        assert sorted(hit.experience.id for hit in found) == sorted(self.model)
+        if query in self.model.values():
+            assert found[0].experience.text == query and found[0].score > 0.999
+
+    @invariant()
+    def same_entries(self):
+        if hasattr(self, "bank"):
+            assert {entry.id: entry.text for entry in self.bank.entries()} == self.model
+            assert len(self.bank) == len(self.model)
+
+    def teardown(self):
+        if hasattr(self, "bank"):
+            self.bank.close()
+            self.folder.cleanup()
+
+
+TestBankAgainstDict = BankAgainstDict.TestCase
+TestBankAgainstDict.settings = settings(max_examples=10, stateful_step_count=15, deadline=None)

@@ -1,0 +1,87 @@
+"""Imports point downward only, and heavy packages are imported inside functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import experiential
+
+ROOT = Path(experiential.__file__).parent
+LAYERS = [
+    ("types", "config", "errors", "sync"),
+    ("llm",),
+    ("bank",),
+    ("agents",),
+    ("envs",),
+    ("wrappers",),
+    ("training",),
+    ("recipe",),
+    ("",),  # experiential/__init__.py
+    ("cli",),
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+HEAVY = {"torch", "transformers", "chromadb", "sentence_transformers", "peft", "safetensors", "openai", "matplotlib", "tensorboard", "gguf"}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def layer(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(node: ast.AST, *, top_level_only: bool = False) -> Iterator[str]:
+    """Names of the modules imported below a node, those for type checkers excepted."""
+    for child in ast.iter_child_nodes(node):
+        if is_type_checking(child):
+            continue
+        if top_level_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "relative import"
+            source = child.module or ""
+            if source == "experiential":
+                yield from (f"experiential.{a.name}" if a.name in RANK else "experiential" for a in child.names)
+            else:
+                yield source
+        else:
+            yield from imports(child, top_level_only=top_level_only)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_downward(path: Path) -> None:
+    mine = RANK[layer(module_name(path))]
+    own = [name for name in imports(ast.parse(path.read_text())) if name.split(".")[0] == "experiential"]
+    upward = [name for name in own if RANK[layer(name)] > mine]
+    assert not upward, f"{module_name(path)} imports from a layer above its own"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
+    """Only modules that exist for torch alone, and are never imported by the core, may import it at their top."""
+    tree = ast.parse(path.read_text())
+    heavy = {name.split(".")[0] for name in imports(tree, top_level_only=True)} & HEAVY
+    allowed = {"torch", "transformers"} if layer(module_name(path)) in ("llm", "training") else set()
+    assert heavy <= allowed
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {layer(module_name(path)) for path in FILES} == set(RANK)
+
+
+def test_files_stay_short_and_flat() -> None:
+    assert [str(p) for p in FILES if len(p.read_text().splitlines()) > 600] == []
+    assert [str(p) for p in FILES if len(p.relative_to(ROOT).parts) > 3] == []

@@ -1,0 +1,102 @@
+"""ComputeLane: one thread, priorities, patience, any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from experiential.errors import BackendError
+from experiential.llm.lane import ComputeLane
+
+
+@pytest.fixture
+def lane():
+    lane = ComputeLane("test", patience=30.0)
+    yield lane
+    lane.close()
+
+
+def hold(lane: ComputeLane) -> threading.Event:
+    """Occupy the lane until the event is set."""
+    started, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        started.set()
+        release.wait(10)
+
+    lane.submit(wait, priority=0)
+    assert started.wait(10)
+    return release
+
+
+def test_lower_priority_first_and_fifo_within(lane: ComputeLane):
+    release, order = hold(lane), []
+    futures = [lane.submit(lambda i=i: order.append(i), priority=p) for i, p in enumerate([1, 0, 1, 0, 2])]
+    release.set()
+    for future in futures:
+        future.result(10)
+    assert order == [1, 3, 0, 2, 4]
+
+
+def test_patience_bounds_the_wait_of_the_background():
+    """A background job is served though the rollout always has another step ready."""
+    lane, stop = ComputeLane("p", patience=0.05), threading.Event()
+
+    def step() -> None:
+        time.sleep(0.005)
+        if not stop.is_set():
+            lane.submit(step, priority=0)
+
+    lane.submit(step, priority=0)
+    lane.submit(lambda: None, priority=1).result(5)
+    stop.set()
+    lane.close()
+
+
+async def test_runs_on_one_thread_returns_results_and_raises(lane: ComputeLane):
+    names = await asyncio.gather(*(lane.run(lambda: threading.current_thread().name) for _ in range(5)))
+    assert set(names) == {"lane-test"}
+    with pytest.raises(KeyError):
+        await lane.run(lambda: {}["missing"])
+    assert await lane.run(lambda: 3) == 3
+
+
+def test_awaitable_from_any_event_loop(lane: ComputeLane):
+    results = []
+    threads = [threading.Thread(target=lambda i=i: results.append(asyncio.run(lane.run(lambda: i)))) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [0, 1, 2, 3]
+
+
+async def test_busy_seconds_are_counted_per_priority(lane: ComputeLane):
+    await lane.run(lambda: time.sleep(0.02), priority=1)
+    await lane.run(lambda: None, priority=0)
+    assert lane.busy[1] >= 0.02 > lane.busy[0]
+
+
+def test_delayed_jobs_do_not_hold_up_ready_ones(lane: ComputeLane):
+    order = []
+    late = lane.submit(lambda: order.append("late"), delay=0.05)
+    lane.submit(lambda: order.append("now")).result(5)
+    late.result(5)
+    assert order == ["now", "late"]
+
+
+async def test_close_cancels_what_is_queued():
+    lane = ComputeLane("c")
+    release = hold(lane)
+    waiting = asyncio.create_task(lane.run(lambda: None))
+    await asyncio.sleep(0.01)
+    threading.Timer(0.05, release.set).start()
+    await asyncio.to_thread(lane.close)
+    with pytest.raises(BackendError, match="closed"):
+        await waiting
+    with pytest.raises(BackendError, match="closed"):
+        await lane.run(lambda: None)
+    lane.close()

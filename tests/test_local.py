@@ -1,0 +1,124 @@
+"""LocalRuntime: what is trained on is what was sampled, and gradients move probabilities the right way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiential.config import OptimSettings
+from experiential.errors import CheckpointError
+from experiential.llm.base import SamplingParams
+from experiential.llm.transformers import TransformersLLM
+from experiential.training.local import LocalRuntime
+from experiential.training.rollout import trajectory_samples
+from experiential.training.runtime import LossSettings, Sample, sample_from_generation
+from experiential.types import Generation, Message
+from tests.llm_tiny import tiny_random_model
+
+CHOICES = ("left", "right", "wait here")
+PROMPTS = [[Message(role="user", content=text)] for text in ("Go.", "Go.", "A longer question about the door?", "Stop.")]
+
+
+def runtime(lr: float = 1e-3, **options: bool) -> LocalRuntime:
+    model, tokenizer = tiny_random_model()
+    return LocalRuntime(TransformersLLM(model, tokenizer), OptimSettings(lr=lr), **options)
+
+
+async def generations(policy: LocalRuntime, sampling: SamplingParams) -> list[Generation]:
+    return list(await asyncio.gather(*(policy.generate(p, sampling) for p in PROMPTS)))
+
+
+def logprobs(policy: LocalRuntime, samples: list[Sample]) -> list[float]:
+    """Log-probabilities of the trained tokens by a plain forward pass of each sample on its own."""
+    values = []
+    for sample in samples:
+        with torch.no_grad():
+            logits = policy.llm.model(input_ids=torch.tensor([sample.tokens])).logits[0].double() / sample.temperature
+        for i, position in enumerate(sample.positions):
+            row = logits[position - 1]
+            allowed = sample.allowed[i] if sample.allowed else ()
+            pool = row[list(allowed)] if allowed else row
+            values.append(float(row[sample.tokens[position]] - torch.logsumexp(pool, 0)))
+    return values
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=6), SamplingParams(choices=CHOICES), SamplingParams(max_tokens=5, temperature=0.7)])
+async def test_behaviour_logprobs_equal_a_plain_forward(sampling: SamplingParams) -> None:
+    policy = runtime()
+    samples = [sample_from_generation(g, 1.0) for g in await generations(policy, sampling)]
+    recorded = [x for s in samples for x in s.logprobs]
+    assert recorded == pytest.approx(logprobs(policy, samples), abs=1e-4)
+
+
+async def test_first_update_has_ratio_one_and_shares_prompts() -> None:
+    policy = runtime()
+    samples = [sample_from_generation(g, a) for g, a in zip(await generations(policy, SamplingParams(choices=CHOICES)), (1, -1, 1, -1), strict=True)]
+    stats = await policy.train(samples, LossSettings())
+    assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert stats.version == policy.version == 1
+    assert stats.forwarded_tokens < stats.sequence_tokens
+
+
+async def test_training_raises_what_was_rewarded_and_lowers_what_was_punished() -> None:
+    policy = runtime(lr=3e-3)
+    good, bad = (sample_from_generation(g, a) for g, a in zip((await generations(policy, SamplingParams(max_tokens=4)))[2:], (1.0, -1.0), strict=True))
+    before = logprobs(policy, [good]), logprobs(policy, [bad])
+    for _ in range(3):
+        await policy.train([good, bad], LossSettings(kind="cispo", low=0.9, high=9.0))
+    assert sum(logprobs(policy, [good])) > sum(before[0])
+    assert sum(logprobs(policy, [bad])) < sum(before[1])
+
+
+async def test_accumulated_gradients_equal_one_batch() -> None:
+    samples = None
+    weights = []
+    for tokens in (16384, 1):
+        policy = runtime()
+        policy.optim = OptimSettings(lr=1e-3, tokens_per_micro_batch=tokens)
+        samples = samples or [sample_from_generation(g, 1.0 - i, weight=0.25) for i, g in enumerate(await generations(policy, SamplingParams(max_tokens=5)))]
+        await policy.train(samples, LossSettings())
+        weights.append(torch.cat([p.detach().flatten() for p in policy.llm.model.parameters()]))
+    assert torch.allclose(weights[0], weights[1], atol=2e-4)
+
+
+async def test_kl_penalty_is_zero_at_the_reference_and_grows_away_from_it() -> None:
+    policy = runtime(lr=1e-2, reference=True)
+    samples = [sample_from_generation(g, 1.0) for g in await generations(policy, SamplingParams(max_tokens=4))]
+    first = await policy.train(samples, LossSettings(kl=0.1))
+    second = await policy.train(samples, LossSettings(kl=0.1))
+    assert first.metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert second.metrics["kl_reference"] > 1e-4
+
+
+async def test_save_and_load_restore_weights_optimiser_and_version(tmp_path: Path) -> None:
+    policy, other = runtime(), runtime()
+    samples = [sample_from_generation(g, 1.0) for g in await generations(policy, SamplingParams(max_tokens=4))]
+    await policy.train(samples, LossSettings())
+    await policy.save(tmp_path / "actor")
+    await other.load(tmp_path / "actor")
+    assert other.version == 1
+    for p in (policy, other):
+        await p.train(samples, LossSettings())
+    for a, b in zip(policy.llm.model.parameters(), other.llm.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(CheckpointError, match="state"):
+        await other.load(tmp_path)
+
+
+async def test_malformed_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="positions between"):
+        await runtime().train([Sample((1, 2), (5,), (0.0,), (1.0,))], LossSettings())
+
+
+async def test_a_conversation_kept_whole_is_one_sample() -> None:
+    policy = runtime()
+    first = await policy.generate(PROMPTS[0], SamplingParams(max_tokens=3))
+    second = await policy.generate([*first.prompt_ids, *first.response_ids, 5, 6], SamplingParams(max_tokens=3))
+    lone = await policy.generate(PROMPTS[2], SamplingParams(max_tokens=3))
+    samples = trajectory_samples([first, second, lone], 2.0, 0.5)
+    assert len(samples) == 2
+    assert len(samples[0].positions) == len(first.response_ids) + len(second.response_ids)
+    assert sum(s.weight for s in samples) == pytest.approx(0.5)

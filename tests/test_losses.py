@@ -1,0 +1,202 @@
+"""Losses against hand-worked numbers, autograd and each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiential.training.losses import cispo_loss, kl_k3, ppo_clip_loss, sft_loss
+
+LOG = math.log
+
+
+def double(*values: float, grad: bool = False) -> torch.Tensor:
+    """A float64 vector."""
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
+
+def ppo(logp: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, segment: list[int], weights: torch.Tensor, **kwargs: Any) -> Any:
+    """The clipped loss with the usual clip."""
+    options = {"clip_low": 0.2, "clip_high": 0.2} | kwargs
+    return ppo_clip_loss(logp, old, advantages, segment=torch.tensor(segment), weights=weights, **options)
+
+
+def test_token_ratio_by_hand() -> None:
+    # sequence 0 (A = +1): ratios 1.5 -> clipped to 1.2, 0.5 -> kept; sequence 1 (A = -2): ratio 0.5 -> clipped to 0.8
+    logp = double(LOG(1.5), LOG(0.5), LOG(0.5), grad=True)
+    loss, stats = ppo(logp, double(0, 0, 0), double(1, 1, -2), [0, 0, 1], double(0.25, 0.75))
+    assert loss.item() == pytest.approx(-(0.25 * (1.2 + 0.5) / 2 + 0.75 * (-1.6)))
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([0.0, -0.25 * 0.5 / 2, 0.0])
+    assert stats["ratio"] == pytest.approx(2.5 / 3) and stats["clip_fraction"] == pytest.approx(2 / 3)
+    kl = ((1.5 - 1 - LOG(1.5)) + 2 * (0.5 - 1 - LOG(0.5))) / 3
+    assert stats["kl"] == pytest.approx(kl)
+
+
+def test_sequence_ratio_by_hand() -> None:
+    # sequence 0: rho = 1.1 * 1.05 = 1.155 kept; sequence 2: rho = 0.5, A = -1, clipped to 0.8; sequence 1 has no tokens
+    logp = double(LOG(1.1), LOG(1.05), LOG(0.5), grad=True)
+    loss, stats = ppo(logp, double(0, 0, 0), double(3, 3, -1), [0, 0, 2], double(0.5, 9.0, 0.5), ratio="sequence")
+    assert loss.item() == pytest.approx(-(0.5 * 1.155 * 3 + 0.5 * -0.8))
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-0.5 * 1.155 * 3] * 2 + [0.0])
+    assert stats["ratio"] == pytest.approx((1.155 + 0.5) / 2) and stats["clip_fraction"] == pytest.approx(0.5)
+
+
+def test_clip_low_and_high_are_separate() -> None:
+    def loss(ratio: float, advantage: float) -> float:
+        return -ppo(double(LOG(ratio)), double(0), double(advantage), [0], double(1), clip_low=0.1, clip_high=0.4)[0].item()
+
+    assert [loss(1.3, 1), loss(1.5, 1), loss(0.95, -1), loss(0.5, -1)] == pytest.approx([1.3, 1.4, -0.95, -0.9])
+
+
+def test_cispo_by_hand() -> None:
+    # ratios 1.5 -> 1.1, 0.5 -> 0.9, 1 -> 1
+    logp, old = double(-1.0, -2.0, -3.0, grad=True), double(-1 - LOG(1.5), -2 - LOG(0.5), -3)
+    loss, stats = cispo_loss(logp, old, double(2, -1, 0.5), eps_low=0.1, eps_high=0.1)
+    assert loss.item() == pytest.approx(-(1.1 * 2 * -1 + 0.9 * -1 * -2 + 0.5 * -3) / 3)
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-1.1 * 2 / 3, 0.9 / 3, -0.5 / 3]), "every token keeps a gradient, the ratio has none"
+    assert stats["clip_fraction"] == pytest.approx(2 / 3)
+
+
+NUMBERS = st.lists(st.floats(-3, 3), min_size=6, max_size=6)
+
+
+@settings(deadline=None)
+@given(values=NUMBERS, advantages=NUMBERS, ratio=st.sampled_from(["token", "sequence"]))
+def test_at_ratio_one_all_losses_have_the_gradient_of_reinforce(values: list[float], advantages: list[float], ratio: str) -> None:
+    segment, weights = torch.tensor([0, 0, 1, 2, 2, 2]), double(1 / 3, 1 / 6, 1 / 2)  # w_s proportional to |s|: a plain token mean
+    per_sequence = double(*advantages)[segment]
+    gradients = []
+    for kind in ("reinforce", "ppo", "cispo"):
+        logp = double(*values, grad=True)
+        if kind == "reinforce":
+            loss = -(per_sequence * logp).mean()
+        elif kind == "ppo":
+            loss = ppo(logp, logp.detach(), per_sequence, segment.tolist(), weights, ratio=ratio)[0]
+        else:
+            loss = cispo_loss(logp, logp.detach(), per_sequence, eps_low=0.1, eps_high=0.1)[0]
+        loss.backward()
+        gradients.append(logp.grad)
+    if ratio == "sequence":  # the ratio of a whole sequence has the gradient of its sum, not of its mean
+        gradients[1] = gradients[1] / torch.bincount(segment)[segment]
+    torch.testing.assert_close(gradients[1], gradients[0])
+    torch.testing.assert_close(gradients[2], gradients[0])
+
+
+@settings(deadline=None)
+@given(values=NUMBERS, old=NUMBERS, advantages=NUMBERS, ratio=st.sampled_from(["token", "sequence"]))
+def test_the_clipped_loss_agrees_with_a_loop(values: list[float], old: list[float], advantages: list[float], ratio: str) -> None:
+    segment, weights = [1, 0, 1, 2, 0, 1], [0.2, 0.5, 0.3]
+    signal = [advantages[s] for s in segment]
+    total = 0.0
+    for s, weight in enumerate(weights):
+        members = [i for i, other in enumerate(segment) if other == s]
+        gaps = [values[i] - old[i] for i in members]
+        rhos = [math.exp(g) for g in gaps] if ratio == "token" else [math.exp(sum(gaps))]
+        terms = [min(rho * advantages[s], min(max(rho, 0.8), 1.2) * advantages[s]) for rho in rhos]
+        total -= weight * sum(terms) / len(terms)
+    loss = ppo(double(*values), double(*old), double(*signal), segment, double(*weights), ratio=ratio)[0]
+    assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_gradients_agree_with_finite_differences(ratio: str) -> None:
+    torch.manual_seed(0)
+    logp = (torch.randn(5, dtype=torch.float64) * 0.1).requires_grad_()
+    old, advantages, weights = torch.randn(5, dtype=torch.float64) * 0.1, double(1, 1, -1, -1, -1), double(0.4, 0.6)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return ppo(x, old, advantages, [0, 0, 1, 1, 1], weights, ratio=ratio)[0]
+
+    assert torch.autograd.gradcheck(loss, (logp,))
+    assert torch.autograd.gradcheck(lambda x: kl_k3(x, old), (logp,))
+    assert torch.autograd.gradcheck(lambda x: sft_loss(x, torch.tensor([0, 0, 1, 1, 1]), weights), (logp,))
+
+
+def test_micro_batches_of_whole_sequences_add_up_to_the_batch() -> None:
+    torch.manual_seed(1)
+    logp, old, advantages = torch.randn(3, 7, dtype=torch.float64) * 0.3
+    segment, weights = torch.tensor([0, 0, 1, 1, 1, 2, 2]), double(0.1, 0.6, 0.3)
+    for ratio in ("token", "sequence"):
+        whole = ppo(logp, old, advantages, segment.tolist(), weights, ratio=ratio)[0]
+        parts = sum(
+            ppo(logp[m], old[m], advantages[m], (segment[m] - segment[m].min()).tolist(), weights[segment[m].unique()], ratio=ratio)[0]
+            for m in (segment == 0, segment > 0)
+        )
+        torch.testing.assert_close(whole, parts)
+
+
+def test_a_ratio_computed_against_itself_hides_what_a_stored_one_shows() -> None:
+    stored, now = double(-2.0, -2.0), double(-1.0, -3.0)
+    recomputed = cispo_loss(now, now, double(1, 1), eps_low=0.1, eps_high=0.1)[1]
+    true = cispo_loss(now, stored, double(1, 1), eps_low=0.1, eps_high=0.1)[1]
+    assert recomputed["clip_fraction"] == 0.0 and true["clip_fraction"] == 1.0
+
+
+@settings(deadline=None)
+@given(NUMBERS, NUMBERS)
+def test_k3_is_never_negative_and_zero_only_at_equality(policy: list[float], reference: list[float]) -> None:
+    found = kl_k3(double(*policy), double(*reference))
+    assert (found >= 0).all() and found.shape == (6,)
+    assert kl_k3(double(*policy), double(*policy)).abs().max() == 0
+
+
+def test_k3_estimates_the_divergence() -> None:
+    p, q = double(0.5, 0.3, 0.2), double(0.2, 0.3, 0.5)
+    exact = (p * (p / q).log()).sum()
+    torch.testing.assert_close((p * kl_k3(p.log(), q.log())).sum(), exact)
+    assert kl_k3(double(-1.0), double(-1.0 - LOG(2))).item() == pytest.approx(0.5 - 1 + LOG(2))
+
+
+def test_sft_by_hand() -> None:
+    logp = double(-1, -3, -5, grad=True)
+    loss = sft_loss(logp, torch.tensor([0, 0, 1]), double(0.5, 2.0))
+    assert loss.item() == pytest.approx(0.5 * 2 + 2 * 5)
+    loss.backward()
+    assert logp.grad is not None and logp.grad.tolist() == pytest.approx([-0.25, -0.25, -2.0])
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_no_tokens_give_a_zero_that_can_be_differentiated(ratio: str) -> None:
+    logp = torch.zeros(0, requires_grad=True)
+    nothing = torch.zeros(0)
+    for loss in (
+        ppo(logp, nothing, nothing, [], torch.ones(2), ratio=ratio)[0],
+        cispo_loss(logp, nothing, nothing, eps_low=0.1, eps_high=0.1)[0],
+        sft_loss(logp, torch.zeros(0, dtype=torch.long), torch.ones(2)),
+    ):
+        loss.backward()
+        assert loss.item() == 0.0
+    assert kl_k3(logp, nothing).shape == (0,)
+
+
+@pytest.mark.parametrize("gap", [-1e4, 1e4])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_absurd_log_ratios_stay_finite(gap: float, ratio: str) -> None:
+    logp = torch.full((3,), gap, requires_grad=True)
+    losses = [ppo(logp, torch.zeros(3), torch.ones(3) * sign, [0, 0, 1], torch.ones(2), ratio=ratio)[0] for sign in (1.0, -1.0)] + [
+        cispo_loss(logp, torch.zeros(3), torch.ones(3), eps_low=0.1, eps_high=0.1)[0],
+        kl_k3(logp, torch.zeros(3)).sum(),
+    ]
+    for loss in losses:
+        (gradient,) = torch.autograd.grad(loss, logp, retain_graph=True)
+        assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+
+
+def test_wrong_shapes_and_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one shape \(n,\), got \(2,\), \(1,\)"):
+        kl_k3(double(1, 2), double(1))
+    with pytest.raises(ValueError, match="one shape"):
+        cispo_loss(double(1), double(1, 2), double(1), eps_low=0.1, eps_high=0.1)
+    with pytest.raises(ValueError, match="ratio to be token or sequence"):
+        ppo(double(1), double(1), double(1), [0], double(1), ratio="word")

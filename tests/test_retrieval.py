@@ -1,0 +1,119 @@
+"""Eq. 6 of Complementary RL against numbers worked by hand."""
+
+import math
+import random
+
+import pytest
+
+from experiential.bank.retrieval import Candidate, Retrievals, cut_pool, diversity_score, draw, select, shared_ranks
+from experiential.config import RetrievalSettings
+
+
+def candidates(*cosines):
+    return [Candidate(f"m{place}", cosine) for place, cosine in enumerate(cosines)]
+
+
+def rng():
+    return random.Random(0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "recent", "expected"),
+    [
+        (0, 0, False, 0.0),
+        (0, 1, True, -0.4 * math.log(2) - 1),
+        (2, 0, False, -2.0),
+        (1, 3, False, -1 - 0.4 * math.log(4)),
+        (3, 7, True, -3 - 0.4 * math.log(8) - 1),
+    ],
+)
+def test_score_equals_hand_worked_eq_6(rank, count, recent, expected):
+    assert diversity_score(rank, count, recent, 0.4) == pytest.approx(expected)
+
+
+def test_recent_rank_0_is_overtaken_by_rank_2_after_twelve_retrievals():
+    """-1 - .4 log(1 + c) < -2 first holds at c = 12, the break-even that the seed report measured."""
+    assert min(c for c in range(100) if diversity_score(0, c, True, 0.4) < diversity_score(2, 0, False, 0.4)) == 12
+
+
+def test_ranks_are_shared_within_a_thousandth_of_the_first_of_a_run():
+    assert shared_ranks([0.9, 0.8995, 0.899, 0.898, 0.5]) == [0, 0, 0, 3, 4]
+
+
+def test_five_picks_in_a_row_follow_the_hand_worked_order():
+    """Distinct cosines, lambda .4, window 8: 0; then 0 has -1.28 < -1, so 1; then -1.28, -2.28, -2 gives 0 twice more."""
+    seen, settings = Retrievals(window=8), RetrievalSettings(pool=4, diversity=0.4, recency=8)
+    order = [select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, rng())[0][0].id for _ in range(4)]
+    assert order == ["m0", "m1", "m0", "m0"]
+
+
+def test_recency_is_counted_in_retrievals():
+    seen = Retrievals(window=2)
+    for id in ("a", "b", "c"):
+        seen.note(id)
+    assert [seen.is_recent(id) for id in "abc"] == [False, True, True]
+
+
+def test_window_zero_turns_recency_off():
+    seen = Retrievals(window=0)
+    seen.note("a")
+    assert not seen.is_recent("a")
+
+
+def test_counts_of_earlier_sessions_are_added():
+    seen = Retrievals(window=2, earlier=lambda id: 5)
+    seen.note("a")
+    assert seen.count("a") == 6
+
+
+def test_identical_queries_rotate_over_tied_entries():
+    seen, settings = Retrievals(window=8), RetrievalSettings(pool=4)
+    tied = candidates(*[0.8 - i * 1e-5 for i in range(16)])
+    got = [select(tied, seen, settings, rng())[0][0].id for _ in range(16)]
+    assert set(got) == {c.id for c in tied}
+
+
+def test_floor_abstains():
+    assert select(candidates(0.29, 0.1), Retrievals(8), RetrievalSettings(floor=0.3), rng()) == []
+
+
+def test_only_entries_above_the_floor_are_in_the_pool():
+    seen, settings = Retrievals(8), RetrievalSettings(floor=0.5, pool=8)
+    got = {select(candidates(0.9, 0.6, 0.4), seen, settings, rng())[0][0].id for _ in range(50)}
+    assert got == {"m0", "m1"}
+
+
+def test_pool_is_cut_to_its_size_and_border_ties_prefer_the_least_retrieved():
+    seen = Retrievals(8)
+    seen.note("m1")
+    assert [c.id for c in cut_pool(candidates(0.9, 0.5, 0.5, 0.4), seen, 2, 0.0)] == ["m0", "m2"]
+
+
+def test_deterministic_draw_has_propensity_one_and_takes_the_best():
+    assert draw([-1.0, 0.0, -2.0], 2, 0.0, rng()) == [(1, 1.0), (0, 1.0)]
+
+
+def test_softmax_draw_logs_the_probability_of_each_pick():
+    scores, counts = [0.0, -1.0], [0, 0]
+    generator = random.Random(7)
+    first = 1 / (1 + math.exp(-1 / 0.5))
+    for _ in range(4000):
+        pick = draw(scores, 1, 0.5, generator)[0]
+        counts[pick.place] += 1
+        assert pick.propensity == pytest.approx(first if pick.place == 0 else 1 - first)
+    assert counts[0] / 4000 == pytest.approx(first, abs=0.02)
+
+
+def test_draw_without_replacement_renormalises():
+    picks = draw([0.0, 0.0, 0.0], 3, 1.0, rng())
+    assert sorted(p.place for p in picks) == [0, 1, 2]
+    assert [p.propensity for p in picks] == pytest.approx([1 / 3, 1 / 2, 1.0])
+
+
+def test_same_seed_same_draws():
+    def run():
+        seen, generator = Retrievals(8), random.Random(3)
+        settings = RetrievalSettings(exploration=1.0, pool=8)
+        return [select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, generator)[0] for _ in range(20)]
+
+    assert run() == run()

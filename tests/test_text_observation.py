@@ -1,0 +1,221 @@
+"""Text from any Gymnasium environment, and the space that holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiential.wrappers import TextObservation, UnicodeText
+from experiential.wrappers.text_observation import describe, plain_text, spoken_action
+from tests.wrapper_worlds import CorridorEnv
+
+MOVES = ["left", "down", "right", "up"]
+
+
+class BufferEnv(gym.Env[Any, Any]):
+    """Overwrites one observation buffer and one info array at every step, as game engines do."""
+
+    def __init__(self, space: spaces.Space[Any] | None = None, action_space: spaces.Space[Any] | None = None) -> None:
+        self.observation_space = space or spaces.Box(0, 9, (3,), np.int64)
+        self.action_space = action_space or spaces.Discrete(2, start=5)
+        self.buffer = np.zeros(3, dtype=np.int64)
+        self.taken: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.buffer[:] = 0
+        return self.buffer, {"raw": self.buffer, "nested": {"raw": [self.buffer]}}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.taken.append(action)
+        self.buffer += 1
+        return self.buffer, 1.0, False, False, {"raw": self.buffer, "nested": {"raw": [self.buffer]}}
+
+
+def frozen_lake(**kwargs: Any) -> gym.Env[Any, Any]:
+    return gym.make("FrozenLake-v1", is_slippery=False, **kwargs)
+
+
+@given(st.text(max_size=64))
+def test_unicode_text_contains_every_string_up_to_its_limit(text: str) -> None:
+    assert text in UnicodeText(64)
+    assert (text in UnicodeText(8)) == (len(text) <= 8)
+
+
+def test_unicode_text_refuses_what_is_no_string_and_bad_arguments() -> None:
+    assert 3 not in UnicodeText() and None not in UnicodeText() and b"x" not in UnicodeText()
+    with pytest.raises(ValueError, match="Expected max_length to be positive, got 0"):
+        UnicodeText(0)
+    with pytest.raises(ValueError, match="at most 2 characters"):
+        UnicodeText(2, samples=["abc"])
+    with pytest.raises(ValueError, match="Expected no mask"):
+        UnicodeText().sample(mask=4)  # type: ignore[arg-type]
+
+
+def test_unicode_text_samples_repeat_with_the_seed_and_are_members() -> None:
+    one, other = UnicodeText(5, seed=3), UnicodeText(5, seed=3)
+    drawn = [one.sample() for _ in range(20)]
+    assert drawn == [other.sample() for _ in range(20)] and len(set(drawn)) > 10
+    assert all(text in one and text.isprintable() for text in drawn)
+    assert repr(UnicodeText(5)) == "UnicodeText(5)" and UnicodeText(5) == one != UnicodeText(6)
+
+
+@pytest.mark.parametrize("make", [SyncVectorEnv, lambda fns: AsyncVectorEnv(fns, shared_memory=False)], ids=["sync", "async"])
+def test_unicode_text_crosses_vector_environments_unharmed(make: Any) -> None:
+    envs = make([CorridorEnv] * 2)
+    observations, _ = envs.reset(seed=[1, 2])
+    assert all(text.startswith("Cell 0 of a") for text in observations) and observations in envs.observation_space
+    observations, *_ = envs.step(("go", "stay"))
+    assert [text[:6] for text in observations] == ["Cell 1", "Cell 0"]
+    envs.close()
+
+
+@pytest.mark.parametrize("actions", [None, MOVES, {"east": 2, "south": 1}])
+def test_wrapped_environment_passes_gymnasiums_checker(actions: Any) -> None:
+    check_env(TextObservation(frozen_lake(), actions=actions), skip_render_check=True)
+
+
+def test_ansi_rendering_is_plain_text_with_highlights_in_brackets() -> None:
+    env = TextObservation(frozen_lake(render_mode="ansi"), actions=MOVES)
+    observation, _ = env.reset(seed=0)
+    assert "[S]FFF" in observation and "\x1b" not in observation
+    assert "S[F]FF" in env.step("right")[0]
+    assert plain_text("\x1b[2J\x1b[31mwarm\x1b[0m tea") == "[warm] tea"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.int64(7), "7"),
+        (np.float32(0.25), "0.25"),
+        (np.array([1.0, 2.5]), "1, 2.5"),
+        (np.array([[1, 2], [3, 4]]), "1 2\n3 4"),
+        (np.array([], dtype=np.float32), "empty"),
+        (np.array(["a", "b"]), "a, b"),
+        (np.zeros((4, 4, 3), np.uint8), "array of shape (4, 4, 3), uint8, from 0 to 0"),
+        ((1, "two", True), "1: 1\n2: two\n3: yes"),
+        ({"at": np.array([0, 1]), "map": np.eye(2, dtype=int)}, "at: 0, 1\nmap:\n  1 0\n  0 1"),
+        ("as it is", "as it is"),
+        (None, "None"),
+    ],
+)
+def test_observations_of_every_kind_are_readable(value: Any, text: str) -> None:
+    assert describe(value) == text
+
+
+@given(st.data())
+def test_any_sample_of_any_space_is_described(data: st.DataObject) -> None:
+    space = data.draw(
+        st.sampled_from(
+            [
+                spaces.Dict({"a": spaces.Box(-1, 1, (2, 2)), "b": spaces.Discrete(3)}),
+                spaces.Tuple((spaces.MultiBinary(3), spaces.MultiDiscrete([2, 3]), UnicodeText(4))),
+                spaces.Sequence(spaces.Discrete(4)),
+                spaces.Box(0, 255, (5, 5, 3), np.uint8),
+                spaces.OneOf((spaces.Discrete(2), spaces.Box(0, 1, ()))),
+            ]
+        )
+    )
+    space.seed(data.draw(st.integers(0, 1000)))
+    assert isinstance(describe(space.sample()), str)
+
+
+def test_render_gets_copies_and_info_arrays_are_copied() -> None:
+    kept: list[Any] = []
+    env = TextObservation(BufferEnv(), render=lambda observation, info: kept.append((observation, info["raw"])) or f"at {observation}")
+    first, info_first = env.reset()
+    second, *_, info_second = env.step("5")
+    assert (first, second) == ("at [0 0 0]", "at [1 1 1]")
+    assert info_first["raw"].tolist() == kept[0][0].tolist() == kept[0][1].tolist() == [0, 0, 0]
+    assert info_first["nested"]["raw"][0].tolist() == [0, 0, 0] and info_second["raw"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ("right", "right"),
+        ("  RIGHT \n", "right"),
+        ("I go up? No.\nRight.", "right"),
+        ("<action>up</action> or better <ACTION> Right </Action> then", "right"),
+        ("`right`", "right"),
+        ("turn right", None),
+        ("", None),
+        ("<action></action>", None),
+    ],
+)
+def test_the_last_tag_or_the_last_line_is_the_action(said: str, taken: str | None) -> None:
+    env = TextObservation(BufferEnv(action_space=spaces.Discrete(4)), actions=MOVES)
+    env.reset()
+    *_, info = env.step(said)
+    assert env.unwrapped.taken == ([MOVES.index(taken)] if taken else [])  # type: ignore[attr-defined]
+    assert info["invalid"] == (taken is None)
+
+
+@given(st.text(max_size=50), st.sampled_from(MOVES))
+def test_a_tagged_action_is_found_after_any_text(noise: str, move: str) -> None:
+    assert spoken_action(f"{noise}<action>{move}</action>") == move
+
+
+def test_discrete_numbers_start_where_the_space_starts_and_mappings_reach_any_space() -> None:
+    env = TextObservation(BufferEnv())
+    assert env.reset()[1]["admissible"] == ["5", "6"] and env.action_space.sample() in ("5", "6")
+    env.step("6")
+    push = np.array([0.5], dtype=np.float32)
+    box = TextObservation(BufferEnv(action_space=spaces.Box(0, 1, (1,))), actions={"push": push})
+    box.reset()
+    box.step("Push")
+    assert env.unwrapped.taken == [6] and box.unwrapped.taken == [push]  # type: ignore[attr-defined]
+
+
+def test_an_invalid_action_uses_a_turn_without_stepping() -> None:
+    env = TextObservation(BufferEnv(), actions=["on", "off"], max_turns=3)
+    env.reset()
+    observation, reward, terminated, truncated, info = env.step("fly")
+    assert observation == "0, 0, 0\n'fly' is not a legal action. Legal actions: on, off." and info["admissible"] == ["on", "off"]
+    assert (reward, terminated, truncated, info["invalid"]) == (0.0, False, False, True)
+    observation, reward, *_, info = env.step("on")
+    assert (observation, reward, info["invalid"]) == ("1, 1, 1", 1.0, False)
+    assert env.step("fly")[3] and env.unwrapped.taken == [5]  # type: ignore[attr-defined]
+
+
+def test_only_invalid_actions_still_end_at_the_limit_of_the_specification() -> None:
+    env = TextObservation(frozen_lake(max_episode_steps=4), actions=MOVES)
+    env.reset()
+    assert [env.step("fly")[3] for _ in range(4)] == [False, False, False, True]
+
+
+def test_task_is_the_instruction_else_the_environments_own_else_its_id() -> None:
+    assert TextObservation(frozen_lake(), instruction="Cross.").reset()[1]["task"] == "Cross."
+    assert TextObservation(frozen_lake()).reset()[1]["task"] == "FrozenLake-v1"
+    env = TextObservation(CorridorEnv())
+    assert env.reset()[1]["task"] == "Cross the corridor." and env.step("<action>go</action>")[0].startswith("Cell 1")
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "error", "match"),
+    [
+        (spaces.Box(0, 1, (1,)), None, TypeError, "actions as a mapping"),
+        (spaces.Discrete(3), ["a"], ValueError, "Expected 3 action names"),
+        (spaces.Discrete(2), ["a", "A"], ValueError, "differ by more than case"),
+        (spaces.Discrete(2), {"a": 7}, ValueError, "others for the names"),
+        (spaces.Discrete(2), {}, ValueError, "Expected actions of"),
+    ],
+)
+def test_unusable_action_names_are_refused_at_once(space: Any, actions: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        TextObservation(BufferEnv(action_space=space), actions=actions)
+    with pytest.raises(ValueError, match="max_turns to be positive"):
+        TextObservation(BufferEnv(), max_turns=0)
+
+
+def test_the_specification_rebuilds_the_wrapper() -> None:
+    env = gym.make(TextObservation(frozen_lake(), actions=MOVES, instruction="Cross.").spec)
+    assert env.reset(seed=0)[1]["task"] == "Cross." and env.step("down")[0] == "4"

@@ -1,0 +1,179 @@
+"""Makes the tiny Llama that ships with the package: tokenizer, corpus, training, all seeded.
+
+    python -m tools.make_tiny corpus build/tiny-corpus.npz     # generated text as token ids
+    python -m tools.make_tiny train build/tiny-corpus.npz experiential/llm/tiny
+
+The second step needs torch and transformers only, so it can run on another machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCABULARY = 1536
+SHAPE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PROMPT_WEIGHT = 0.1
+"""Weight of the loss on text the model reads, beside 1 on text it should say."""
+
+
+def build_tokenizer(texts: list[str]) -> Any:
+    """A byte-level BPE tokenizer trained on ``texts``, as a transformers tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left",
+        additional_special_tokens=["<|im_start|>"], clean_up_tokenization_spaces=False, model_max_length=4096,
+    )  # fmt: skip
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation and, per token, 1 where the assistant speaks (its end of turn included)."""
+    ids: list[int] = []
+    said: list[int] = []
+    for message in messages:
+        head = tokenizer.encode(f"<|im_start|>{message['role']}\n", add_special_tokens=False)
+        body = tokenizer.encode(f"{message['content']}<|im_end|>", add_special_tokens=False)
+        tail = tokenizer.encode("\n", add_special_tokens=False)
+        ids += head + body + tail
+        said += [0] * len(head) + [int(message["role"] == "assistant")] * len(body) + [0] * len(tail)
+    return ids, said
+
+
+def make_corpus(path: Path, conversations: int, seed: int) -> None:
+    """Generate conversations, train the tokenizer on the first of them, store all as token ids."""
+    from tools.tiny_corpus import sampler
+
+    sample = sampler(seed)
+    texts = [sample() for _ in range(conversations)]
+    tokenizer = build_tokenizer(["\n".join(m["content"] for m in messages) for messages in texts[:30_000]])
+    pairs = [encode(tokenizer, messages) for messages in texts]
+    lengths = np.array([len(ids) for ids, _ in pairs], dtype=np.int32)
+    flat = np.concatenate([np.array(ids, dtype=np.uint16) for ids, _ in pairs])
+    said = np.concatenate([np.array(mask, dtype=np.uint8) for _, mask in pairs])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, ids=flat, said=said, lengths=lengths)
+    tokenizer.save_pretrained(path.parent / "tokenizer")
+    sys.stdout.write(f"{conversations} conversations, {flat.size} tokens, vocabulary {len(tokenizer)}\n")
+
+
+def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device: str, epochs: float) -> None:
+    """Train the model on the corpus and save it as safetensors in half precision, with its tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    data = np.load(path)
+    ends = np.cumsum(data["lengths"])
+    spans = np.stack([ends - data["lengths"], ends], axis=1)
+    ids, said = data["ids"].astype(np.int64), data["said"].astype(np.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent / "tokenizer")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=4096, tie_word_embeddings=True, rope_theta=10_000.0,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SHAPE,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    steps = int(epochs * len(spans) / batch)
+    begin = time.time()
+    for step, chosen in zip(range(steps), batches(spans, batch, seed), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps)))
+        loss = _loss(model, ids, said, chosen, device)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step and step % 500 == 0:
+            _save(model, tokenizer, folder)
+        if step % 100 == 0:
+            sys.stdout.write(f"step {step}/{steps} loss {float(loss.detach()):.3f} {time.time() - begin:.0f} s\n")
+            sys.stdout.flush()
+    _save(model, tokenizer, folder)
+    note = {"seed": seed, "steps": steps, "batch": batch, "lr": lr, "device": device, "seconds": round(time.time() - begin), "torch": torch.__version__}
+    (folder / "made.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Weights in half precision and the tokenizer; the model itself stays as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, state_dict={name: value.half() for name, value in model.state_dict().items()})
+    tokenizer.save_pretrained(folder)
+
+
+def batches(spans: np.ndarray, size: int, seed: int) -> Iterator[np.ndarray]:
+    """Endless shuffled batches of conversations of similar length, so that little is spent on padding."""
+    rng = np.random.default_rng(seed)
+    while True:
+        for pool in np.array_split(rng.permutation(len(spans)), max(1, len(spans) // (size * 50))):
+            ordered = pool[np.argsort((spans[pool, 1] - spans[pool, 0]), kind="stable")]
+            parts = np.array_split(ordered, max(1, len(ordered) // size))
+            for index in rng.permutation(len(parts)):
+                yield spans[parts[index]]
+
+
+def _loss(model: Any, ids: np.ndarray, said: np.ndarray, chosen: np.ndarray, device: str) -> Any:
+    import torch
+
+    width = int((chosen[:, 1] - chosen[:, 0]).max())
+    tokens = np.zeros((len(chosen), width), dtype=np.int64)
+    weights = np.zeros((len(chosen), width), dtype=np.float32)
+    for row, (a, b) in enumerate(chosen):
+        tokens[row, : b - a] = ids[a:b]
+        weights[row, : b - a] = np.where(said[a:b] > 0, 1.0, PROMPT_WEIGHT)
+    inputs, scale = torch.from_numpy(tokens).to(device), torch.from_numpy(weights).to(device)[:, 1:]
+    with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
+        logits = model(input_ids=inputs).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs[:, 1:].flatten(), reduction="none")
+    return (losses * scale.flatten()).sum() / scale.sum()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    corpus = commands.add_parser("corpus")
+    corpus.add_argument("path", type=Path)
+    corpus.add_argument("--conversations", type=int, default=150_000)
+    corpus.add_argument("--seed", type=int, default=0)
+    fit = commands.add_parser("train")
+    fit.add_argument("path", type=Path)
+    fit.add_argument("folder", type=Path)
+    fit.add_argument("--seed", type=int, default=0)
+    fit.add_argument("--lr", type=float, default=2e-3)
+    fit.add_argument("--batch", type=int, default=64)
+    fit.add_argument("--epochs", type=float, default=1.0)
+    fit.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    if options.command == "corpus":
+        make_corpus(options.path, options.conversations, options.seed)
+    else:
+        train(
+            options.path, options.folder, seed=options.seed, lr=options.lr, batch=options.batch, device=options.device, epochs=options.epochs
+        )
+
+
+if __name__ == "__main__":
+    main()
