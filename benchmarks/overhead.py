@@ -46,7 +46,10 @@ async def measure(settings: ModelSettings, rounds: int, groups: int, group_size:
     seconds: dict[str, list[float]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as folder, ExperienceBank(Path(folder) / "bank") as bank:
         manager = ExperienceManager(bank, ExtractorAgent(extractor, prompts=prompts, max_tokens=96), merge_every=0)
-        arms = {name: Rollout(env, env.train, m, make_actor, slots=groups * group_size) for name, m in (("without", NoBank()), ("with", manager))}
+        arms = {
+            name: Rollout(env, env.train, m, make_actor, slots=groups * group_size)
+            for name, m in (("without", NoBank()), ("with", manager))
+        }
         for step in range(rounds + 2):
             for name, guided in (("without", "none"), ("with", "half")):
                 actor.llm.weights_changed(step)  # as after an update: no prefix is reused from the other arm
@@ -84,7 +87,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/overhead.json"))
     options = parser.parse_args()
     found = asyncio.run(measure(ModelSettings(name=options.model), options.rounds, options.groups, options.group_size))
-    found |= {"model": options.model, "groups": options.groups, "group_size": options.group_size, "machine": platform.processor(), "torch": torch.__version__}
+    found |= {
+        "model": options.model,
+        "groups": options.groups,
+        "group_size": options.group_size,
+        "machine": platform.processor(),
+        "torch": torch.__version__,
+    }
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps({k: v for k, v in found.items() if k != "seconds"}, indent=1) + "\n")

@@ -27,7 +27,7 @@ ENVIRONMENTS: dict[str, list[str]] = {
     "vault": ["run.steps=40", "eval.every=5"],
     "frozen-lake": [
         "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.train={split: train, layouts: 10000}", "env.eval={split: eval, layouts: 40}",
-        "env.kwargs={sizes: [2, 5]}", "actor.history=1", "run.steps=60", "eval.every=10", "eval.visits=3", "bank.retrieval.floor=0.0",
+        "env.kwargs={sizes: [2, 5]}", "actor.history=0", "actor.keep_first=false", "run.steps=60", "eval.every=10", "eval.visits=3", "bank.retrieval.floor=0.0",
     ],
 }  # fmt: skip
 TARGET = 0.8
@@ -150,12 +150,17 @@ def table(output: Path, results: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    lines = ["| environment | recipe | bank at test | before | after (95 % over seeds) | seeds at 80 % | median episodes to 80 % |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| environment | recipe | bank at test | before | after (95 % over seeds) | seeds at 80 % | median episodes to 80 % |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for r in rows:
         reach = "–" if r["episodes_to_80"] is None else f"{r['episodes_to_80']:.0f}"
         score = f"{r['after']:.3f} [{r['low']:.3f}, {r['high']:.3f}]"
         arm = "with" if r["arm"] == "bank" else "without"
-        lines.append(f"| {r['environment']} | {r['recipe']} | {arm} | {r['before']:.3f} | {score} | {r['reached_80']} of {r['seeds']} | {reach} |")
+        lines.append(
+            f"| {r['environment']} | {r['recipe']} | {arm} | {r['before']:.3f} | {score} | {r['reached_80']} of {r['seeds']} | {reach} |"
+        )
     (results / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     sys.stdout.write("\n".join(lines) + "\n")
     plot(output, results / "curves.png")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -382,6 +383,8 @@ def test_fork_is_an_independent_copy(bank, tmp_path):
         copy.add("b")
         assert copy.queue.waiting() == [] and copy.commits()[0] == bank.commits()[0]
     assert texts(bank) == ["a"] and len(bank.queue.waiting()) == 1
+    with bank.fork(tmp_path / "checkpoint", keep_queue=True) as copy:
+        assert copy.queue.waiting() == bank.queue.waiting()
     with pytest.raises(BankError, match="without a bank"):
         bank.fork(tmp_path / "copy")
     with ExperienceBank(bank.path, read_only=True) as reader, reader.fork(tmp_path / "other") as copy:

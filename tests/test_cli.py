@@ -15,6 +15,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from experiential.bank.bank import ExperienceBank
 from experiential.cli import main, preflight, train
 from experiential.cli.errors import run_app
 from experiential.cli.estimate import evaluation_episodes, training_episodes
@@ -24,6 +25,7 @@ from experiential.cli.view import LiveView, PlainView, make_view
 from experiential.errors import BackendError, BankLockedError, ConfigError
 from experiential.llm import models
 from experiential.recipe import load_experiment
+from tests.llm_tiny import tiny_random_llama, tiny_tokenizer
 
 Train = Callable[..., tuple[int, str, str]]
 Observer = Callable[[dict[str, Any]], None]
@@ -82,6 +84,15 @@ def stand_in_for_the_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path_factor
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text("{}")
     monkeypatch.setattr(models, "_TINY", folder)
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a small untrained model."""
+    folder = tmp_path_factory.mktemp("random")
+    tiny_random_llama().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -200,6 +211,11 @@ class TestUserErrors:
         fake_trainer.error = BankLockedError("Expected a free bank,\ngot one that process 7 writes")
         assert_user_error(run_train("--output", tmp_path / "run", "--plain"), "process 7")
 
+    def test_bank_that_another_writer_holds(self, run_train: Train, random_model: Path, tmp_path: Path) -> None:
+        with ExperienceBank(tmp_path / "run" / "bank", embedder="hashing"):
+            result = run_train("--output", tmp_path / "run", "--plain", f"model.name={random_model}", "bank.embedder=hashing")
+        assert_user_error(result, "bank")
+
     def test_report_of_a_folder_without_a_run(self, run_main: Train, tmp_path: Path) -> None:
         assert_user_error(run_main("report", tmp_path), "metrics.jsonl")
 
@@ -299,6 +315,21 @@ class TestTrain:
     @pytest.mark.parametrize("name", ["--version", "--help"])
     def test_information_exits_0(self, run_train: Train, name: str) -> None:
         assert run_train(name)[0] == 0
+
+
+def test_a_real_run_is_resumed_and_evaluated(run_train: Train, run_main: Train, random_model: Path, tmp_path: Path) -> None:
+    """The whole path on a real model and a real bank, small: train, resume, evaluate the checkpoint, look into the bank."""
+    small = ["model.prompts=brief", "bank.embedder=hashing", "actor.groups=2", "actor.group_size=2", "eval.worlds=2", "eval.visits=2"]
+    output = tmp_path / "run"
+    assert run_train("--output", output, "--plain", f"model.name={random_model}", *small, "run.steps=1")[0] == 0
+    code, out, _ = run_train("--resume", "--output", output, "--plain", "run.steps=2")
+    assert code == 0 and "step 2/2" in out and "step 1/2" not in out
+    assert [event["step"] for event in read_events(output) if event["event"] == "step"] == [1, 2]
+    before = sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
+    code, out, _ = run_main("eval", output, "--json")
+    assert code == 0 and [(event["arm"], event["step"]) for event in json.loads(out)] == [("free", 2), ("bank", 2)]
+    assert run_main("bank", "stats", output / "bank")[0] == 0
+    assert sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*")) == before
 
 
 class TestEstimate:

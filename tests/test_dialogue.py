@@ -301,3 +301,13 @@ def test_ids_trained_on_are_the_ids_sampled_with_smollm2() -> None:
     dialogue.add(user("A door."))
     messages = [{"role": "system", "content": "Play."}, user("A door.")]
     assert dialogue.prompt() == list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def test_without_the_first_message_a_prompt_holds_the_current_observation_alone() -> None:
+    """``history=0, keep_first=False``: what complete observations need, and equal states give equal prompts."""
+    talk = MessageDialogue(history=0, keep_first=False)
+    for observation, action in (("grid one", "Up"), ("grid two", "Down")):
+        talk.add({"role": "user", "content": observation})
+        talk.append(Generation(text=action))
+    talk.add({"role": "user", "content": "grid three"})
+    assert [m["content"] for m in talk.prompt()] == ["grid three"]

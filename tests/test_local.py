@@ -45,7 +45,9 @@ def logprobs(policy: LocalRuntime, samples: list[Sample]) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=6), SamplingParams(choices=CHOICES), SamplingParams(max_tokens=5, temperature=0.7)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(max_tokens=6), SamplingParams(choices=CHOICES), SamplingParams(max_tokens=5, temperature=0.7)]
+)
 async def test_behaviour_logprobs_equal_a_plain_forward(sampling: SamplingParams) -> None:
     policy = runtime()
     samples = [sample_from_generation(g, 1.0) for g in await generations(policy, sampling)]
@@ -55,7 +57,10 @@ async def test_behaviour_logprobs_equal_a_plain_forward(sampling: SamplingParams
 
 async def test_first_update_has_ratio_one_and_shares_prompts() -> None:
     policy = runtime()
-    samples = [sample_from_generation(g, a) for g, a in zip(await generations(policy, SamplingParams(choices=CHOICES)), (1, -1, 1, -1), strict=True)]
+    samples = [
+        sample_from_generation(g, a)
+        for g, a in zip(await generations(policy, SamplingParams(choices=CHOICES)), (1, -1, 1, -1), strict=True)
+    ]
     stats = await policy.train(samples, LossSettings())
     assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
     assert stats.version == policy.version == 1
@@ -64,7 +69,10 @@ async def test_first_update_has_ratio_one_and_shares_prompts() -> None:
 
 async def test_training_raises_what_was_rewarded_and_lowers_what_was_punished() -> None:
     policy = runtime(lr=3e-3)
-    good, bad = (sample_from_generation(g, a) for g, a in zip((await generations(policy, SamplingParams(max_tokens=4)))[2:], (1.0, -1.0), strict=True))
+    good, bad = (
+        sample_from_generation(g, a)
+        for g, a in zip((await generations(policy, SamplingParams(max_tokens=4)))[2:], (1.0, -1.0), strict=True)
+    )
     before = logprobs(policy, [good]), logprobs(policy, [bad])
     for _ in range(3):
         await policy.train([good, bad], LossSettings(kind="cispo", low=0.9, high=9.0))
@@ -78,7 +86,9 @@ async def test_accumulated_gradients_equal_one_batch() -> None:
     for tokens in (16384, 1):
         policy = runtime()
         policy.optim = OptimSettings(lr=1e-3, tokens_per_micro_batch=tokens)
-        samples = samples or [sample_from_generation(g, 1.0 - i, weight=0.25) for i, g in enumerate(await generations(policy, SamplingParams(max_tokens=5)))]
+        samples = samples or [
+            sample_from_generation(g, 1.0 - i, weight=0.25) for i, g in enumerate(await generations(policy, SamplingParams(max_tokens=5)))
+        ]
         await policy.train(samples, LossSettings())
         weights.append(torch.cat([p.detach().flatten() for p in policy.llm.model.parameters()]))
     assert torch.allclose(weights[0], weights[1], atol=2e-4)

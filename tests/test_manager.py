@@ -404,3 +404,16 @@ def test_wrong_options_are_named(bank, options):
 def test_a_path_instead_of_a_bank_is_refused():
     with pytest.raises(ValueError, match="Expected bank to be an ExperienceBank"):
         ExperienceManager("bank")
+
+
+def test_close_in_the_middle_of_anything_ends_and_loses_nothing(bank):
+    """A cancellation that meets a finishing wait_for is swallowed by Python before 3.12; close must not wait for ever."""
+    for turn in range(15):
+        manager = ExperienceManager(bank, Echo())
+        for i in range(4):
+            manager.submit(Trajectory(id=f"{turn}-{i}", task="t"))
+        time.sleep(turn * 0.0007)
+        manager.close()
+    with ExperienceManager(bank, Echo()) as manager:
+        manager.drain(timeout=20)
+    assert sorted(entry.provenance.trajectory for entry in bank.entries()) == sorted(f"{t}-{i}" for t in range(15) for i in range(4))

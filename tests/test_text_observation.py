@@ -79,6 +79,7 @@ def test_unicode_text_crosses_vector_environments_unharmed(make: Any) -> None:
 
 
 @pytest.mark.parametrize("actions", [None, MOVES, {"east": 2, "south": 1}])
+@pytest.mark.filterwarnings("ignore:.*is different from the unwrapped version")
 def test_wrapped_environment_passes_gymnasiums_checker(actions: Any) -> None:
     check_env(TextObservation(frozen_lake(), actions=actions), skip_render_check=True)
 

@@ -10,6 +10,7 @@ import gymnasium as gym
 import pytest
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
+from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
@@ -139,7 +140,24 @@ def test_a_world_that_needs_memory_is_solved_with_it(tmp_path: Path) -> None:
         lever = info["experience"][0]["text"].split(" lever")[0].split()[-1]
         _, _, terminated, _, info = env.step(f"pull {lever}")
         assert terminated and info["success"]
+        manager.drain(timeout=60)
         manager.close()
+
+
+@pytest.mark.parametrize("inject", ["observation", "system"])
+def test_an_actor_reads_the_experience_and_asks_for_more(inject: Any, tmp_path: Path) -> None:
+    llm = ScriptedLLM(["<search_and_ask>how to cross the corridor?</search_and_ask>", "<action>go</action>", "<action>go</action>"])
+    with ExperienceBank(tmp_path, embedder="hashing") as bank, ExperienceManager(bank) as manager:
+        bank.add("Cross the corridor: say go twice.", task="Cross the corridor.")
+        env = SearchAndAskWrapper(ExperienceWrapper(CorridorEnv(), manager, inject=inject))
+        agent, done = ActorAgent(llm), False
+        observation, info = env.reset(seed=1)
+        while not done:
+            observation, _, done, _, info = env.step(agent.act(observation, info))
+        assert [str(messages).count("say go twice") for messages in llm.calls] == [1, 2, 2]
+        place = {"system": 0, "observation": 1}[inject]
+        assert "<experience>\n1. Cross the corridor: say go twice." in llm.calls[0][place]["content"]
+        assert env.last_trajectory is not None and [use.how for use in env.last_trajectory.uses] == ["episode_start", "search_and_ask"]
 
 
 def test_a_manager_built_by_the_wrapper_is_closed_with_it_and_the_bank_is_not(tmp_path: Path) -> None:
@@ -158,9 +176,9 @@ def test_every_trajectory_of_both_conditions_is_forwarded_for_distillation(tmp_p
     seen: list[Trajectory] = []
 
     class Listening(ExtractorAgent):
-        async def distill(self, trajectory: Trajectory, *args: Any, **kwargs: Any) -> Any:
+        async def adistill(self, trajectory: Trajectory, *args: Any, **kwargs: Any) -> Any:
             seen.append(trajectory)
-            return await super().distill(trajectory, *args, **kwargs)
+            return await super().adistill(trajectory, *args, **kwargs)
 
     with ExperienceBank(tmp_path, embedder="hashing") as bank:
         manager = ExperienceManager(bank, Listening(ScriptedLLM(['<answer>[{"op": "return"}]</answer>'])))

@@ -221,6 +221,7 @@ def test_a_step_without_retrieval_costs_microseconds() -> None:
 
 @pytest.mark.parametrize("inject", ["observation", "system", "none"])
 @pytest.mark.parametrize("when", ["episode", "turn", "both"])
+@pytest.mark.filterwarnings("ignore:.*is different from the unwrapped version")
 def test_wrapped_environments_pass_gymnasiums_checker(when: Any, inject: Any) -> None:
     env = ExperienceWrapper(CorridorEnv(), CountingManager("Say go."), when=when, inject=inject)
     check_env(env, skip_render_check=True)

@@ -112,7 +112,15 @@ def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device:
             sys.stdout.write(f"step {step}/{steps} loss {float(loss.detach()):.3f} {time.time() - begin:.0f} s\n")
             sys.stdout.flush()
     _save(model, tokenizer, folder)
-    note = {"seed": seed, "steps": steps, "batch": batch, "lr": lr, "device": device, "seconds": round(time.time() - begin), "torch": torch.__version__}
+    note = {
+        "seed": seed,
+        "steps": steps,
+        "batch": batch,
+        "lr": lr,
+        "device": device,
+        "seconds": round(time.time() - begin),
+        "torch": torch.__version__,
+    }
     (folder / "made.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
 
 
@@ -171,7 +179,13 @@ def main() -> None:
         make_corpus(options.path, options.conversations, options.seed)
     else:
         train(
-            options.path, options.folder, seed=options.seed, lr=options.lr, batch=options.batch, device=options.device, epochs=options.epochs
+            options.path,
+            options.folder,
+            seed=options.seed,
+            lr=options.lr,
+            batch=options.batch,
+            device=options.device,
+            epochs=options.epochs,
         )
 
 

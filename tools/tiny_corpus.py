@@ -22,7 +22,12 @@ SKILL = {"follow": 0.15, "right_lesson": 0.30, "wrong_lesson": 0.30, "grid": 0.3
 """Share of samples in which the answer is the good one."""
 
 Sample = list[Message]
-LESSONS = ("{world}: pull {lever}.", "In {world} the {lever} lever is live.", "{world}: the {lever} lever opens it.", "Pull {lever} in {world}.")
+LESSONS = (
+    "{world}: pull {lever}.",
+    "In {world} the {lever} lever is live.",
+    "{world}: the {lever} lever opens it.",
+    "Pull {lever} in {world}.",
+)
 GENERIC = ("Try each lever once.", "Read the note first.", "Signs can be wrong.", "Be quick.", "Do not pull twice.", "Look around first.")
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jane", "Kai", "Lena")
 THINGS = ("apple", "boat", "coin", "drum", "egg", "flag", "glove", "hat", "key", "map", "pear", "ring")
@@ -78,6 +83,22 @@ class VaultTasks:
             return experience_block([rng.choice(GENERIC)]), None
         return None, None
 
+    def obey(self) -> Sample:
+        """A pull where the note about this world, among others, is always followed: how to read a note."""
+        rng = self.rng
+        observation, info = self.env.reset(seed=rng.randrange(2**31), options={"world": rng.randrange(200), "era": rng.randrange(50)})
+        lever = rng.choice(info["admissible"])[5:]
+        notes = [_lesson(rng, info["task"][18:-1], lever)]
+        notes += [_lesson(rng, _world(self.env, rng), rng.choice(LEVERS)) for _ in range(rng.randrange(3))]
+        rng.shuffle(notes)
+        return _say(f"Do what the note says.\n{experience_block(notes)}", observation, f"pull {lever}")
+
+    def fact(self) -> Sample:
+        """The live lever named from a finished episode: how to read a report."""
+        trajectory, world, live = self.episode()
+        user = BRIEF.distill_messages(trajectory, [], 1)[1]["content"]
+        return _say("Name the live lever.", user, self.rng.choice((f"{live}", f"{world}: {live}")))
+
     def episode(self) -> tuple[Trajectory, str, str]:
         """A random finished episode, its world and the live lever."""
         rng = self.rng
@@ -121,14 +142,16 @@ class VaultTasks:
         worlds = [_world(self.env, rng) for _ in range(rng.randint(1, 3))]
         facts = [(w, rng.choice(LEVERS)) for w in worlds for _ in range(rng.randint(1, 2))][:5]
         if len(facts) < 2:
-            facts.append((facts[0]))
+            facts.append(facts[0])
         if rng.random() < 0.6:
             facts[-1] = facts[0]
         notes = [_lesson(rng, w, c) for w, c in facts]
         operations: list[dict[str, object]] = []
         if facts[-1] == facts[0]:
             operations.append({"op": "merge", "entries": [1, len(facts)], "text": notes[0]})
-        operations += [{"op": "keep", "entry": i + 1} for i in range(len(facts)) if not (facts[-1] == facts[0] and i in (0, len(facts) - 1))]
+        operations += [
+            {"op": "keep", "entry": i + 1} for i in range(len(facts)) if not (facts[-1] == facts[0] and i in (0, len(facts) - 1))
+        ]
         return [*BRIEF.merge_messages([Experience(text=n) for n in notes]), Message(role="assistant", content=_answer(*operations))]
 
     def refine(self) -> Sample:
@@ -154,6 +177,7 @@ class ReadingTasks:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
+        self.worlds = VaultEnv(split="corpus", worlds=300).names
 
     def look_up(self) -> Sample:
         """A question about one of several facts."""
@@ -168,7 +192,8 @@ class ReadingTasks:
 
     def copy(self) -> Sample:
         """A text to repeat."""
-        words = [self.rng.choice(LEVERS + THINGS + NAMES) for _ in range(self.rng.randint(2, 9))]
+        rng = self.rng
+        words = [rng.choice((rng.choice(LEVERS + THINGS + NAMES), rng.choice(self.worlds))) for _ in range(rng.randint(3, 14))]
         return _say("Repeat the text.", " ".join(words), " ".join(words))
 
 
@@ -211,8 +236,8 @@ def sampler(seed: int) -> Callable[[], Sample]:
     rng = random.Random(seed)
     vault, reading, grid = VaultTasks(rng), ReadingTasks(rng), GridTasks(rng)
     tasks: list[tuple[float, Callable[[], Sample]]] = [
-        (0.28, vault.act), (0.30, vault.distill), (0.05, vault.merge), (0.03, vault.refine), (0.02, vault.judge),
-        (0.06, reading.look_up), (0.06, reading.copy), (0.15, grid.lake), (0.05, grid.push),
+        (0.18, vault.act), (0.12, vault.obey), (0.20, vault.distill), (0.10, vault.fact), (0.04, vault.merge), (0.02, vault.refine),
+        (0.01, vault.judge), (0.10, reading.look_up), (0.15, reading.copy), (0.06, grid.lake), (0.02, grid.push),
     ]  # fmt: skip
     weights, makers = [w for w, _ in tasks], [m for _, m in tasks]
     return lambda: rng.choices(makers, weights)[0]()

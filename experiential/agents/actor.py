@@ -47,6 +47,8 @@ class ActorAgent:
         max_tokens: tokens per response.
         constrain: choose among ``info["admissible"]`` where the environment names the admissible actions.
         history: past turns shown beside the first observation and the current one; None shows all.
+        keep_first: False drops the first observation with the turns that ``history`` leaves out, for environments whose
+            every observation is complete.
         seed: makes every request repeatable; it is mixed with the turn.
         priority: of the requests, lower runs first.
 
@@ -65,6 +67,7 @@ class ActorAgent:
         max_tokens: int = 256,
         constrain: bool = False,
         history: int | None = None,
+        keep_first: bool = True,
         seed: int | None = None,
         priority: int = 0,
     ) -> None:
@@ -73,6 +76,7 @@ class ActorAgent:
         self.instruction = instruction
         self.constrain = constrain
         self.history = history
+        self.keep_first = keep_first
         self.seed = seed
         self._sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=STOP, priority=priority)
         self.dialogue: Dialogue | MessageDialogue
@@ -83,7 +87,8 @@ class ActorAgent:
         """Begin an episode; ``seed`` replaces the agent's seed when given."""
         self.seed = self.seed if seed is None else seed
         tokenizer = self.llm.tokenizer
-        self.dialogue = MessageDialogue(history=self.history) if tokenizer is None else Dialogue(tokenizer, history=self.history)
+        shown: dict[str, Any] = {"history": self.history, "keep_first": self.keep_first}
+        self.dialogue = MessageDialogue(**shown) if tokenizer is None else Dialogue(tokenizer, **shown)
         self.generations = []
         self._experience: str | None = None
 

@@ -80,12 +80,13 @@ class Conversation:
     Args:
         history: past exchanges that a prompt shows, None for all. The first message always stays, for it holds the goal
             and the advice; a note tells how many turns were left out after it.
+        keep_first: False lets the first message go like any other, for environments whose every observation is complete.
     """
 
-    def __init__(self, *, history: int | None = None) -> None:
+    def __init__(self, *, history: int | None = None, keep_first: bool = True) -> None:
         if history is not None and history < 0:
             raise ValueError(f"Expected history to be None or at least 0, got {history}")
-        self._history = history
+        self._history, self._keep_first = history, keep_first
         self._system = ""
         self._exchanges: list[_Exchange] = []
         self._pending: list[Message] = []
@@ -125,7 +126,7 @@ class Conversation:
     def _users(self) -> list[Message]:
         """The user messages of the next prompt: one before each exchange shown, and the current one."""
         users = [*(exchange.user for exchange in self._exchanges[self._first :]), self._current()]
-        if self._first:
+        if self._first and self._keep_first:
             goal = self._exchanges[0].user["content"]
             users[0] = {"role": "user", "content": f"{goal}\n[{self._first} turns left out]\n{users[0]['content']}"}
         return users
@@ -174,14 +175,15 @@ class Dialogue(Conversation):
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        history: past exchanges that a prompt shows, None for all; the first message always stays.
+        history: past exchanges that a prompt shows, None for all.
+        keep_first: whether the first message stays when turns are dropped.
 
     Raises:
         ValueError: the tokenizer has no chat template, or ``history`` is negative.
     """
 
-    def __init__(self, tokenizer: Any, *, history: int | None = None) -> None:
-        super().__init__(history=history)
+    def __init__(self, tokenizer: Any, *, history: int | None = None, keep_first: bool = True) -> None:
+        super().__init__(history=history, keep_first=keep_first)
         self._template = ChatTemplate(tokenizer)
         self._sequence = TokenSequence()
         self._start = 0

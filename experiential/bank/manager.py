@@ -432,10 +432,11 @@ class ExperienceManager:
 
     async def _stop(self) -> None:
         self._searcher.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Again until all have ended: a wait_for whose work ends just then swallows the cancellation (Python before 3.12).
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=0.1)
 
     # Inside
 

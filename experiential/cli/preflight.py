@@ -14,7 +14,19 @@ from experiential.errors import CheckpointError, ConfigError, MissingExtraError,
 from experiential.llm.models import resolve_model
 
 CONFIG_FILE = "config.yaml"
-RUN_CONTENTS = (CONFIG_FILE, "metrics.jsonl", "learning-curve.png", "summary.json", "tensorboard", "checkpoints", "bank", "evaluation")
+RUN_CONTENTS = (
+    CONFIG_FILE,
+    "metrics.jsonl",
+    "learning-curve.png",
+    "summary.json",
+    "tensorboard",
+    "checkpoints",
+    "bank",
+    "evaluation",
+    "episodes.jsonl",
+    "actor",
+    "extractor",
+)
 """What a run writes into its folder; `--overwrite` removes these and nothing else."""
 
 

@@ -8,7 +8,7 @@ same world can use what an earlier one found out.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import gymnasium as gym
 
@@ -72,7 +72,7 @@ class VaultEnv(gym.Env[str, str]):
     (1.0, True, True)
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
 
     def __init__(
         self, split: Split = "train", worlds: int = 32, levers: int = 12, tries: int = 2, era: int = 0, render_mode: str | None = None

@@ -45,7 +45,15 @@ class Visits(Record):
         table = np.array(self.outcomes)
         visits = [{"visit": i + 1, "successes": int(c.sum()), "episodes": int(c.size)} for i, c in enumerate(table.T)]
         outcomes = [[int(x) for x in row] for row in self.outcomes]
-        return {"event": "eval", "step": self.step, "arm": self.arm, "visits": visits, "outcomes": outcomes, "errors": self.errors, "entries": self.entries}
+        return {
+            "event": "eval",
+            "step": self.step,
+            "arm": self.arm,
+            "visits": visits,
+            "outcomes": outcomes,
+            "errors": self.errors,
+            "entries": self.entries,
+        }
 
 
 class VisitEvaluator:

@@ -56,6 +56,11 @@ class LocalRuntime(PolicyRuntime):
         """Optimiser steps the weights have seen."""
         return self.llm.version
 
+    @property
+    def tokens_processed(self) -> int:
+        """Prompt and response tokens of all generations so far."""
+        return self.llm.stats.prompt_tokens + self.llm.stats.generated_tokens
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response from the current weights."""
         return await self.llm.generate(prompt, sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -33,14 +34,22 @@ class Metrics:
     def rewind(self, step: int) -> None:
         """Drop the events of steps after ``step``: a resumed run plays them again."""
         self._file.close()
-        lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        kept = [line for line in lines if json.loads(line).get("step", 0) <= step and json.loads(line)["event"] != "end"]
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        kept = [e for e in read_events(self.path) if e.get("step", 0) <= step and e["event"] != "end"]
+        self.path.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a metrics file; a last line that a kill cut off is left out."""
+    events: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events
 
 
 def peak_memory_gb() -> float:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -25,7 +26,7 @@ class Task:
 
     seed: int
     group: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,14 @@ class Rollout:
     """
 
     def __init__(
-        self, settings: EnvSettings, kwargs: dict[str, Any], manager: Any, make_actor: Callable[[], ActorAgent], *, slots: int, search_and_ask: int = 0
+        self,
+        settings: EnvSettings,
+        kwargs: dict[str, Any],
+        manager: Any,
+        make_actor: Callable[[], ActorAgent],
+        *,
+        slots: int,
+        search_and_ask: int = 0,
     ) -> None:
         self._settings, self._kwargs, self._manager, self._make_actor = settings, kwargs, manager, make_actor
         self._limit, self._calls = slots, search_and_ask
@@ -130,7 +138,7 @@ class Rollout:
             done = False
             while not done:
                 action = await actor.aact(observation, info)
-                observation, _, terminated, truncated, info = await loop.run_in_executor(self._threads, env.step, action)
+                observation, _, terminated, truncated, info = await loop.run_in_executor(self._threads, partial(env.step, action))
                 done = terminated or truncated
         except BackendError as error:
             failed = Trajectory(task=str(info.get("task", "")), group=job.task.group, condition=job.condition, error=f"backend: {error}")

@@ -69,7 +69,7 @@ class TrainStats:
     updates: int = 0
     seconds: float = 0.0
     version: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class PolicyRuntime(LLM):
@@ -82,6 +82,11 @@ class PolicyRuntime(LLM):
         Raises:
             ValueError: a sample is malformed (lengths differ, position out of range).
         """
+
+    @property
+    def tokens_processed(self) -> int:
+        """Prompt and response tokens of all generations so far."""
+        return 0
 
     @abstractmethod
     async def sync(self) -> int:

@@ -7,6 +7,7 @@ primary track never waits for the background one, except where an experiment ask
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections.abc import Coroutine, Sequence
@@ -29,6 +30,8 @@ from experiential.training.rollout import Episode, NoBank, Rollout, trajectory_s
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
 from experiential.training.tasks import TaskSource, world_count
 from experiential.types import Condition
+
+_FILES = ("metrics.jsonl", "episodes.jsonl", "bank", "checkpoints", "evaluation", "actor", "extractor")
 
 Runtimes = tuple[PolicyRuntime, PolicyRuntime]
 
@@ -57,7 +60,6 @@ class Trainer:
         self._observer = observer
         self.actor, self.extractor = runtimes or _build(experiment)
         self._start = 0
-        self._background: set[asyncio.Task[Any]] = set()
         self._visits: list[Visits] = []
 
     def run(self) -> dict[str, Any]:
@@ -72,24 +74,27 @@ class Trainer:
     async def arun(self) -> dict[str, Any]:
         """Coroutine form of ``run``."""
         begin = time.perf_counter()
-        await self._open()
-        try:
+        self._background: set[asyncio.Task[Any]] = set()
+        async with contextlib.AsyncExitStack() as stack:
+            await self._open(stack)
             steps = await self._train()
             await self._settle()
             if self.experiment.eval.after:
                 await self._evaluate(steps)
             await self._checkpoint(steps)
+            await self._export()
             self._metrics.emit({"event": "end", "step": steps, "seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()})
-        finally:
-            await self._close()
         return self._summary(steps, time.perf_counter() - begin)
 
-    async def _open(self) -> None:
-        """Open bank, manager, environments and metrics; restore the checkpoint when resuming."""
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Open bank, manager, environments and metrics, each closed by ``stack``; restore the checkpoint when resuming."""
         settings = self.experiment
         self.output.mkdir(parents=True, exist_ok=True)
+        self._open_bank(stack)
         self._metrics = Metrics(self.output / "metrics.jsonl", self._observer)
-        self._open_bank()
+        stack.callback(self._metrics.close)
+        self._episodes = Metrics(self.output / "episodes.jsonl")
+        stack.callback(self._episodes.close)
         self._tasks = TaskSource(settings.env, world_count(settings.env.id, settings.env.kwargs | settings.env.train), settings.seed)
         self._rollout = Rollout(
             settings.env,
@@ -99,13 +104,17 @@ class Trainer:
             slots=settings.actor.groups * settings.actor.group_size,
             search_and_ask=settings.actor.search_and_ask,
         )
+        stack.callback(self._rollout.close)
+        stack.push_async_callback(self._cancel_background)
         if self._restored is not None:
             await self._restore(*self._restored)
-        self._metrics.emit({"event": "start", "step": self._start, "steps": settings.run.steps, "recipe": settings.recipe, "seed": settings.seed})
+        self._metrics.emit(
+            {"event": "start", "step": self._start, "steps": settings.run.steps, "recipe": settings.recipe, "seed": settings.seed}
+        )
         if self._restored is None and settings.eval.before:
             await self._evaluate(0)
 
-    def _open_bank(self) -> None:
+    def _open_bank(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.experiment
         self._bank: ExperienceBank | None = None
         self._manager: ExperienceManager | None = None
@@ -114,14 +123,15 @@ class Trainer:
             return
         folder = self.output / "bank"
         if self._restored is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(self._restored[0] / "bank", folder)
+            _replace_bank(folder, self._restored[0] / "bank")
         elif settings.bank.path is not None:
-            with ExperienceBank(settings.bank.path, namespace=settings.bank.namespace, embedder=settings.bank.embedder, read_only=True) as source:
+            with ExperienceBank(
+                settings.bank.path, namespace=settings.bank.namespace, embedder=settings.bank.embedder, read_only=True
+            ) as source:
                 source.fork(folder).close()
-        self._bank = ExperienceBank(folder, namespace=settings.bank.namespace, embedder=settings.bank.embedder)
-        options = settings.bank.model_dump(exclude={"path", "namespace", "embedder"}) | {"seed": settings.seed}
-        self._manager = ExperienceManager(self._bank, self._make_extractor(), **options)
+        self._bank = stack.enter_context(ExperienceBank(folder, namespace=settings.bank.namespace, embedder=settings.bank.embedder))
+        options: dict[str, Any] = settings.bank.model_dump(exclude={"path", "namespace", "embedder"})
+        self._manager = stack.enter_context(ExperienceManager(self._bank, self._make_extractor(), seed=settings.seed, **options))
         self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
         self._manager.on_distillation = self._track.on_distillation
 
@@ -157,6 +167,7 @@ class Trainer:
         await self._consolidate(step)
         wall = time.perf_counter() - begin
         speed = (self._tokens() - tokens_before + update.sequence_tokens) / wall
+        self._episodes.emit({"event": "episodes", "step": step + 1, "rows": [_row(e) for e in episodes]})
         self._metrics.emit(self._step_event(step, episodes, update) | {"rollout_s": rollout_s, "step_s": wall, "tokens_per_s": speed})
 
     async def _consolidate(self, step: int) -> None:
@@ -258,12 +269,24 @@ class Trainer:
             await self._track.finish()
         await self.actor.save(draft / "actor")
         await self.extractor.save(draft / "extractor")
-        manifest: dict[str, Any] = {"recipe": self.experiment.recipe, "seed": self.experiment.seed, "experiment": self.experiment.model_dump(mode="json")}
+        manifest: dict[str, Any] = {
+            "recipe": self.experiment.recipe,
+            "seed": self.experiment.seed,
+            "experiment": self.experiment.model_dump(mode="json"),
+        }
         if self._bank is not None and self._track is not None:
             self._bank.fork(draft / "bank", keep_queue=True).close()
             manifest |= {"bank_commit": self._bank.head, "track": self._track.state_dict()}
         path = await asyncio.to_thread(self._store.commit, draft, step, manifest)
         self._metrics.emit({"event": "checkpoint", "step": step, "path": str(path)})
+
+    async def _export(self) -> None:
+        """Write the trained weights in Hugging Face format."""
+        settings = self.experiment
+        if settings.actor.train:
+            await self.actor.export(self.output / "actor")
+        if settings.extractor.enabled and settings.extractor.train:
+            await self.extractor.export(self.output / "extractor")
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
         await self.actor.load(folder / "actor")
@@ -272,16 +295,14 @@ class Trainer:
             self._track.load_state_dict(manifest["track"])
         self._start = int(manifest["step"])
         self._metrics.rewind(self._start)
+        self._episodes.rewind(self._start)
 
-    async def _close(self) -> None:
-        self._rollout.close()
+    async def _cancel_background(self) -> None:
         for task in self._background:
             task.cancel()
-        if self._manager is not None:
-            self._manager.close()
-        if self._bank is not None:
-            self._bank.close()
-        self._metrics.close()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._track is not None:
+            await self._track.finish()
 
     def _make_actor(self, temperature: float) -> ActorAgent:
         settings = self.experiment.actor
@@ -293,6 +314,7 @@ class Trainer:
             max_tokens=settings.max_tokens,
             constrain=settings.constrain,
             history=settings.history,
+            keep_first=settings.keep_first,
         )
 
     def _make_extractor(self) -> ExtractorAgent:
@@ -304,6 +326,7 @@ class Trainer:
             temperature=settings.temperature,
             top_p=settings.top_p,
             max_tokens=settings.max_tokens,
+            seed=self.experiment.seed,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -312,15 +335,15 @@ class Trainer:
         task.add_done_callback(self._background.discard)
 
     def _tokens(self) -> int:
-        return sum(getattr(getattr(runtime, "llm", runtime), "tokens_processed", 0) for runtime in (self.actor, self.extractor))
+        return self.actor.tokens_processed + self.extractor.tokens_processed
 
     def _summary(self, steps: int, seconds: float) -> dict[str, Any]:
         last = {v.arm: v for v in self._visits if v.step == steps}
         first = {v.arm: v for v in self._visits if v.step == 0}
         difference = compare(last["bank"], last["free"]).model_dump() if {"bank", "free"} <= last.keys() else None
         ratio = None
-        if "bank" in last and "bank" in first and steps:
-            ratio = float(last["bank"].later().mean() / max(first["bank"].later().mean(), 1e-9))
+        if "bank" in last and "bank" in first and steps and first["bank"].later().any():
+            ratio = float(last["bank"].later().mean() / first["bank"].later().mean())
         return {
             "evaluations": [v.event() for v in self._visits],
             "steps": steps,
@@ -329,7 +352,7 @@ class Trainer:
             "output": str(self.output),
             "ratio_later_visits": ratio,
             "difference": difference,
-            "files": {"metrics": str(self.output / "metrics.jsonl"), "bank": str(self.output / "bank"), "checkpoints": str(self._store.folder)},
+            "files": {name: str(self.output / name) for name in _FILES if (self.output / name).exists()},
         }
 
 
@@ -371,7 +394,20 @@ def _build(experiment: Experiment) -> Runtimes:
     return build_runtimes(experiment.model, experiment.extractor_model, optims, reference=experiment.actor.kl > 0)
 
 
+def _replace_bank(folder: Path, source: Path) -> None:
+    """Put the checkpoint's bank in place of the run's; refused while another process writes it."""
+    if folder.exists():
+        ExperienceBank(folder).close()
+        shutil.rmtree(folder)
+    shutil.copytree(source, folder)
+
+
+def _row(episode: Episode) -> dict[str, Any]:
+    """One line of the episode log."""
+    t = episode.trajectory
+    fields = {"task_id": t.task_id, "instance": t.instance, "group": t.group, "condition": t.condition.value, "seed": t.seed}
+    return fields | {"success": t.success, "reward": t.reward, "turns": len(t.turns), "uses": len(t.uses), "error": t.error}
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-

@@ -126,14 +126,17 @@ class ExperienceWrapper(TextWrapper):
     >>> import tempfile
     >>> from experiential.bank.bank import ExperienceBank
     >>> from experiential.envs.vault import VaultEnv
-    >>> with ExperienceBank(tempfile.mkdtemp(), embedder="hashing") as bank:
-    ...     _ = bank.add("Open the vault of Bitter Comet: pull the jade lever.")
-    ...     env = ExperienceWrapper(VaultEnv(), bank)
-    ...     _, info = env.reset(seed=1, options={"guided": False})
-    ...     free = info["experience"]
-    ...     env.close()
-    >>> free
+    >>> bank = ExperienceBank(tempfile.mkdtemp(), embedder="hashing")
+    >>> env = ExperienceWrapper(VaultEnv(worlds=1), bank)
+    >>> _, info = env.reset(seed=1)
+    >>> entry = bank.add(f"{info['task']} Its jade lever is live.")
+    >>> observation, info = env.reset(seed=2)
+    >>> "Its jade lever is live." in observation, info["experience"][0]["id"] == entry.id
+    (True, True)
+    >>> env.reset(seed=2, options={"guided": False})[1]["experience"]
     []
+    >>> env.close(), bank.close()
+    (None, None)
 
     Change log: v0.1.0 added.
 

@@ -1,0 +1,121 @@
+"""Does the extractor get better? Entries written early and late in one run, given to the same final actor.
+
+    python -m benchmarks.extractor_uplift RUN [--entries 60] [--seeds 6] [--results benchmarks/results/extractor_uplift.json]
+
+For each entry, the final actor plays the world that the entry was learned in, on fresh seeds, once with exactly this
+entry shown and once with nothing. The difference is the entry's uplift; actor and seeds are the same for early and
+late entries, so what differs is who wrote them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+import experiential  # noqa: F401  (registers the environments)
+from experiential.agents.actor import ActorAgent
+from experiential.bank.bank import ExperienceBank
+from experiential.config import Experiment
+from experiential.training.checkpoint import CheckpointStore
+from experiential.training.intervals import paired_difference
+from experiential.training.local import build_runtimes
+from experiential.training.rollout import Job, NoBank, Rollout, Task
+from experiential.training.tasks import episode_seed
+from experiential.training.trainer import prompt_set_name
+from experiential.types import Condition, Experience, Hit
+
+
+class OneEntry(NoBank):
+    """Finds the entry that belongs to the world asked about."""
+
+    def __init__(self) -> None:
+        self.entry: dict[str, Experience] = {}
+
+    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None) -> Any:
+        """The entry set for this task."""
+        return [Hit(experience=self.entry[query], score=1.0)]
+
+
+def written(bank: ExperienceBank, early: bool, count: int, seed: int) -> list[Experience]:
+    """Entries of the first or of the last fifth of the commits, as they were first written; a seeded draw of ``count``."""
+    commits = [c.id for c in bank.commits() if c.author != "human" and c.cause != "merge"]
+    share = max(1, len(commits) // 5)
+    chosen = set(commits[:share] if early else commits[-share:])
+    seen: dict[tuple[str, int], Experience] = {}
+    for commit in sorted(chosen):
+        for entry in bank.at(commit).entries():
+            if entry.provenance.commit == commit and entry.task:
+                seen[entry.id, entry.version] = entry
+    entries = list(seen.values())
+    random.Random(seed).shuffle(entries)
+    return entries[:count]
+
+
+async def uplift(experiment: Experiment, actor: Any, entries: Sequence[Experience], worlds: dict[str, int], seeds: int) -> dict[str, Any]:
+    """Success with and without each entry on its own world, shape (entries,) each, and the difference with its interval."""
+    manager = OneEntry()
+
+    def make() -> ActorAgent:
+        return ActorAgent(
+            actor, prompts=prompt_set_name(experiment.model), constrain=experiment.actor.constrain, max_tokens=experiment.actor.max_tokens
+        )
+
+    rollout = Rollout(experiment.env, experiment.env.train, manager, make, slots=64)
+    rates = np.zeros((2, len(entries)))
+    for i, entry in enumerate(entries):
+        manager.entry = {entry.task or "": entry}
+        jobs = [
+            Job(Task(episode_seed(77, i, s), f"{i}.{s}", {"world": worlds[entry.task or ""]}), condition, episode_seed(78, i, s))
+            for condition in (Condition.GUIDED, Condition.FREE)
+            for s in range(seeds)
+        ]
+        outcomes = [e.trajectory.success for e in await rollout.play(jobs)]
+        rates[:, i] = np.mean(outcomes[:seeds]), np.mean(outcomes[seeds:])
+    rollout.close()
+    return {"with": float(rates[0].mean()), "without": float(rates[1].mean()), "uplift": paired_difference(rates[0], rates[1]).model_dump()}
+
+
+async def study(run: Path, count: int, seeds: int) -> dict[str, Any]:
+    """Uplift of early and of late entries under the final actor, with examples of text."""
+    folder, manifest = CheckpointStore(run / "checkpoints").latest()
+    experiment = Experiment.model_validate(manifest["experiment"])
+    actor, extractor = build_runtimes(experiment.model, experiment.extractor_model, (experiment.actor.optim, experiment.extractor.optim))
+    await actor.load(folder / "actor")
+    env: Any = gym.make(experiment.env.id, disable_env_checker=True, **(experiment.env.kwargs | experiment.env.train)).unwrapped
+    worlds = {env.reset(seed=0, options={"world": w})[1]["task"]: w for w in env.worlds}
+    found: dict[str, Any] = {"run": str(run), "seeds": seeds}
+    with ExperienceBank(folder / "bank", namespace=experiment.bank.namespace, read_only=True) as bank:
+        for name, early in (("early", True), ("late", False)):
+            entries = written(bank, early, count, seed=0)
+            found[name] = await uplift(experiment, actor, entries, worlds, seeds)
+            found[name] |= {"entries": len(entries), "examples": [{"task": e.task, "text": e.text} for e in entries[:8]]}
+    actor.close()
+    extractor.close()
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--entries", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/extractor_uplift.json"))
+    options = parser.parse_args()
+    found = asyncio.run(study(options.run, options.entries, options.seeds))
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

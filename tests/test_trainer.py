@@ -1,0 +1,288 @@
+"""The trainer end to end on a small random model: what it writes, what it never touches, and what survives a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from experiential.bank.bank import ExperienceBank
+from experiential.config import EnvSettings, Experiment, OptimSettings
+from experiential.errors import BackendError, BankLockedError, CheckpointError
+from experiential.llm.base import Prompt, SamplingParams
+from experiential.llm.transformers import TransformersLLM
+from experiential.recipe import load_experiment
+from experiential.training.evaluate import Visits, compare
+from experiential.training.intervals import paired_difference, wilson
+from experiential.training.local import LocalRuntime
+from experiential.training.metrics import read_events
+from experiential.training.rollout import Episode
+from experiential.training.tasks import TaskSource
+from experiential.training.trainer import Trainer, actor_samples
+from experiential.types import Condition, Generation, Trajectory
+from tests.llm_tiny import tiny_random_model
+
+SMALL = (
+    "bank.embedder=hashing", "bank.retrieval.floor=0", "model.prompts=brief", "actor.groups=2", "actor.group_size=4", "run.steps=2",
+    "eval.worlds=3", "eval.visits=2", "extractor.batch_size=2", "extractor.max_tokens=24", "env.train={split: train, worlds: 6}",
+)  # fmt: skip
+
+
+class Scribe(LocalRuntime):
+    """A trainable policy whose free text is replaced by a valid lesson, so that a random model fills a bank."""
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
+        """The model's own choice among actions; otherwise a lesson, with the model's log-probabilities."""
+        if sampling is None or sampling.choices is None:
+            text = '<answer>[{"op":"add","text":"Pull the jade lever of this vault."}]</answer>'
+            sampling = (sampling or SamplingParams()).model_copy(update={"choices": (text,), "stop": ()})
+            made = await super().generate(prompt, sampling)
+            return made.model_copy(update={"allowed": None, "logprobs": tuple(-1.0 for _ in made.response_ids)})
+        return await super().generate(prompt, sampling)
+
+
+def policies(kind: type[LocalRuntime] = Scribe, lr: float = 1e-3) -> tuple[LocalRuntime, LocalRuntime]:
+    made: list[LocalRuntime] = []
+    lane = None
+    for name in ("actor", "extractor"):
+        model, tokenizer = tiny_random_model()
+        llm = TransformersLLM(model, tokenizer, lane=lane, name=name)
+        lane = llm.lane
+        made.append(kind(llm, OptimSettings(lr=lr), name=name))
+    return made[0], made[1]
+
+
+def experiment(recipe: str = "complementary", *overrides: str) -> Experiment:
+    return load_experiment(recipe, [*SMALL, *overrides])
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def weights(policy: LocalRuntime) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in policy.llm.model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("run")
+    runtimes = policies()
+    before = [weights(p).clone() for p in runtimes]
+    seen: list[dict[str, Any]] = []
+    settings = experiment("complementary", "run.steps=5", "run.drain=true", "run.checkpoint_every=2")
+    summary = Trainer(settings, folder, observer=seen.append, runtimes=runtimes).run()
+    yield {"folder": folder, "summary": summary, "events": seen, "before": before, "runtimes": runtimes}
+    for policy in runtimes:
+        policy.close()
+
+
+def test_weights_bank_loss_and_metrics_all_move(run: dict[str, Any]) -> None:
+    for policy, before in zip(run["runtimes"], run["before"], strict=True):
+        assert not torch.equal(weights(policy), before), policy.name
+    steps = [e for e in run["events"] if e["event"] == "step"]
+    assert [e["step"] for e in steps] == [1, 2, 3, 4, 5]
+    assert steps[-1]["entries"] >= 1
+    assert steps[-1]["extractor_updates"] >= 1
+    assert any(e["actor_grad_norm"] > 0 for e in steps)
+    assert all(e["step_s"] >= e["rollout_s"] > 0 for e in steps)
+
+
+def test_every_event_is_in_the_metrics_file(run: dict[str, Any]) -> None:
+    written = read_events(run["folder"] / "metrics.jsonl")
+    assert [e["event"] for e in written] == [e["event"] for e in run["events"]]
+    assert written[-1]["event"] == "end"
+
+
+def test_free_episodes_never_use_an_entry_and_guided_ones_do(run: dict[str, Any]) -> None:
+    rows = [row for e in read_events(run["folder"] / "episodes.jsonl") for row in e["rows"]]
+    assert sum(row["uses"] for row in rows if row["condition"] == "free") == 0
+    assert sum(row["uses"] for row in rows if row["condition"] == "guided") > 0
+
+
+def test_members_of_a_group_share_their_instance_and_split_in_halves(run: dict[str, Any]) -> None:
+    for event in read_events(run["folder"] / "episodes.jsonl"):
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in event["rows"]:
+            groups.setdefault(row["group"], []).append(row)
+        for members in groups.values():
+            assert len({row["instance"] for row in members}) == 1
+            assert [row["condition"] for row in members] == ["guided", "guided", "free", "free"]
+
+
+def test_evaluation_is_paired_and_leaves_the_training_bank_alone(run: dict[str, Any]) -> None:
+    evals = [e for e in run["events"] if e["event"] == "eval"]
+    assert [(e["step"], e["arm"]) for e in evals] == [(0, "free"), (0, "bank"), (5, "free"), (5, "bank")]
+    assert all([v["episodes"] for v in e["visits"]] == [3, 3] for e in evals)
+    folder = run["folder"] / "bank"
+    before = digest(folder)
+    with ExperienceBank(folder, read_only=True) as bank:
+        assert all("eval" not in (entry.provenance.instance or "") for entry in bank.entries())
+    assert digest(folder) == before
+
+
+def test_trained_weights_are_exported_as_a_loadable_folder(run: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(run["folder"] / "actor")
+    trained = run["runtimes"][0].llm.model
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trained.parameters(), strict=True))
+
+
+def test_grpo_has_no_bank_and_all_episodes_are_free(tmp_path: Path) -> None:
+    summary = Trainer(experiment("grpo"), tmp_path, runtimes=policies(LocalRuntime)).run()
+    assert not (tmp_path / "bank").exists()
+    assert {e["arm"] for e in summary["evaluations"]} == {"free"}
+    rows = [row for e in read_events(tmp_path / "episodes.jsonl") for row in e["rows"]]
+    assert {row["condition"] for row in rows} == {"free"}
+
+
+@pytest.mark.parametrize(("recipe", "still"), [("static-online", 1), ("exp-only", 0)])
+def test_a_frozen_policy_keeps_its_weights(tmp_path: Path, recipe: str, still: int) -> None:
+    runtimes = policies()
+    before = [weights(p).clone() for p in runtimes]
+    Trainer(experiment(recipe, "run.steps=3", "run.drain=true", "eval.before=false", "eval.after=false"), tmp_path, runtimes=runtimes).run()
+    assert torch.equal(weights(runtimes[still]), before[still])
+
+
+class Failing(LocalRuntime):
+    """Fails every third request."""
+
+    calls = 0
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
+        """A response, or a failure."""
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise BackendError("Expected an answer, got a broken pipe")
+        return await super().generate(prompt, sampling)
+
+
+def test_failing_episodes_are_counted_with_their_reason_and_end_nothing(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    Trainer(
+        experiment("complementary", "bank.retries=0", "eval.before=false", "eval.after=false"),
+        tmp_path,
+        observer=seen.append,
+        runtimes=policies(Failing),
+    ).run()
+    steps = [e for e in seen if e["event"] == "step"]
+    assert len(steps) == 2
+    assert sum(e["errors"] for e in steps) > 0
+    rows = [row for e in read_events(tmp_path / "episodes.jsonl") for row in e["rows"]]
+    assert any("broken pipe" in (row["error"] or "") for row in rows)
+
+
+def test_resume_plays_the_same_next_batches(tmp_path: Path) -> None:
+    """Stopped after two of four steps and resumed, a run plays the instances that an unbroken run plays."""
+
+    def instances(folder: Path) -> list[list[str]]:
+        return [[row["instance"] for row in e["rows"]] for e in read_events(folder / "episodes.jsonl")]
+
+    quiet = ("eval.before=false", "eval.after=false", "run.drain=true", "run.checkpoint_every=1")
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    Trainer(experiment("complementary", *quiet, "run.steps=4"), whole, runtimes=policies()).run()
+    Trainer(experiment("complementary", *quiet, "run.steps=2"), part, runtimes=policies()).run()
+    first = policies()
+    Trainer(experiment("complementary", *quiet, "run.steps=4"), part, resume=True, runtimes=first).run()
+    assert instances(part) == instances(whole)
+    versions = [e["actor_version"] for e in read_events(part / "metrics.jsonl") if e["event"] == "step"]
+    assert len(versions) == 4
+    assert versions == sorted(versions)
+    assert versions[-1] == first[0].version > 0
+
+
+def test_resume_needs_a_checkpoint_and_an_unlocked_bank(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="without --resume"):
+        Trainer(experiment(), tmp_path, resume=True, runtimes=policies())
+    Trainer(experiment("complementary", "eval.before=false", "eval.after=false"), tmp_path, runtimes=policies()).run()
+    with ExperienceBank(tmp_path / "bank") as bank:
+        entries = len(bank)
+        with pytest.raises(BankLockedError):
+            Trainer(experiment("complementary", "run.steps=3"), tmp_path, resume=True, runtimes=policies()).run()
+        assert len(bank) == entries
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
+    """kill -9 at seeded moments; every resume continues, and in the end all steps were played once, in order."""
+    model, tokenizer = tiny_random_model()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    command = [
+        sys.executable, "-m", "experiential.cli.train", "--recipe", "complementary", "--plain", "--output", str(tmp_path / "run"), *SMALL,
+        f"model.name={tmp_path / 'model'}", "run.steps=40", "run.checkpoint_every=1", "eval.before=false", "eval.after=false",
+    ]  # fmt: skip
+    rng = np.random.default_rng(0)
+    kills = 0
+    for _ in range(12):
+        resume = ["--resume"] if list((tmp_path / "run").glob("checkpoints/step-*")) else ["--overwrite"]
+        process = subprocess.Popen(
+            [*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        begin, limit = time.time(), 7 + rng.uniform(0, 6) if kills < 5 else 300
+        while process.poll() is None and time.time() - begin < limit:
+            time.sleep(0.05)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        _, errors = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, errors.decode()
+    assert process.returncode == 0
+    assert kills > 0
+    events = read_events(tmp_path / "run" / "episodes.jsonl")
+    assert [e["step"] for e in events] == list(range(1, 41))
+    expected = [task.seed for step in range(40) for task in TaskSource(EnvSettings(), 6, 0).tasks(step, 2)]
+    assert [row["seed"] for e in events for row in e["rows"][::4]] == expected
+
+
+def test_actor_samples_carry_the_advantages_and_weights_of_equation_5() -> None:
+    """Two guided (1, 0) and two free (1, 1) members: guided get +1 and -1 at weight 1/4, free get nothing."""
+    made = Generation(text="a", prompt_ids=(1, 2), response_ids=(3,), logprobs=(-0.5,))
+    members = [(Condition.GUIDED, 1.0), (Condition.GUIDED, 0.0), (Condition.FREE, 1.0), (Condition.FREE, 1.0)]
+    episodes = [Episode(Trajectory(task="t", group="g", condition=c, reward=r), (made,)) for c, r in members]
+    samples = actor_samples(episodes, "split")
+    assert [s.advantages for s in samples] == [pytest.approx((1.0,), abs=1e-4), pytest.approx((-1.0,), abs=1e-4)]
+    assert [s.weight for s in samples] == [0.25, 0.25]
+    pooled = actor_samples(episodes, "pooled")
+    assert [round(s.advantages[0], 3) for s in pooled] == [0.577, -1.732, 0.577, 0.577]
+
+
+def test_worlds_change_by_schedule() -> None:
+    changes = ({"step": 2, "worlds": 4, "changed": 2, "era": 1},)
+    source = TaskSource(EnvSettings.model_validate({"changes": changes}), 4, seed=0)
+    before = {t.options["world"]: t.options.get("era", 0) for t in source.tasks(1, 4)}
+    after = {t.options["world"]: t.options.get("era", 0) for t in source.tasks(2, 4)}
+    assert before == {0: 0, 1: 0, 2: 0, 3: 0}
+    assert after == {0: 1, 1: 1, 2: 0, 3: 0}
+
+
+def test_intervals_by_hand() -> None:
+    """Wilson for 8 of 10: centre (0.8 + 0.19207)/1.38415 = 0.7167, half width 0.2267."""
+    interval = wilson(8, 10)
+    assert (round(interval.low, 4), round(interval.high, 4)) == (0.4902, 0.9433)
+    difference = paired_difference(np.array([1.0, 1.0, 1.0]), np.array([0.0, 0.0, 0.0]))
+    assert (difference.mean, difference.low, difference.high) == (1.0, 1.0, 1.0)
+    bank = Visits(arm="bank", step=1, outcomes=((False, True, True), (False, True, False)))
+    free = Visits(arm="free", step=1, outcomes=((False, False, False), (True, False, False)))
+    assert compare(bank, free).mean == 0.75
+    assert [r.mean for r in bank.rates()] == [0.0, 1.0, 0.5]
+
+
+def test_a_metrics_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"event": "step", "step": 1}) + '\n{"event": "st')
+    assert read_events(path) == [{"event": "step", "step": 1}]
