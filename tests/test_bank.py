@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from importlib.util import find_spec
 
 import numpy as np
 import pytest

@@ -333,3 +333,11 @@ def test_bad_arguments_are_refused_at_once():
         TransformersLLM(MODEL)
     with pytest.raises(ValueError, match="max_batch"):
         TransformersLLM(MODEL, TOKENIZER, max_batch=0)
+
+
+async def test_a_beginning_that_prompts_share_is_forwarded_once(llm: TransformersLLM) -> None:
+    system = prompt(1, 120)
+    prompts = [system + prompt(10 + i, 20 + i) for i in range(6)]
+    assert_exact(await many(llm, prompts, [SamplingParams(max_tokens=1, seed=i) for i in range(6)]))
+    assert llm.stats.forwarded_tokens == 120 + sum(20 + i for i in range(6))
+    assert llm.stats.forwards == 2

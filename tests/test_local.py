@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -132,3 +133,50 @@ async def test_a_conversation_kept_whole_is_one_sample() -> None:
     assert len(samples) == 2
     assert len(samples[0].positions) == len(first.response_ids) + len(second.response_ids)
     assert sum(s.weight for s in samples) == pytest.approx(0.5)
+
+
+async def group(policy: LocalRuntime) -> list[Sample]:
+    """Two groups of responses to long prompts, of different lengths, free and constrained."""
+    sampling = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((3, 1.0), (7, 0.7), (12, 1.0), (5, 1.3))]
+    sampling.append(SamplingParams(choices=CHOICES, seed=1))
+    prompts = [[3 + (7 * i + k) % 300 for i in range(40 + 9 * k)] for k in range(2)]
+    found = await asyncio.gather(*(policy.generate(p, s) for p in prompts for s in sampling))
+    return [sample_from_generation(g, (-1.0) ** i * (1 + i), weight=0.1) for i, g in enumerate(found)]
+
+
+def gradients(policy: LocalRuntime) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in policy._parameters if p.grad is not None])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["ppo", "cispo"])
+async def test_branched_rows_give_the_gradients_of_plain_rows_at_less_cost(attention: str, kind: Literal["ppo", "cispo"]) -> None:
+    found, forwarded = [], []
+    samples: list[Sample] = []
+    for branching in (True, False):
+        policy = runtime(lr=0.1)
+        policy.optim = OptimSettings(lr=0.1, max_grad_norm=1e9)
+        policy.llm.model.set_attn_implementation(attention)
+        if not branching:
+            policy._branching = False
+        samples = samples or await group(policy)
+        stats = await policy.train(samples, LossSettings(kind=kind))
+        found.append(gradients(policy))
+        forwarded.append(stats.forwarded_tokens)
+    assert forwarded[0] < 0.5 * forwarded[1]
+    assert found[1].abs().max() > 1e-2
+    assert torch.allclose(found[0], found[1], atol=1e-5, rtol=1e-4)
+
+
+async def test_a_model_that_ignores_masks_of_its_own_gets_plain_rows() -> None:
+    policy, other = runtime(), runtime()
+    forward = policy.llm.model.model.forward
+
+    def causal_only(input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None = None) -> object:
+        return forward(input_ids=input_ids, attention_mask=attention_mask if attention_mask.ndim == 2 else None, position_ids=position_ids)
+
+    samples = await group(other)
+    policy.llm.model.model.forward = causal_only
+    plain, branched = await policy.train(samples, LossSettings()), await other.train(samples, LossSettings())
+    assert plain.forwarded_tokens > 2 * branched.forwarded_tokens
+    assert plain.loss == pytest.approx(branched.loss, abs=1e-5)

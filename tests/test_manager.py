@@ -283,9 +283,11 @@ def test_no_more_than_distill_workers_run_at_once(bank):
 
     extractor = Crowd()
     with ExperienceManager(bank, extractor, distill_workers=3) as manager:
+        manager.pause()
         for trajectory in trajectories(12):
             manager.submit(trajectory)
-        manager.drain(timeout=10)
+        manager.resume()
+        manager.drain(timeout=60)
     assert 1 < extractor.most <= 3
 
 

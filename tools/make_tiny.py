@@ -28,6 +28,9 @@ PROMPT_WEIGHT = 0.1
 """Weight of the loss on text the model reads, beside 1 on text it should say."""
 
 
+COPY_STEPS, COPY_TOKENS = 1000, 2400
+
+
 def build_tokenizer(texts: list[str]) -> Any:
     """A byte-level BPE tokenizer trained on ``texts``, as a transformers tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -98,19 +101,15 @@ def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     steps = int(epochs * len(spans) / batch)
     begin = time.time()
+    for step, loss in enumerate(_copy_losses(model, len(tokenizer), seed, device)):
+        _update(model, optimizer, loss, lr * min(1.0, (step + 1) / 100))
+        _report("copy", step, COPY_STEPS, loss, begin)
     for step, chosen in zip(range(steps), batches(spans, batch, seed), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps)))
         loss = _loss(model, ids, said, chosen, device)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        _update(model, optimizer, loss, lr * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps))))
         if step and step % 500 == 0:
             _save(model, tokenizer, folder)
-        if step % 100 == 0:
-            sys.stdout.write(f"step {step}/{steps} loss {float(loss.detach()):.3f} {time.time() - begin:.0f} s\n")
-            sys.stdout.flush()
+        _report("corpus", step, steps, loss, begin)
     _save(model, tokenizer, folder)
     note = {
         "seed": seed,
@@ -129,6 +128,39 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict={name: value.half() for name, value in model.state_dict().items()})
     tokenizer.save_pretrained(folder)
+
+
+def _update(model: Any, optimizer: Any, loss: Any, lr: float) -> None:
+    """One optimiser step at rate ``lr``."""
+    import torch
+
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _report(stage: str, step: int, steps: int, loss: Any, begin: float) -> None:
+    if step % 100 == 0:
+        sys.stdout.write(f"{stage} {step}/{steps} loss {float(loss.detach()):.3f} {time.time() - begin:.0f} s\n")
+        sys.stdout.flush()
+
+
+def _copy_losses(model: Any, vocabulary: int, seed: int, device: str) -> Iterator[Any]:
+    """Losses of random token strings said twice: heads that copy form here in minutes, and in the corpus alone in hours."""
+    import torch
+
+    rng = np.random.default_rng(seed)
+    for _ in range(COPY_STEPS):
+        length = int(rng.integers(6, 40))
+        first = rng.integers(3, vocabulary, size=(COPY_TOKENS // (2 * length + 4), length))
+        frame = np.tile(np.array([[1, 2]]), (len(first), 1))
+        tokens = torch.from_numpy(np.concatenate([frame, first, frame, first], axis=1)).to(device)
+        with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
+            logits = model(input_ids=tokens).logits[:, length + 3 : -1]
+        yield torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, length + 4 :].flatten())
 
 
 def batches(spans: np.ndarray, size: int, seed: int) -> Iterator[np.ndarray]:

@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar, overload
 import numpy as np
 from pydantic import ValidationError
 
-from experiential.bank.answer import Answer
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.consolidate import merge_group, related_groups
 from experiential.bank.queue import DeadLetter
@@ -22,7 +21,7 @@ from experiential.bank.view import checked_queries
 from experiential.config import BankSettings
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
 from experiential.sync import EventLoopThread
-from experiential.types import Distillation, Experience, Generation, Hit, Trajectory, Use
+from experiential.types import Answer, Distillation, Experience, Generation, Hit, Trajectory, Use
 
 T = TypeVar("T")
 _LONGEST_BACKOFF = 30.0

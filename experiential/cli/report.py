@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiential.errors import ConfigError
+from experiential.training import metrics
 from experiential.training.intervals import Interval, paired_difference, wilson
 
 Event = Mapping[str, Any]
@@ -22,23 +22,15 @@ ARMS = {"bank": "with the bank", "free": "without"}
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Events of a run, in order; a last line cut short by a crash is ignored.
+    """Events of the run in ``folder``, in order.
 
     Raises:
-        ConfigError: the folder holds no run, or a line other than the last is damaged.
+        ConfigError: the folder holds no run, or its metrics are damaged.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
         raise ConfigError(f"Expected the folder of a run with {METRICS_FILE}, got {folder}")
-    lines = path.read_text("utf-8").splitlines()
-    events: list[Event] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ConfigError(f"Expected JSON in line {number} of {path}, got: {error}") from error
-    return events
+    return metrics.read_events(path)
 
 
 def evaluations(events: Iterable[Event]) -> list[Event]:

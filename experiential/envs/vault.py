@@ -8,6 +8,8 @@ same world can use what an earlier one found out.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from functools import lru_cache
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -38,11 +40,20 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _names(split: Split) -> list[str]:
-    """All world names of a split in a fixed shuffled order; the three splits share no name."""
+@lru_cache
+def _names(split: Split) -> tuple[str, ...]:
+    """All world names of a split, in an order that repeats words as late as possible; the three splits share no name."""
     share = {"corpus": (0, 1), "train": (2, 3), "eval": (4, 5)}[split]
-    pairs = [f"{a} {b}" for a in _FIRST for b in _SECOND]
-    return sorted((p for p in pairs if _digest(f"split:{p}") % 6 in share), key=lambda p: _digest(f"order:{p}"))
+    pairs = sorted(((a, b) for a in _FIRST for b in _SECOND), key=lambda pair: _digest(f"order:{pair}"))
+    left = [pair for pair in pairs if _digest(f"split:{pair}") % 6 in share]
+    used: Counter[str] = Counter()
+    names: list[str] = []
+    while left:
+        pair = min(left, key=lambda p: max(used[p[0]], used[p[1]]))
+        left.remove(pair)
+        used.update(pair)
+        names.append(" ".join(pair))
+    return tuple(names)
 
 
 class VaultEnv(gym.Env[str, str]):

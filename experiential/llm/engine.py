@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from experiential.llm.sampling import draw_tokens
 
 _LONGEST_WAIT = 10
 """Requests wait for others at most this many times ``batch_wait``."""
+_SHARING = 256
+"""Prompt tokens that a forward of the common beginning alone must save, to be worth being one forward more."""
 
 
 @dataclass(eq=False)
@@ -162,7 +165,7 @@ class Engine:
         for request in track.joining:
             distinct.setdefault(request.prefix, []).append(request)
         arrays = [np.array(prefix, dtype=np.int64) for prefix in distinct]
-        matches = [self._cache.match(ids) for ids in arrays]
+        matches = self._matches(arrays)
         members = list(distinct.values())
         for chunk in self._forward.plan([len(ids) - matched for ids, (matched, _) in zip(arrays, matches, strict=True)]):
             block, logits = self._forward.prefill([arrays[i] for i in chunk], [matches[i] for i in chunk])
@@ -170,6 +173,17 @@ class Engine:
                 self._remember(arrays[i], block, row)
             self._accept_first(track, block, logits, [members[i] for i in chunk])
         track.joining = []
+
+    def _matches(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Any]]:
+        """What the cache holds of each prompt, once it holds the beginning that all share (a system prompt) if that pays."""
+        matches = [self._cache.match(ids) for ids in prompts]
+        shared = _common_prefix(prompts)
+        saved = sum(shared - matched for matched, _ in matches if matched < shared) - shared
+        if saved < _SHARING or shared > self._cache.max_tokens:
+            return matches
+        block, _ = self._forward.prefill([prompts[0][:shared]], [self._cache.match(prompts[0][:shared])])
+        self._remember(prompts[0][:shared], block, 0)
+        return [self._cache.match(ids) for ids in prompts]
 
     def _accept_first(self, track: _Track, block: KVBlock, logits: Tensor, members: Sequence[Sequence[Request]]) -> None:
         requests = [request for group in members for request in group]
@@ -237,6 +251,13 @@ class Engine:
         scores = scores.masked_fill(to_tensor(barred, scores.device), -torch.inf)
         index, logprobs = _draw(scores, requests)
         _accept(requests, tokens[np.arange(len(requests)), index.numpy()], logprobs)
+
+
+def _common_prefix(prompts: Sequence[NDArray[np.int64]]) -> int:
+    """Length of the beginning that all prompts share."""
+    width = min(map(len, prompts))
+    differ = np.flatnonzero((np.stack([ids[:width] for ids in prompts]) != prompts[0][:width]).any(axis=0))
+    return int(differ[0]) if len(differ) else width
 
 
 def _draw(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:

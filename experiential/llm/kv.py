@@ -101,9 +101,12 @@ class KVBlock:
         return self._filled()[:, row].index_select(2, columns)
 
     def select(self, rows: Sequence[int]) -> KVBlock:
-        """A new block of these rows, in this order; a row may be repeated."""
-        index = torch.tensor(rows, device=self.mask.device)
-        return KVBlock(self.layers, self.mask.index_select(0, index), self._filled()[..., : self.length, :].index_select(1, index))
+        """A new block of these rows, in this order, with room for more columns; a row may be repeated."""
+        data = self._filled()
+        chosen = data.new_empty((data.shape[0], len(rows), data.shape[2], self.length + _SLACK, data.shape[4]))
+        for row, source in enumerate(rows):
+            chosen[:, row, :, : self.length] = data[:, source, :, : self.length]
+        return KVBlock(self.layers, self.mask[list(rows)], chosen)
 
     def drop(self, row: int) -> None:
         """Remove a row in place: the last row takes its slot."""

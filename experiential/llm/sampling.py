@@ -31,7 +31,7 @@ def draw_tokens(scores: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     mass = logprobs.double().exp().cumsum(dim=-1)
     target = (uniform * mass[:, -1]).unsqueeze(1)
     drawn = torch.searchsorted(mass, target, right=True).squeeze(1).clamp(max=scores.shape[1] - 1)
-    index = torch.where(greedy, scores.argmax(dim=-1), drawn)
+    index = torch.where(greedy, scores.argmax(dim=-1), drawn) if bool(greedy.any()) else drawn
     return index, logprobs.gather(1, index.unsqueeze(1)).squeeze(1)
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class LocalRuntime(PolicyRuntime):
         self._model: Any = llm.model
         self._parameters = _trainable(self._model, llm.adapter)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+        self._branching: bool | None = None
         self._reference: list[torch.Tensor] | None = None
         if reference and llm.adapter is None:
             self._reference = [p.detach().clone() for p in self._parameters]
@@ -96,11 +98,15 @@ class LocalRuntime(PolicyRuntime):
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         begin = time.perf_counter()
-        stats = TrainStats(samples=len(samples), tokens=sum(len(s.positions) for s in samples), sequence_tokens=sum(len(s.tokens) for s in samples))
+        stats = TrainStats(
+            samples=len(samples), tokens=sum(len(s.positions) for s in samples), sequence_tokens=sum(len(s.tokens) for s in samples)
+        )
         self._activate(training=True)
         generator = torch.Generator().manual_seed(loss.seed)
         for epoch in range(loss.epochs):
-            order = torch.randperm(len(samples), generator=generator).tolist() if epoch or loss.mini_batches > 1 else list(range(len(samples)))
+            order = (
+                torch.randperm(len(samples), generator=generator).tolist() if epoch or loss.mini_batches > 1 else list(range(len(samples)))
+            )
             parts = _split(order, loss.mini_batches)
             for part in parts:
                 self._step([replace(samples[i], weight=samples[i].weight * len(parts)) for i in part], loss, stats)
@@ -116,7 +122,7 @@ class LocalRuntime(PolicyRuntime):
         """One optimiser step, its gradient accumulated over micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         total = sum(len(s.positions) for s in samples)
-        for rows in micro_batches(pack(samples), self.optim.tokens_per_micro_batch):
+        for rows in micro_batches(pack(samples, parity=self._parity()), self.optim.tokens_per_micro_batch):
             value, metrics, share = self._loss(rows, samples, loss, total)
             value.backward()
             stats.loss += float(value.detach())
@@ -131,6 +137,15 @@ class LocalRuntime(PolicyRuntime):
         stats.grad_norm += float(norm)
         stats.updates += 1
         self.llm.weights_changed(self.version + 1)
+
+    def _parity(self) -> int:
+        """Row length at which attention costs as much as all else, or 0 if rows must not branch.
+
+        Counted in operations that is 6 d for a transformer of width d; measured on CPUs, where attention is the slower kind, 4 d.
+        """
+        if self._branching is None:
+            self._branching = _branches(self._model)
+        return 4 * _base(self._model).config.hidden_size if self._branching else 0
 
     def _loss(self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int) -> tuple[torch.Tensor, dict[str, float], float]:
         members = [samples[i] for row in rows for i in row.samples]
@@ -160,17 +175,12 @@ class LocalRuntime(PolicyRuntime):
     def _logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
         """Log-probability of every trained token of the rows' samples, in the order of ``rows``, shape (n,)."""
         device = next(self._model.parameters()).device
-        width = max(len(r.tokens) for r in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        mask = torch.zeros(len(rows), width, dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
-            mask[i, : len(row.tokens)] = 1
-        wanted = [(i, p - 1) for i, row in enumerate(rows) for m in row.samples for p in samples[m].positions]
+        places = [(i, m, path) for i, row in enumerate(rows) for m, path in zip(row.samples, row.paths, strict=True)]
+        wanted = [(i, path[p - 1]) for i, m, path in places for p in samples[m].positions]
         unique: dict[tuple[int, int], int] = {}
         where = [unique.setdefault(key, len(unique)) for key in wanted]
         picks = torch.tensor(list(unique), device=device)
-        logits = _logits(self._model, ids.to(device), mask.to(device), picks)
+        logits = _logits(self._model, _inputs(rows, device, _base(self._model).dtype), picks)
         members = [samples[m] for row in rows for m in row.samples]
         return _token_logprobs(logits[torch.tensor(where, device=device)], members)
 
@@ -263,17 +273,68 @@ def _check(sample: Sample) -> None:
     if len(sample.logprobs) != n or len(sample.advantages) != n or (sample.allowed and len(sample.allowed) != n):
         raise ValueError(f"Expected {n} log-probabilities, advantages and constraints, one per position, got other lengths")
     if min(sample.positions) < 1 or max(sample.positions) >= len(sample.tokens):
-        raise ValueError(f"Expected positions between 1 and {len(sample.tokens) - 1}, got {min(sample.positions)} to {max(sample.positions)}")
+        raise ValueError(
+            f"Expected positions between 1 and {len(sample.tokens) - 1}, got {min(sample.positions)} to {max(sample.positions)}"
+        )
 
 
-def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+def _base(model: Any) -> Any:
+    """The causal language model inside a peft wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _inputs(rows: Sequence[Row], device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What the model takes for these rows, padded on the right: plain causal attention where no row branches, else along paths only."""
+    width = max(len(r.tokens) for r in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
+    if not any(row.branched for row in rows):
+        mask = torch.arange(width) < torch.tensor([len(r.tokens) for r in rows])[:, None]
+        return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
+    positions = torch.zeros(len(rows), width, dtype=torch.long)
+    visible = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)  # padding sees itself: a softmax over nothing is not a number
+    for i, row in enumerate(rows):
+        n = len(row.tokens)
+        positions[i, :n] = torch.tensor(row.positions())
+        visible[i, :n, :n] = torch.tensor(row.visible())
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+    return {"input_ids": ids.to(device), "attention_mask": mask[:, None].to(device), "position_ids": positions.to(device)}
+
+
+@torch.no_grad()
+def _branches(model: Any) -> bool:
+    """Whether the model computes branched rows as it does plain ones, found by trying.
+
+    Not all do: some attention kernels take no mask of their own, and some models make positions themselves.
+    """
+    base = _base(model)
+    if base.config._attn_implementation not in ("sdpa", "eager") or "position_ids" not in signature(base.base_model.forward).parameters:
+        return False
+    paths = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
+    tokens = tuple(t % base.get_input_embeddings().num_embeddings for t in (11, 23, 31, 41, 53, 61, 73))
+    row = Row(tokens, (0, 1), paths)
+    alone = [Row(tuple(tokens[i] for i in path), (0,), (tuple(range(len(path))),)) for path in paths]
+    training, device = base.training, next(base.parameters()).device
+    base.eval()
+    try:
+        together = base.base_model(**_inputs([row], device, base.dtype)).last_hidden_state[0, [*paths[0], *paths[1]]].float()
+        apart = base.base_model(**_inputs(alone, device, base.dtype)).last_hidden_state.flatten(0, 1).float()
+    except (RuntimeError, ValueError, TypeError, IndexError):  # a model that refuses such a mask
+        return False
+    finally:
+        base.train(training)
+    return bool((together - apart).abs().max() <= 10 * torch.finfo(base.dtype).eps ** 0.75 * apart.abs().max())
+
+
+def _logits(model: Any, inputs: dict[str, torch.Tensor], picks: torch.Tensor) -> torch.Tensor:
     """Logits in float32 at (row, position) ``picks`` of shape (m, 2) only: the head never sees the other positions."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     config = base.config
     if any(getattr(config, name, None) not in (None, 1, 1.0) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")):
-        full = model(input_ids=ids, attention_mask=mask).logits
+        full = model(**inputs).logits
         return full[picks[:, 0], picks[:, 1]].float()
-    hidden = base.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+    hidden = base.base_model(**inputs).last_hidden_state
     return base.get_output_embeddings()(hidden[picks[:, 0], picks[:, 1]]).float()
 
 
@@ -282,7 +343,7 @@ def _token_logprobs(logits: torch.Tensor, members: list[Sample]) -> torch.Tensor
     device = logits.device
     temperatures = torch.tensor([s.temperature for s in members for _ in s.positions], device=device)
     tokens = torch.tensor([s.tokens[p] for s in members for p in s.positions], device=device)
-    scaled = logits / temperatures[:, None]
+    scaled = logits / temperatures[:, None] if any(s.temperature != 1.0 for s in members) else logits
     sets = [a for s in members for a in (s.allowed or ((),) * len(s.positions))]
     rows = [i for i, a in enumerate(sets) for _ in a]
     if rows:
@@ -291,7 +352,7 @@ def _token_logprobs(logits: torch.Tensor, members: list[Sample]) -> torch.Tensor
         blocked[[i for i, a in enumerate(sets) if a]] = True
         blocked[rows, columns] = False
         scaled = scaled.masked_fill(blocked, float("-inf"))
-    return scaled.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, dim=1)
+    return torch.log_softmax(scaled, dim=1).gather(1, tokens[:, None])[:, 0]
 
 
 def _split(order: list[int], parts: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import resource
 import sys
@@ -10,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from experiential.errors import ConfigError
 
 Observer = Callable[[dict[str, Any]], None]
 
@@ -44,11 +45,19 @@ class Metrics:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a metrics file; a last line that a kill cut off is left out."""
+    """The events of a metrics file, in order; a last line that a kill cut off is left out.
+
+    Raises:
+        ConfigError: a line before the last is damaged.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
     events: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+    for number, line in enumerate(lines, 1):
+        try:
             events.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ConfigError(f"Expected JSON in line {number} of {path}, got: {error}") from error
     return events
 
 

@@ -1,8 +1,8 @@
-"""Which forward passes a batch needs: samples that share a prefix share its computation.
+"""Packing of samples into forward passes, so that no prefix is computed twice that could be computed once.
 
-Under causal attention the hidden state at a position depends on the tokens up to it only. So a sample whose needed
-tokens are a prefix of another's is read off the other's forward pass, and equal prompts cost one pass however many
-responses were drawn from them.
+The inputs of all samples form a forest: members of a group share their prompt, turns of an episode continue one another.
+A `Row` is a part of it laid out in one sequence, branch after branch; with positions counted along each path and attention
+to the path alone, every token sees exactly what it would see in a row of its own, and so gets the same gradient.
 """
 
 from __future__ import annotations
@@ -10,32 +10,64 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from experiential.training.runtime import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One forward pass: token ids and the indices of the samples that are read off it."""
+    """One forward pass: token ids, the indices of the samples read off it, and where in it each sample's inputs lie."""
 
     tokens: tuple[int, ...]
     samples: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]
+
+    @property
+    def branched(self) -> bool:
+        """Whether some path is not the row's beginning, so that plain causal attention would be wrong."""
+        return any(path[-1] != len(path) - 1 for path in self.paths)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Position of each token in its own sequence, shape (n,)."""
+        positions = np.zeros(len(self.tokens), dtype=np.int64)
+        for path in set(self.paths):
+            positions[list(path)] = np.arange(len(path))
+        return positions
+
+    def visible(self) -> NDArray[np.bool_]:
+        """Whether token i attends to token j: j is i itself or stands before it on a path, shape (n, n)."""
+        seen = np.zeros((len(self.tokens), len(self.tokens)), dtype=np.bool_)
+        for path in set(self.paths):
+            seen[np.ix_(path, path)] |= np.tri(len(path), dtype=np.bool_)
+        return seen
 
 
-def pack(samples: Sequence[Sample]) -> list[Row]:
-    """Fewest rows that hold every sample's inputs ``tokens[:last position]``, longest first.
+def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
+    """Rows that hold every sample's inputs ``tokens[:last position]``, longest first.
 
-    Sorted lexicographically, a sequence stands before its extensions, so one backward pass finds what contains what.
+    Sorted lexicographically, a sequence stands right before its extensions and beside those it shares most with, so one
+    backward pass finds what to share with what. A sequence that only shares a beginning with its neighbour branches off
+    its row where that computes less than a row of its own, each row of n tokens costing n + n^2 / parity.
+
+    Args:
+        samples: what to pack.
+        parity: row length at which attention costs as much as all else; 0 keeps every row one unbranched sequence.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
         members.setdefault(sample.tokens[: max(sample.positions)], []).append(index)
-    rows: list[Row] = []
+    rows: list[_Tree] = []
+    last: tuple[int, ...] = ()
     for tokens in sorted(members, reverse=True):
-        if rows and rows[-1].tokens[: len(tokens)] == tokens:
-            rows[-1] = Row(rows[-1].tokens, rows[-1].samples + tuple(members[tokens]))
-        else:
-            rows.append(Row(tokens, tuple(members[tokens])))
-    return sorted(rows, key=lambda row: -len(row.tokens))
+        shared = _common(last, tokens)
+        if not rows or not (shared == len(tokens) or _worthwhile(len(rows[-1].tokens), len(tokens), shared, parity)):
+            rows.append(_Tree([], [], []))
+            shared = 0
+        rows[-1].grow(tokens, shared, members[tokens])
+        last = tokens
+    return sorted((tree.row() for tree in rows), key=lambda row: -len(row.tokens))
 
 
 def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
@@ -51,3 +83,36 @@ def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
         width = widest
     if batch:
         yield batch
+
+
+@dataclass(slots=True)
+class _Tree:
+    """A row that is still growing."""
+
+    tokens: list[int]
+    samples: list[int]
+    paths: list[tuple[int, ...]]
+
+    def grow(self, tokens: tuple[int, ...], shared: int, samples: Sequence[int]) -> None:
+        """Append what follows the first ``shared`` tokens, which the path added last begins with."""
+        new = range(len(self.tokens), len(self.tokens) + len(tokens) - shared)
+        trunk = self.paths[-1][:shared] if shared else ()
+        self.tokens += tokens[shared:]
+        self.samples += samples
+        self.paths += [(*trunk, *new)] * len(samples)
+
+    def row(self) -> Row:
+        return Row(tuple(self.tokens), tuple(self.samples), tuple(self.paths))
+
+
+def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+
+
+def _worthwhile(width: int, tokens: int, shared: int, parity: int) -> bool:
+    """Whether a row of ``width`` grows at less cost than a row of ``tokens`` has on its own."""
+    if not parity or not shared:
+        return False
+    new = tokens - shared
+    return new + ((width + new) ** 2 - width**2) / parity < tokens + tokens**2 / parity
