@@ -7,7 +7,8 @@
 A step is one rollout (``prompts`` x ``group-size`` sampled responses), one reward per response, group-normalised advantages
 and one AdamW step on the clipped GRPO loss without a KL term, in float32; full weights, or with ``--lora`` rank 8 adapters
 on all linear layers. Each side is a process of its own that waits for its turn, so steps alternate and a noisy machine
-disturbs both alike; the first step of each is warm-up and left out.
+disturbs both alike; the first step of each is warm-up and left out. Every step also notes its process's CPU seconds (``cpu``):
+a step whose wall time is far above them (times the threads) was held up by something else.
 
 The prompts are first and second turns of Vault and FrozenLake episodes, new ones every step, through the model's chat
 template. ``tokens`` are the prompt and response tokens of all responses, counted once for the rollout and once for the
@@ -19,7 +20,8 @@ update, on both sides alike, whatever a side really computes. Two scenarios:
   TRL cannot choose among strings and generates 8 tokens, enough for most of them. Compared in responses per second.
 
 TRL runs as its documentation has it without vLLM, but without gradient checkpointing, logging and checkpoints, and with
-``--trl-micro-batch`` responses per forward of its update: of 4, 8, 16 and all at once, 8 was as fast as any on a CPU.
+``--trl-micro-batch`` responses per forward of its update: of 4, 8, 16 and all at once, tried in one run each on a CPU,
+none was clearly faster than 8.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ async def local_step(runtime: Any, prompts: list[dict[str, Any]], job: dict[str,
     from experiential.training.runtime import LossSettings, sample_from_generation
 
     size = job["group_size"]
-    begin = time.perf_counter()
+    begin, spent = time.perf_counter(), time.process_time()
     sampling = [SamplingParams(max_tokens=job["new_tokens"], choices=tuple(p["actions"]) if job["choose"] else None) for p in prompts]
     calls = [runtime.generate(p["messages"], s) for p, s in zip(prompts, sampling, strict=True) for _ in range(size)]
     generations = await asyncio.gather(*calls)
@@ -103,7 +105,7 @@ async def local_step(runtime: Any, prompts: list[dict[str, Any]], job: dict[str,
     end = time.perf_counter()
     prompt, response = sum(len(g.prompt_ids) for g in generations), sum(len(g.response_ids) for g in generations)
     found = {"responses": len(generations), "prompt": prompt, "response": response, "forwarded": stats.forwarded_tokens}
-    return found | {"rollout": middle - begin, "update": end - middle, "grad_norm": stats.grad_norm}
+    return found | {"rollout": middle - begin, "update": end - middle, "cpu": time.process_time() - spent, "grad_norm": stats.grad_norm}
 
 
 def work_trl(job: dict[str, Any]) -> None:
@@ -134,11 +136,11 @@ def work_trl(job: dict[str, Any]) -> None:
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             await_turn()
-            seen["begin"] = time.perf_counter()
+            seen["begin"], seen["spent"] = time.perf_counter(), time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            total = time.perf_counter() - seen.pop("begin")
-            answer(**seen, update=total - seen["rollout"])
+            total, cpu = time.perf_counter() - seen.pop("begin"), time.process_time() - seen.pop("spent")
+            answer(**seen, update=total - seen["rollout"], cpu=cpu)
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -239,7 +241,8 @@ def measure(options: argparse.Namespace, model: str, *, choose: bool) -> dict[st
         workers = [Worker(name, python, job, Path(folder)) for name, python in pythons.items()]
         for step in range(options.steps + 1):
             for worker in workers if step % 2 else reversed(workers):
-                steps[worker.name].append(worker.step())
+                steps[worker.name].append(found := worker.step())
+                sys.stderr.write(f"{worker.name} step {step}: {json.dumps(found)}\n")  # an interrupted run is not lost
         for worker in workers:
             worker.close()
     steps = {name: records[1:] for name, records in steps.items()}

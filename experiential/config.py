@@ -106,6 +106,7 @@ class ExtractorSettings(Settings):
     cooldown: int = Field(default=1, ge=0, description="delta of eq. 7, in training steps")
     decay: float = Field(default=0.5, ge=0.0, description="alpha of eq. 7")
     malformed_reward: float = -1.0
+    max_lag: int = Field(default=2, ge=0, description="training steps that distillation may fall behind before rollouts wait for it")
     max_operations: int = Field(default=3, gt=0)
     temperature: float = Field(default=1.0, gt=0.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -121,6 +122,7 @@ class RetrievalSettings(Settings):
     diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
     recency: int = Field(default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off")
     floor: float = Field(default=0.3, ge=-1.0, le=1.0, description="cosine below which nothing is returned")
+    tie: float = Field(default=0.001, ge=0.0, description="cosines this close share a rank, so that eq. 6 chooses among them by use alone")
     exploration: float = Field(default=0.0, ge=0.0, description="temperature of the draw over eq. 6 scores; 0 takes the best")
     batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
     batch_wait: float = Field(default=0.001, ge=0.0, description="t_max, in seconds")

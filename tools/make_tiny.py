@@ -65,13 +65,18 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], l
     return ids, said
 
 
-def make_corpus(path: Path, conversations: int, seed: int) -> None:
-    """Generate conversations, train the tokenizer on the first of them, store all as token ids."""
+def make_corpus(path: Path, conversations: int, seed: int, tokenizer_folder: Path | None) -> None:
+    """Generate conversations, train the tokenizer on the first of them unless one is given, store all as token ids."""
     from tools.tiny_corpus import sampler
 
     sample = sampler(seed)
     texts = [sample() for _ in range(conversations)]
-    tokenizer = build_tokenizer(["\n".join(m["content"] for m in messages) for messages in texts[:30_000]])
+    if tokenizer_folder is None:
+        tokenizer = build_tokenizer(["\n".join(m["content"] for m in messages) for messages in texts[:30_000]])
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     pairs = [encode(tokenizer, messages) for messages in texts]
     lengths = np.array([len(ids) for ids, _ in pairs], dtype=np.int32)
     flat = np.concatenate([np.array(ids, dtype=np.uint16) for ids, _ in pairs])
@@ -82,8 +87,11 @@ def make_corpus(path: Path, conversations: int, seed: int) -> None:
     sys.stdout.write(f"{conversations} conversations, {flat.size} tokens, vocabulary {len(tokenizer)}\n")
 
 
-def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device: str, epochs: float) -> None:
-    """Train the model on the corpus and save it as safetensors in half precision, with its tokenizer."""
+def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device: str, epochs: float, start: Path | None) -> None:
+    """Train the model on the corpus and save it as safetensors in half precision, with its tokenizer.
+
+    With ``start``, training goes on from that model (same vocabulary) and the copying stage is left out.
+    """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -97,11 +105,12 @@ def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device:
         vocab_size=len(tokenizer), max_position_embeddings=4096, tie_word_embeddings=True, rope_theta=10_000.0,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SHAPE,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(device)
+    model = LlamaForCausalLM(config) if start is None else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     steps = int(epochs * len(spans) / batch)
     begin = time.time()
-    for step, loss in enumerate(_copy_losses(model, len(tokenizer), seed, device)):
+    for step, loss in enumerate(_copy_losses(model, len(tokenizer), seed, device) if start is None else ()):
         _update(model, optimizer, loss, lr * min(1.0, (step + 1) / 100))
         _report("copy", step, COPY_STEPS, loss, begin)
     for step, chosen in zip(range(steps), batches(spans, batch, seed), strict=False):
@@ -198,6 +207,7 @@ def main() -> None:
     corpus.add_argument("path", type=Path)
     corpus.add_argument("--conversations", type=int, default=150_000)
     corpus.add_argument("--seed", type=int, default=0)
+    corpus.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use as it is")
     fit = commands.add_parser("train")
     fit.add_argument("path", type=Path)
     fit.add_argument("folder", type=Path)
@@ -206,9 +216,10 @@ def main() -> None:
     fit.add_argument("--batch", type=int, default=64)
     fit.add_argument("--epochs", type=float, default=1.0)
     fit.add_argument("--device", default="cpu")
+    fit.add_argument("--start", type=Path, help="continue from this model instead of random weights")
     options = parser.parse_args()
     if options.command == "corpus":
-        make_corpus(options.path, options.conversations, options.seed)
+        make_corpus(options.path, options.conversations, options.seed, options.tokenizer)
     else:
         train(
             options.path,
@@ -217,7 +228,7 @@ def main() -> None:
             lr=options.lr,
             batch=options.batch,
             device=options.device,
-            epochs=options.epochs,
+            epochs=options.epochs, start=options.start,
         )
 
 

@@ -18,8 +18,8 @@ from experiential.envs.vault import LEVERS, VaultEnv
 from experiential.types import Experience, Message, Trajectory, Turn
 
 BRIEF = prompt_set("brief")
-SKILL = {"follow": 0.15, "right_lesson": 0.30, "wrong_lesson": 0.30, "grid": 0.35}
-"""Share of samples in which the answer is the good one."""
+SKILL = {"follow": 0.28, "right_lesson": 0.42, "wrong_lesson": 0.24, "generic": 0.14, "return": 0.12, "grid": 0.35}
+"""Shares of the answers; what is left of the lessons is malformed."""
 
 Sample = list[Message]
 LESSONS = (
@@ -128,9 +128,9 @@ class VaultTasks:
             lesson = _lesson(rng, world, live if kind < right else rng.choice(mentioned))
             write = {"op": "update", "entry": 1, "text": lesson} if shown and rng.random() < 0.6 else {"op": "add", "text": lesson}
             answer = _answer(write)
-        elif kind < wrong + 0.2:
+        elif kind < wrong + SKILL["generic"]:
             answer = _answer({"op": "add", "text": rng.choice(GENERIC)})
-        elif kind < wrong + 0.35:
+        elif kind < wrong + SKILL["generic"] + SKILL["return"]:
             answer = _answer({"op": "return"})
         else:
             answer = rng.choice(("<answer>[]</answer>", "<answer>none</answer>", _lesson(rng, world, rng.choice(mentioned))))

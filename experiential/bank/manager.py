@@ -329,22 +329,22 @@ class ExperienceManager:
         """Whether ``pause`` holds distillation."""
         return not self._resumed.is_set()
 
-    def drain(self, timeout: float | None = None) -> None:
-        """Wait until every submitted trajectory is distilled or a dead letter.
+    def drain(self, timeout: float | None = None, *, leave: int = 0) -> None:
+        """Wait until every submitted trajectory, or all but ``leave``, is distilled or a dead letter.
 
         Raises:
             TimeoutError: it took longer than ``timeout`` seconds; the rest goes on.
         """
-        self._run(self._drain(timeout))
+        self._run(self._drain(timeout, leave))
 
-    async def adrain(self, timeout: float | None = None) -> None:
+    async def adrain(self, timeout: float | None = None, *, leave: int = 0) -> None:
         """``drain``, awaitable on any event loop."""
-        await self._bridge(self._drain(timeout))
+        await self._bridge(self._drain(timeout, leave))
 
-    async def _drain(self, timeout: float | None) -> None:
+    async def _drain(self, timeout: float | None, leave: int) -> None:
         async def idle() -> None:
             async with self._changed:
-                await self._changed.wait_for(lambda: not self._open and not self._running and not self._reserved)
+                await self._changed.wait_for(lambda: len(self._open | self._running) + self._reserved <= leave)
 
         try:
             await asyncio.wait_for(idle(), timeout)

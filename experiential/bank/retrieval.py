@@ -10,10 +10,6 @@ from typing import NamedTuple
 
 from experiential.config import RetrievalSettings
 
-TIE = 1e-3
-"""Entries whose cosines differ by at most this share one rank."""
-
-
 class Candidate(NamedTuple):
     """One entry near a query: its id and its cosine similarity."""
 
@@ -61,7 +57,7 @@ class Retrievals:
         return last is not None and self.total - last < self._window
 
 
-def shared_ranks(cosines: Sequence[float], tie: float = TIE) -> list[int]:
+def shared_ranks(cosines: Sequence[float], tie: float = 1e-3) -> list[int]:
     """0-based ranks of cosines given in falling order; a run within ``tie`` of its first member shares that member's rank.
 
     >>> shared_ranks([0.9, 0.8995, 0.7, 0.5])
@@ -81,10 +77,10 @@ def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float
     return -rank - weight * math.log1p(count) - float(recent)
 
 
-def cut_pool(candidates: Sequence[Candidate], seen: Retrievals, size: int, floor: float) -> list[Candidate]:
+def cut_pool(candidates: Sequence[Candidate], seen: Retrievals, size: int, floor: float, tie: float = 1e-3) -> list[Candidate]:
     """The top ``size`` candidates at or above the floor; of those tied at the border, the least retrieved come first."""
     above = sorted((c for c in candidates if c.cosine >= floor), key=lambda c: -c.cosine)
-    ranks = shared_ranks([c.cosine for c in above])
+    ranks = shared_ranks([c.cosine for c in above], tie)
     order = sorted(range(len(above)), key=lambda place: (ranks[place], seen.count(above[place].id)))
     return sorted((above[place] for place in order[:size]), key=lambda c: -c.cosine)
 
@@ -119,8 +115,8 @@ def select(
     spreads over the pool. Empty when nothing reaches the similarity floor.
     """
     wanted = settings.k if k is None else k
-    pool = cut_pool(candidates, seen, settings.pool * wanted, settings.floor)
-    ranks = shared_ranks([candidate.cosine for candidate in pool])
+    pool = cut_pool(candidates, seen, settings.pool * wanted, settings.floor, settings.tie)
+    ranks = shared_ranks([candidate.cosine for candidate in pool], settings.tie)
     scores = [
         diversity_score(rank, seen.count(candidate.id), seen.is_recent(candidate.id), settings.diversity)
         for rank, candidate in zip(ranks, pool, strict=True)

@@ -86,7 +86,7 @@ class VaultEnv(gym.Env[str, str]):
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
 
     def __init__(
-        self, split: Split = "train", worlds: int = 32, levers: int = 12, tries: int = 2, era: int = 0, render_mode: str | None = None
+        self, split: Split = "train", worlds: int = 32, levers: int = 14, tries: int = 2, era: int = 0, render_mode: str | None = None
     ) -> None:
         if split not in ("train", "eval", "corpus"):
             raise ValueError(f"Expected split to be train, eval or corpus, got {split!r}")

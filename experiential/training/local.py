@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -104,9 +104,9 @@ class LocalRuntime(PolicyRuntime):
         self._activate(training=True)
         generator = torch.Generator().manual_seed(loss.seed)
         for epoch in range(loss.epochs):
-            order = (
-                torch.randperm(len(samples), generator=generator).tolist() if epoch or loss.mini_batches > 1 else list(range(len(samples)))
-            )
+            order = list(range(len(samples)))
+            if epoch or loss.mini_batches > 1:
+                order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
             parts = _split(order, loss.mini_batches)
             for part in parts:
                 self._step([replace(samples[i], weight=samples[i].weight * len(parts)) for i in part], loss, stats)
@@ -124,14 +124,14 @@ class LocalRuntime(PolicyRuntime):
         total = sum(len(s.positions) for s in samples)
         for rows in micro_batches(pack(samples, parity=self._parity()), self.optim.tokens_per_micro_batch):
             value, metrics, share = self._loss(rows, samples, loss, total)
-            value.backward()
+            cast("Any", value).backward()  # torch leaves its arguments untyped
             stats.loss += float(value.detach())
             stats.forwarded_tokens += sum(len(r.tokens) for r in rows)
             for name, metric in metrics.items():
                 stats.metrics[name] = stats.metrics.get(name, 0.0) + metric * share
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.optim.max_grad_norm)
         if torch.isfinite(norm):
-            self._optimizer.step()
+            cast("Any", self._optimizer).step()
         else:
             stats.metrics["skipped"] = stats.metrics.get("skipped", 0.0) + 1.0
         stats.grad_norm += float(norm)

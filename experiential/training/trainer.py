@@ -132,6 +132,7 @@ class Trainer:
         self._bank = stack.enter_context(ExperienceBank(folder, namespace=settings.bank.namespace, embedder=settings.bank.embedder))
         options: dict[str, Any] = settings.bank.model_dump(exclude={"path", "namespace", "embedder"})
         self._manager = stack.enter_context(ExperienceManager(self._bank, self._make_extractor(), seed=settings.seed, **options))
+        self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
         self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
         self._manager.on_distillation = self._track.on_distillation
 
@@ -171,7 +172,7 @@ class Trainer:
         self._metrics.emit(self._step_event(step, episodes, update) | {"rollout_s": rollout_s, "step_s": wall, "tokens_per_s": speed})
 
     async def _consolidate(self, step: int) -> None:
-        """Start the periodic merge; wait for the background track only when the run must be repeatable."""
+        """Start the periodic merge; wait for the background track when it lags too far, or when the run must be repeatable."""
         if self._manager is None:
             return
         every = self.experiment.bank.merge_every
@@ -179,6 +180,8 @@ class Trainer:
             self._spawn(self._manager.amerge())
         if self.experiment.run.drain:
             await self._settle()
+        actor = self.experiment.actor
+        await self._manager.adrain(leave=self.experiment.extractor.max_lag * actor.groups * actor.group_size)
 
     async def _update_actor(self, episodes: Sequence[Episode], step: int) -> TrainStats:
         settings = self.experiment.actor

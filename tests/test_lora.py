@@ -1,0 +1,81 @@
+"""Two policies over one frozen base: each learns in its own adapter and leaves the other and the base alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiential.config import LoraSettings, ModelSettings, OptimSettings
+from experiential.llm.base import SamplingParams
+from experiential.training.local import LocalRuntime, build_runtimes
+from experiential.training.runtime import LossSettings, sample_from_generation
+from experiential.types import Message
+from tests.llm_tiny import tiny_random_model
+
+PROMPT = [Message(role="user", content="Which door?")]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[LocalRuntime, LocalRuntime]]:
+    for part in tiny_random_model():
+        part.save_pretrained(tmp_path / "model")
+    settings = ModelSettings(name=str(tmp_path / "model"), device="cpu", lora=LoraSettings(rank=4, alpha=8))
+    runtimes = build_runtimes(settings, None, (OptimSettings(lr=1e-2), OptimSettings(lr=1e-2)), reference=True)
+    yield runtimes
+    for runtime in runtimes:
+        runtime.close()
+
+
+def named(runtime: LocalRuntime, part: str) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in runtime.llm.model.named_parameters() if part in n}
+
+
+async def learn(runtime: LocalRuntime, steps: int = 3) -> float:
+    generation = await runtime.generate(PROMPT, SamplingParams(max_tokens=5, seed=1))
+    sample = sample_from_generation(generation, 1.0)
+    for _ in range(steps):
+        stats = await runtime.train([sample], LossSettings(kl=0.01))
+    return stats.metrics["kl_reference"]
+
+
+async def test_the_base_is_shared_and_stays_frozen(pair: tuple[LocalRuntime, LocalRuntime]) -> None:
+    actor, extractor = pair
+    assert actor.llm.model is extractor.llm.model
+    base = {n: p for n, p in named(actor, "").items() if "lora_" not in n}
+    await learn(actor)
+    await learn(extractor)
+    assert all(torch.equal(p, base[n]) for n, p in named(actor, "").items() if "lora_" not in n)
+
+
+async def test_an_update_moves_its_own_adapter_only(pair: tuple[LocalRuntime, LocalRuntime]) -> None:
+    actor, extractor = pair
+    before = named(actor, ".actor."), named(extractor, ".extractor.")
+    kl = await learn(actor)
+    assert any(not torch.equal(p, before[0][n]) for n, p in named(actor, ".actor.").items())
+    assert all(torch.equal(p, before[1][n]) for n, p in named(extractor, ".extractor.").items())
+    assert kl > 0
+    assert (actor.version, extractor.version) == (3, 0)
+
+
+async def test_generation_uses_the_adapter_of_its_policy(pair: tuple[LocalRuntime, LocalRuntime]) -> None:
+    actor, extractor = pair
+    await learn(actor, steps=8)
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    first, second = await actor.generate(PROMPT, greedy), await extractor.generate(PROMPT, greedy)
+    assert first.logprobs != pytest.approx(second.logprobs, abs=1e-3)
+    assert (first.policy, second.policy) == ("actor", "extractor")
+
+
+async def test_an_adapter_is_saved_and_loaded(pair: tuple[LocalRuntime, LocalRuntime], tmp_path: Path) -> None:
+    actor, _ = pair
+    await learn(actor)
+    kept = named(actor, ".actor.")
+    await actor.save(tmp_path / "state")
+    await learn(actor)
+    await actor.load(tmp_path / "state")
+    assert all(torch.equal(p, kept[n]) for n, p in named(actor, ".actor.").items())
+    await actor.export(tmp_path / "export")
+    assert list((tmp_path / "export").rglob("adapter_model.safetensors"))
