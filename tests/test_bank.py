@@ -82,13 +82,23 @@ def test_search_ranks_by_cosine_and_takes_one_query_or_many(bank):
 
 
 def test_search_equals_brute_force(bank):
+    """The score of an entry is the cosine of the query to the mean of its task's and its text's embeddings."""
     embed = HashingEmbedder()
-    entries = bank.add_many([f"word{i} shared word{i % 7} door" for i in range(300)], task="t")
-    vectors = embed([f"t\n{entry.text}" for entry in entries])
-    for query in ("word3 door", "shared word5", "nothing at all"):
+    entries = bank.add_many([f"word{i} shared word{i % 7} door" for i in range(300)], task="open it")
+    mean = embed([entry.text for entry in entries]) + embed(["open it"])
+    vectors = mean / np.linalg.norm(mean, axis=1, keepdims=True)
+    for query in ("word3 door", "shared word5", "open", "nothing at all"):
         scores = vectors @ embed([query])[0]
-        expected = [entries[i].id for i in np.argsort(-scores, kind="stable")[:10]]
-        assert [hit.experience.id for hit in bank.search(query, k=10)] == expected
+        hits = bank.search(query, k=10)
+        assert [hit.score for hit in hits] == pytest.approx(np.sort(scores)[::-1][:10].tolist(), abs=1e-5)
+        found = {entry.id: score for entry, score in zip(entries, scores, strict=True)}
+        assert all(found[hit.experience.id] == pytest.approx(hit.score, abs=1e-5) for hit in hits)
+
+
+def test_an_entry_of_the_task_asked_about_comes_first_whatever_its_wording(bank):
+    other = bank.add("open the vault of the heron by pulling jade", task="open the vault of the otter")
+    own = bank.add("try gold", task="open the vault of the heron")
+    assert [hit.experience.id for hit in bank.search("open the vault of the heron", k=2)] == [own.id, other.id]
 
 
 def test_commits_say_who_and_why(bank):

@@ -16,9 +16,10 @@ from experiential.bank import bundle, credit
 from experiential.bank.embed import (
     CachedEmbedder,
     Embedder,
+    EntryKey,
     UnknownEmbedder,
+    embed_entries,
     embedder_id,
-    entry_text,
     recorded_embedder,
     resolve_embedder,
 )
@@ -27,7 +28,7 @@ from experiential.bank.index import IndexFollower
 from experiential.bank.journal import JOURNAL_NAME, Journal
 from experiential.bank.lock import WriterLock
 from experiential.bank.nearest import Nearest
-from experiential.bank.operations import Consolidator, Distiller, source_of, texts_to_embed
+from experiential.bank.operations import Consolidator, Distiller, keys_to_embed, source_of
 from experiential.bank.queue import DistillationQueue
 from experiential.bank.state import Draft, State, origins_of, unknown_entry
 from experiential.bank.vectors import Scored, Vector
@@ -268,7 +269,7 @@ class ExperienceBank:
         self._check_writable()
         if not entries:
             return []
-        vectors = self._embed([entry_text(entry.text, entry.task) for entry in entries])
+        vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
         with self._draft("human", "add") as draft:
             return [draft.put(entry, vector, frozenset()) for entry, vector in zip(entries, vectors, strict=True)]
 
@@ -279,7 +280,7 @@ class ExperienceBank:
         known = self.get(id)
         if known is None:
             raise unknown_entry(id)
-        vector = self._embed([entry_text(text, known.task)])[0]
+        vector = self._embed_entries([EntryKey(text, known.task)])[0]
         with self._draft("human", "update", ref=id) as draft:
             return self.read(draft.revise(id, text, Provenance(cause="update"), vector))
 
@@ -351,7 +352,7 @@ class ExperienceBank:
         """
         self._check_writable()
         task = trajectory.task or None
-        vectors = self._vectors(texts_to_embed(distillation, shown, task))
+        vectors = self._vectors(keys_to_embed(distillation, shown, task))
         source = source_of(distillation, trajectory, extractor_version)
         with self._lock:
             if item is not None and self.queue.state(item) != "queued":
@@ -373,7 +374,7 @@ class ExperienceBank:
         An entry that changed since it was shown keeps its change: only the operations that name it are refused.
         """
         self._check_writable()
-        vectors = self._vectors(texts_to_embed(distillation, shown))
+        vectors = self._vectors(keys_to_embed(distillation, shown))
         source = source_of(distillation, None, extractor_version)
         with self._lock:
             with self._draft("extractor", "merge") as draft:
@@ -424,7 +425,7 @@ class ExperienceBank:
         self._check_writable()
         if not entries:
             return 0
-        vectors = self._embed([entry_text(entry.text, entry.task) for entry in entries])
+        vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
         with self._draft("human", "import", ref=Path(file).name) as draft:
             return sum(self._import(draft, entry, vector) for entry, vector in zip(entries, vectors, strict=True))
 
@@ -483,8 +484,11 @@ class ExperienceBank:
         with self._lock:
             self._state.nearest.settle(seq)
 
-    def _vectors(self, texts: Sequence[str]) -> dict[str, Vector]:
-        return dict(zip(texts, self._embed(texts), strict=True)) if texts else {}
+    def _vectors(self, keys: Sequence[EntryKey]) -> dict[EntryKey, Vector]:
+        return dict(zip(keys, self._embed_entries(keys), strict=True)) if keys else {}
+
+    def _embed_entries(self, keys: Sequence[EntryKey]) -> Vector:
+        return embed_entries(self._embed, keys)
 
     def _embed(self, texts: Sequence[str]) -> Vector:
         self._journal_must_be_open()

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -186,9 +186,23 @@ def normalise(vectors: npt.NDArray[Any]) -> Vector:
     return np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0).astype(np.float32)
 
 
-def entry_text(text: str, task: str | None) -> str:
-    """What the vector of an entry is the embedding of."""
-    return f"{task}\n{text}" if task else text
+class EntryKey(NamedTuple):
+    """What an entry is found by: its text and, when it has one, its task."""
+
+    text: str
+    task: str | None = None
+
+
+def embed_entries(embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]) -> Vector:
+    """One vector per entry: the normalised mean of the embeddings of its task and of its text, shape (n, d).
+
+    A query that is the task itself is so always nearer to the entries of that task, whatever their wording, than to
+    those of a task that reads much the same; a query about the content still meets the text.
+    """
+    texts = [key.text for key in keys]
+    vectors = embedder(texts + [key.task or key.text for key in keys])
+    mean = vectors[: len(keys)] + vectors[len(keys) :]
+    return (mean / np.maximum(np.linalg.norm(mean, axis=1, keepdims=True), 1e-12)).astype(np.float32)
 
 
 def _default() -> Embedder:

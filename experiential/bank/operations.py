@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiential.bank.embed import entry_text
+from experiential.bank.embed import EntryKey
 from experiential.bank.state import Draft, origins_of
 from experiential.bank.vectors import Vector
 from experiential.types import Add, Discard, Distillation, Experience, Merge, Provenance, Trajectory, Update
 
-Vectors = Mapping[str, Vector]
-"""The vector of every text that a commit may write, by what is embedded for it."""
+Vectors = Mapping[EntryKey, Vector]
+"""The vector of every entry that a commit may write, by what it is found by."""
 
 
-def texts_to_embed(distillation: Distillation, shown: Sequence[Experience], task: str | None = None) -> list[str]:
+def keys_to_embed(distillation: Distillation, shown: Sequence[Experience], task: str | None = None) -> list[EntryKey]:
     """What must be embedded before this distillation can be applied, so that no lock is held meanwhile."""
-    texts: list[str] = []
+    keys: list[EntryKey] = []
     for operation in distillation.parsed.operations:
         if isinstance(operation, Add):
-            texts.append(entry_text(operation.text, task))
+            keys.append(EntryKey(operation.text, task))
         elif isinstance(operation, Update) and operation.entry <= len(shown):
-            texts.append(entry_text(operation.text, shown[operation.entry - 1].task))
+            keys.append(EntryKey(operation.text, shown[operation.entry - 1].task))
         elif isinstance(operation, Merge):
-            texts.append(entry_text(operation.text, common_task(_named(operation.entries, shown))))
-    return texts
+            keys.append(EntryKey(operation.text, common_task(_named(operation.entries, shown))))
+    return keys
 
 
 class Distiller:
@@ -55,7 +55,7 @@ class Distiller:
 
     def _add(self, operation: Add) -> Experience:
         provenance = self._source.model_copy(update={"cause": "add", "span": operation.span})
-        vector = self._vectors[entry_text(operation.text, self._task)]
+        vector = self._vectors[EntryKey(operation.text, self._task)]
         twin = self._draft.twin((self._task, operation.kind, operation.text))
         if twin is not None:
             return self._draft.revise(twin, operation.text, provenance, vector)
@@ -71,7 +71,7 @@ class Distiller:
             self.refused["entry_gone"] += 1
             return None
         provenance = self._source.model_copy(update={"cause": "update", "span": operation.span})
-        return self._draft.revise(entry.id, operation.text, provenance, self._vectors[entry_text(operation.text, entry.task)])
+        return self._draft.revise(entry.id, operation.text, provenance, self._vectors[EntryKey(operation.text, entry.task)])
 
 
 class Consolidator:
@@ -122,7 +122,7 @@ class Consolidator:
         entry = _merged(operation, parents, self._source, origins)
         for parent in parents:
             self._draft.remove(parent.id)
-        entry = self._draft.put(entry, self._vectors[entry_text(entry.text, entry.task)], origins)
+        entry = self._draft.put(entry, self._vectors[EntryKey(entry.text, entry.task)], origins)
         self._draft.inherit(entry.id, [parent.id for parent in parents])
         return entry
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from experiential.config import RetrievalSettings
 
+
 class Candidate(NamedTuple):
     """One entry near a query: its id and its cosine similarity."""
 
