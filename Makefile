@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 MODEL ?= tiny
 OUTPUT ?= runs/quickstart
+# The tiny model trains whole; anything larger trains two adapters over one frozen base.
+LORA ?= $(if $(filter tiny,$(MODEL)),,'model.lora={rank: 8}')
 ARGS ?=
 STAMP := $(VENV)/.installed
 # One torch thread per test process: the suite runs in WORKERS processes.
@@ -37,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: install  ## train and evaluate on Vault in a few minutes; MODEL=tiny|smollm2|folder
-	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite model.name=$(MODEL) $(ARGS)
+	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite model.name=$(MODEL) $(LORA) $(ARGS)
 
 test: install  ## the fast tests
 	@$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
@@ -60,7 +62,7 @@ bench: install  ## run the benchmarks (hours); results go to benchmarks/results/
 	@$(BIN)/python -m benchmarks.study table
 	@$(BIN)/python -m benchmarks.adaptation
 
-tiny-models: install  ## make the bundled tiny model again from its seed
+tiny-models: install  ## make the bundled tiny model again from its seed (about 20 minutes)
 	@$(BIN)/python -m tools.make_tiny corpus build/tiny-corpus.npz
 	@$(BIN)/python -m tools.make_tiny train build/tiny-corpus.npz experiential/llm/tiny $(ARGS)
 

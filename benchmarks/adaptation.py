@@ -26,7 +26,8 @@ def train(folder: Path, seed: int) -> None:
     """One training run with a change of worlds."""
     command = [
         sys.executable, "-m", "experiential.cli.train", "--recipe", "complementary", "--plain", "--overwrite", "--seed", str(seed),
-        "--output", str(folder), f"run.steps={STEPS}", f"env.train={{split: train, worlds: {WORLDS}}}", "eval.before=false", "eval.after=false",
+        "--output", str(folder), f"run.steps={STEPS}", "run.minutes=null", "eval.before=false", "eval.after=false",
+        f"env.train={{split: train, worlds: {WORLDS}}}",
         f"env.changes=[{{step: {CHANGE_STEP}, worlds: {WORLDS}, changed: {CHANGED}, era: 1}}]",
     ]  # fmt: skip
     sys.stdout.write(shlex.join(command) + "\n")

@@ -24,10 +24,12 @@ import numpy as np
 
 RECIPES = ("grpo", "static-online", "exp-only", "complementary")
 ENVIRONMENTS: dict[str, list[str]] = {
-    "vault": ["run.steps=40", "eval.every=5"],
+    "vault": ["run.steps=90", "eval.every=15"],
     "frozen-lake": [
-        "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.train={split: train, layouts: 10000}", "env.eval={split: eval, layouts: 40}",
-        "env.kwargs={sizes: [2, 5]}", "actor.history=0", "actor.keep_first=false", "run.steps=60", "eval.every=10", "eval.visits=3", "bank.retrieval.floor=0.0",
+        "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.kwargs={sizes: [2, 5]}",
+        "env.train={split: train, layouts: 10000}",
+        "env.eval={split: eval, layouts: 40}", "actor.history=0", "actor.keep_first=false", "run.steps=60", "eval.every=10",
+        "eval.visits=3", "bank.retrieval.floor=0.0",
     ],
 }  # fmt: skip
 TARGET = 0.8
@@ -40,8 +42,8 @@ def commands(output: Path, seeds: int) -> Iterator[tuple[Path, list[str]]]:
             for recipe in RECIPES:
                 folder = output / environment / recipe / f"seed-{seed}"
                 yield folder, [
-                    sys.executable, "-m", "experiential.cli.train", "--recipe", recipe, "--plain", "--seed", str(seed), "--output", str(folder),
-                    "eval.seed=10000", "run.checkpoint_every=0", *overrides,
+                    sys.executable, "-m", "experiential.cli.train", "--recipe", recipe, "--plain", "--overwrite", "--seed", str(seed),
+                    "--output", str(folder), "eval.seed=10000", "run.checkpoint_every=0", "run.minutes=null", *overrides,
                 ]  # fmt: skip
 
 
@@ -55,7 +57,6 @@ def run(output: Path, seeds: int, jobs: int) -> None:
         if (folder / "done").exists():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
         sys.stdout.write(shlex.join(command) + "\n")
         sys.stdout.flush()
         with (folder / "log.txt").open("w") as log:

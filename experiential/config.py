@@ -122,7 +122,7 @@ class RetrievalSettings(Settings):
     diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
     recency: int = Field(default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off")
     floor: float = Field(default=0.3, ge=-1.0, le=1.0, description="cosine below which nothing is returned")
-    tie: float = Field(default=0.001, ge=0.0, description="cosines this close share a rank, so that eq. 6 chooses among them by use alone")
+    tie: float = Field(default=0.001, ge=0.0, description="cosines this close share a rank: eq. 6 then chooses by use")
     exploration: float = Field(default=0.0, ge=0.0, description="temperature of the draw over eq. 6 scores; 0 takes the best")
     batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
     batch_wait: float = Field(default=0.001, ge=0.0, description="t_max, in seconds")
@@ -134,7 +134,7 @@ class BankSettings(Settings):
 
     path: str | None = Field(default=None, description="an existing bank folder to start from; None starts empty")
     namespace: str = "default"
-    embedder: str | None = Field(default=None, description="sentence-transformers name or folder; None for the default; 'hashing' for the built-in")
+    embedder: str | None = Field(default=None, description="sentence-transformers name or folder, 'hashing', or None for the default")
     retrieval: RetrievalSettings = Field(default_factory=RetrievalSettings)
     merge_every: int = Field(default=5, ge=0, description="actor updates between merges; 0 never merges")
     merge_chunk: int = Field(default=5, gt=1)
@@ -173,7 +173,7 @@ class Experiment(Settings):
     seed: int = 0
     env: EnvSettings = Field(default_factory=EnvSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
-    extractor_model: ModelSettings | None = Field(default=None, description="None uses the same starting weights as the actor, trained apart")
+    extractor_model: ModelSettings | None = Field(default=None, description="None starts from the actor's weights, trained apart")
     actor: ActorSettings = Field(default_factory=ActorSettings)
     extractor: ExtractorSettings = Field(default_factory=ExtractorSettings)
     bank: BankSettings = Field(default_factory=BankSettings)

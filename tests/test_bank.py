@@ -82,11 +82,11 @@ def test_search_ranks_by_cosine_and_takes_one_query_or_many(bank):
 
 
 def test_search_equals_brute_force(bank):
-    """The score of an entry is the cosine of the query to the mean of its task's and its text's embeddings."""
+    """The score of an entry is the cosine of the query to the sum of its text's embedding and twice its task's."""
     embed = HashingEmbedder()
     entries = bank.add_many([f"word{i} shared word{i % 7} door" for i in range(300)], task="open it")
-    mean = embed([entry.text for entry in entries]) + embed(["open it"])
-    vectors = mean / np.linalg.norm(mean, axis=1, keepdims=True)
+    both = embed([entry.text for entry in entries]) + 2 * embed(["open it"])
+    vectors = both / np.linalg.norm(both, axis=1, keepdims=True)
     for query in ("word3 door", "shared word5", "open", "nothing at all"):
         scores = vectors @ embed([query])[0]
         hits = bank.search(query, k=10)

