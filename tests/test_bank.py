@@ -96,9 +96,11 @@ def test_search_equals_brute_force(bank):
 
 
 def test_an_entry_of_the_task_asked_about_comes_first_whatever_its_wording(bank):
-    other = bank.add("open the vault of the heron by pulling jade", task="open the vault of the otter")
-    own = bank.add("try gold", task="open the vault of the heron")
-    assert [hit.experience.id for hit in bank.search("open the vault of the heron", k=2)] == [own.id, other.id]
+    """Its text shares no word with the query; the other entry's text is the query itself."""
+    query = "open the vault of the heron"
+    other = bank.add(query, task="bake bread before noon")
+    own = bank.add("try gold", task=query)
+    assert [hit.experience.id for hit in bank.search(query, k=2)] == [own.id, other.id]
 
 
 def test_commits_say_who_and_why(bank):

@@ -30,7 +30,7 @@ def read_events(folder: Path) -> list[Event]:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise ConfigError(f"Expected the folder of a run with {METRICS_FILE}, got {folder}")
-    return metrics.read_events(path)
+    return [*metrics.read_events(path)]
 
 
 def evaluations(events: Iterable[Event]) -> list[Event]:
