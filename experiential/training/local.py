@@ -23,6 +23,8 @@ from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, T
 from experiential.types import Generation
 
 _STATE = "state.pt"
+BACKGROUND_PATIENCE = 5.0
+"""Seconds that background work on the device waits for rollouts and updates before it gets a turn all the same."""
 
 
 class LocalRuntime(PolicyRuntime):
@@ -239,7 +241,7 @@ def build_runtimes(
     second = extractor or actor
     if actor.threads:
         torch.set_num_threads(actor.threads)
-    lane = ComputeLane()
+    lane = ComputeLane(patience=BACKGROUND_PATIENCE)
     shared = actor.lora is not None and second == actor
     model, tokenizer = load_model(actor, adapters=("actor", "extractor") if shared else ("actor",))
     other, other_tokenizer = (model, tokenizer) if shared else load_model(second, adapters=("extractor",))
