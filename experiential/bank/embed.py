@@ -203,8 +203,7 @@ def embed_entries(embedder: Callable[[Sequence[str]], Vector], keys: Sequence[En
     """
     texts = [key.text for key in keys]
     vectors = embedder(texts + [key.task or key.text for key in keys])
-    both = vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :]
-    return (both / np.maximum(np.linalg.norm(both, axis=1, keepdims=True), 1e-12)).astype(np.float32)
+    return normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])
 
 
 def _default() -> Embedder:

@@ -1,7 +1,8 @@
 """The trainer: rollouts and both policies' updates around one experience manager.
 
 Primary track: retrieve, act, update the actor. Background track: distil, write, merge, update the extractor. The
-primary track never waits for the background one, except where an experiment asks for repeatable runs (``run.drain``).
+primary track waits for the background one only when distillation lags by more than ``extractor.max_lag`` steps, or where
+an experiment asks for repeatable runs (``run.drain``).
 """
 
 from __future__ import annotations
@@ -355,7 +356,7 @@ class Trainer:
             "output": str(self.output),
             "ratio_later_visits": ratio,
             "difference": difference,
-            "files": {name: str(self.output / name) for name in _FILES if (self.output / name).exists()},
+            "files": {Path(name).stem: str(self.output / name) for name in _FILES if (self.output / name).exists()},
         }
 
 
