@@ -21,6 +21,7 @@ class EnvSettings(Settings):
     train: dict[str, Any] = Field(default_factory=lambda: {"split": "train"}, description="added to kwargs in training")
     eval: dict[str, Any] = Field(default_factory=lambda: {"split": "eval"}, description="added to kwargs in evaluation")
     max_turns: int = Field(default=30, gt=0, description="turns after which an episode is truncated")
+    visits: int = Field(default=1, gt=0, description="training steps in a row that meet the same worlds, if the env lists worlds")
     changes: tuple[WorldChange, ...] = Field(default=(), description="worlds added or changed while training runs")
 
 
@@ -99,6 +100,7 @@ class ExtractorSettings(Settings):
     enabled: bool = True
     train: bool = True
     batch_size: int = Field(default=64, gt=0, description="|B_phi|: samples per optimiser step")
+    updates_per_step: int = Field(default=1, gt=0, description="optimiser steps per training step, at most: batches the buffer fills")
     buffer_size: int = Field(default=512, gt=0)
     eps_low: float = Field(default=0.1, gt=0.0)
     eps_high: float = Field(default=0.1, gt=0.0)
@@ -106,6 +108,8 @@ class ExtractorSettings(Settings):
     cooldown: int = Field(default=1, ge=0, description="delta of eq. 7, in training steps")
     decay: float = Field(default=0.5, ge=0.0, description="alpha of eq. 7")
     malformed_reward: float = -1.0
+    malformed_share: float = Field(default=0.25, ge=0.0, le=1.0, description="share of a batch that malformed responses may fill")
+    kl: float = Field(default=0.0, ge=0.0, description="weight of the KL divergence from the extractor's first weights")
     max_lag: int = Field(default=2, ge=0, description="training steps that distillation may fall behind before rollouts wait for it")
     max_operations: int = Field(default=3, gt=0)
     temperature: float = Field(default=1.0, gt=0.0)

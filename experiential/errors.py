@@ -1,14 +1,14 @@
 """Errors that users can meet.
 
-    ExperientialError
-    ├── ConfigError          a setting, override or recipe is wrong       (exit code 2)
-    ├── MissingExtraError    an optional dependency is not installed      (exit code 2)
-    ├── ModelNotFoundError   a model folder or name cannot be resolved    (exit code 2)
-    ├── BankError            the experience bank cannot do what was asked
-    │   ├── BankLockedError  another process writes this bank             (exit code 2)
-    │   └── ReadOnlyBankError  a write on a bank opened read-only
-    ├── BackendError         a language-model backend failed
-    └── CheckpointError      a checkpoint cannot be read or written       (exit code 2)
+ExperientialError
+├── ConfigError          a setting, override or recipe is wrong       (exit code 2)
+├── MissingExtraError    an optional dependency is not installed      (exit code 2)
+├── ModelNotFoundError   a model folder or name cannot be resolved    (exit code 2)
+├── BankError            the experience bank cannot do what was asked
+│   ├── BankLockedError  another process writes this bank             (exit code 2)
+│   └── ReadOnlyBankError  a write on a bank opened read-only
+├── BackendError         a language-model backend failed
+└── CheckpointError      a checkpoint cannot be read or written       (exit code 2)
 """
 
 from __future__ import annotations

@@ -179,3 +179,21 @@ def test_a_wrong_state_is_refused_and_leaves_the_buffer_as_it_was(state: dict[st
 def test_a_wrong_argument_says_what_was_expected(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Expected"):
         buffer(**kwargs)
+
+
+def test_malformed_responses_fill_their_share_of_a_batch_and_the_newest_are_taken() -> None:
+    store = buffer(batch_size=4, malformed_share=0.25)
+    for name in "vwxyz":
+        store.add_malformed(wrote(name), -1.0)
+    store.add_use(("a", 1), 1, wrote("a"), None)
+    store.add_use(("b", 1), 1, wrote("b"), None)
+    assert not store.ready(0, 0) and store.take(0, 0) == [], "three more of them would leave no advantage"
+    store.add_use(("c", 1), -1, wrote("c"), None)
+    batch = store.take(0, 0)
+    assert sorted(s.generation.id for s in batch) == ["a", "b", "c", "z"]
+    assert len(store) == 4
+
+
+def test_a_share_outside_zero_to_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="malformed_share between 0 and 1"):
+        buffer(malformed_share=1.5)

@@ -360,9 +360,7 @@ class TestReport:
         assert "later (2+)" in text and "85 % [71, 93]" in text
 
     def test_headline_pairs_the_arms_by_world(self) -> None:
-        assert headline(EVENTS)[1] == (
-            "Later visits, with the bank minus without: +75 points, 95 % interval [+55, +90], paired by world."
-        )
+        assert headline(EVENTS)[1] == ("Later visits, with the bank minus without: +75 points, 95 % interval [+55, +90], paired by world.")
 
     def test_runs_without_a_bank_have_no_difference(self) -> None:
         assert headline([event for event in EVENTS if event.get("arm") != "bank"]) == []

@@ -100,3 +100,23 @@ async def test_close_cancels_what_is_queued():
     with pytest.raises(BackendError, match="closed"):
         await lane.run(lambda: None)
     lane.close()
+
+
+def test_inside_foreground_the_background_waits_even_for_an_idle_lane(lane: ComputeLane):
+    order: list[str] = []
+    with lane.foreground():
+        late = lane.submit(lambda: order.append("background"), priority=1)
+        lane.submit(lambda: order.append("rollout")).result(5)
+        time.sleep(0.05)
+        assert order == ["rollout"] and not late.done()
+    late.result(5)
+    assert order == ["rollout", "background"]
+
+
+def test_the_background_outwaits_a_foreground_that_lasts_longer_than_patience():
+    lane = ComputeLane("p", patience=0.05)
+    with lane.foreground():
+        begin = time.monotonic()
+        lane.submit(lambda: None, priority=1).result(5)
+        assert time.monotonic() - begin >= 0.05
+    lane.close()

@@ -23,7 +23,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[LocalRuntime, LocalRuntime]]:
     for part in tiny_random_model():
         part.save_pretrained(tmp_path / "model")
     settings = ModelSettings(name=str(tmp_path / "model"), device="cpu", lora=LoraSettings(rank=4, alpha=8))
-    runtimes = build_runtimes(settings, None, (OptimSettings(lr=1e-2), OptimSettings(lr=1e-2)), reference=True)
+    runtimes = build_runtimes(settings, None, (OptimSettings(lr=1e-2), OptimSettings(lr=1e-2)), references=(True, True))
     yield runtimes
     for runtime in runtimes:
         runtime.close()

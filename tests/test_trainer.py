@@ -270,6 +270,26 @@ def test_worlds_change_by_schedule() -> None:
     assert after == {0: 1, 1: 1, 2: 0, 3: 0}
 
 
+def test_the_same_worlds_come_for_as_many_steps_as_visits_says_with_fresh_seeds() -> None:
+    source = TaskSource(EnvSettings(visits=3), 100, seed=0)
+    steps = [source.tasks(step, 4) for step in range(6)]
+    worlds = [[t.options["world"] for t in tasks] for tasks in steps]
+    assert worlds[0] == worlds[1] == worlds[2] != worlds[3] == worlds[4] == worlds[5]
+    assert len({t.seed for tasks in steps for t in tasks}) == 24
+    assert len({t.group for tasks in steps for t in tasks}) == 24
+
+
+def test_an_extractor_may_take_several_updates_in_a_step(tmp_path: Path) -> None:
+    """Four guided episodes a step use at least two entries each step after the first: two batches of one."""
+    seen: list[dict[str, Any]] = []
+    overrides = ("extractor.batch_size=1", "extractor.updates_per_step=2", "extractor.kl=0.1", "extractor.max_lag=0", "run.drain=true")
+    settings = experiment("complementary", *overrides, "run.steps=4", "eval.before=false", "eval.after=false", "env.visits=4")
+    with_reference = tuple(Scribe(p.llm, OptimSettings(), name=p.name, reference=True) for p in policies())
+    Trainer(settings, tmp_path, observer=seen.append, runtimes=with_reference).run()
+    updates = [e["extractor_updates"] for e in seen if e["event"] == "step"]
+    assert max(b - a for a, b in zip(updates, updates[1:], strict=False)) == 2
+
+
 def test_intervals_by_hand() -> None:
     """Wilson for 8 of 10: centre (0.8 + 0.19207)/1.38415 = 0.7167, half width 0.2267."""
     interval = wilson(8, 10)

@@ -228,7 +228,8 @@ def main() -> None:
             lr=options.lr,
             batch=options.batch,
             device=options.device,
-            epochs=options.epochs, start=options.start,
+            epochs=options.epochs,
+            start=options.start,
         )
 
 

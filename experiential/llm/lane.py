@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,7 +32,8 @@ class ComputeLane:
     """Runs closures one at a time on its own thread: lower priority first, first come first served inside one.
 
     A job of a lower rank that has waited ``patience`` seconds goes next, so that a busy rollout (priority 0) cannot
-    starve the background (priority 1); in turn a rollout waits for at most the one job that is running.
+    starve the background (priority 1); in turn a rollout waits for at most the one job that is running. Inside
+    ``foreground()`` the background does not get the moments either in which a rollout waits for its environments.
 
     >>> import asyncio
     >>> lane = ComputeLane("doc")
@@ -53,6 +55,7 @@ class ComputeLane:
         self._ready: dict[int, deque[_Job]] = {}
         self._condition = threading.Condition()
         self._closed = False
+        self._foreground = 0
         self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
@@ -83,6 +86,20 @@ class ComputeLane:
                 self._ready.setdefault(priority, deque()).append(job)
             self._condition.notify()
         return future
+
+    @contextlib.contextmanager
+    def foreground(self) -> Generator[None]:
+        """Keep the lane for priority 0 and lower inside the block; other jobs start only after ``patience`` seconds."""
+        self._hold(1)
+        try:
+            yield
+        finally:
+            self._hold(-1)
+
+    def _hold(self, change: int) -> None:
+        with self._condition:
+            self._foreground += change
+            self._condition.notify()
 
     def close(self) -> None:
         """Finish the running closure, cancel the queued ones and end the thread; safe to call twice."""
@@ -122,14 +139,16 @@ class ComputeLane:
                 while self._later and self._later[0].due <= now:
                     job = heapq.heappop(self._later)
                     self._ready.setdefault(job.priority, deque()).append(job)
+                wake = self._later[0].due - now if self._later else None
                 queues = {priority: queue for priority, queue in self._ready.items() if queue}
                 if queues:
-                    return self._pick(queues, now)
-                if self._closed:
+                    oldest = min(queues, key=lambda priority: queues[priority][0].due)
+                    left = queues[oldest][0].due + self._patience - now
+                    if left <= 0:
+                        return queues[oldest].popleft()
+                    if min(queues) <= 0 or not self._foreground:
+                        return queues[min(queues)].popleft()
+                    wake = left if wake is None else min(wake, left)
+                elif self._closed:
                     return None
-                self._condition.wait(self._later[0].due - now if self._later else None)
-
-    def _pick(self, queues: dict[int, deque[_Job]], now: float) -> _Job:
-        oldest = min(queues, key=lambda priority: queues[priority][0].due)
-        patient = now - queues[oldest][0].due < self._patience
-        return queues[min(queues) if patient else oldest].popleft()
+                self._condition.wait(wake)

@@ -84,6 +84,7 @@ class ExtractorBuffer:
         max_staleness: extractor updates after which a generation is too old to train on.
         cooldown: delta of eq. 7, in training steps.
         decay: alpha of eq. 7.
+        malformed_share: share of a batch that malformed responses may fill; a batch of nothing else would have no advantage.
 
     Raises:
         ConfigError: an argument is outside its range.
@@ -95,11 +96,16 @@ class ExtractorBuffer:
     [(('a', 1), 0.0, 0.5), (('b', 1), -1.0, -0.5)]
     """
 
-    def __init__(self, capacity: int, *, batch_size: int, max_staleness: int, cooldown: int, decay: float) -> None:
+    def __init__(
+        self, capacity: int, *, batch_size: int, max_staleness: int, cooldown: int, decay: float, malformed_share: float = 1.0
+    ) -> None:
         if not 1 <= batch_size <= capacity:
             raise ConfigError(f"Expected a batch size between 1 and the capacity {capacity}, got {batch_size}")
         if max_staleness < 0 or cooldown < 0 or decay < 0:
             raise ConfigError(f"Expected max_staleness, cooldown and decay of at least 0, got {max_staleness}, {cooldown}, {decay}")
+        if not 0 <= malformed_share <= 1:
+            raise ConfigError(f"Expected malformed_share between 0 and 1, got {malformed_share}")
+        self._most_malformed = int(malformed_share * batch_size)
         self.capacity, self.batch_size, self.max_staleness = capacity, batch_size, max_staleness
         self.cooldown, self.decay = cooldown, decay
         self.counters = BufferCounters()
@@ -129,22 +135,23 @@ class ExtractorBuffer:
     def ready(self, step: int, version: int) -> bool:
         """Whether ``take`` would give a batch."""
         fresh = {key: sample for key, sample in self._waiting.items() if not self._stale(sample, version)}
-        return len(self._eligible(fresh, step)) >= self.batch_size
+        return len(self._chosen(fresh, step)) == self.batch_size
 
     def take(self, step: int, version: int) -> list[BufferSample]:
         """Remove and return the oldest ``batch_size`` samples that may be trained on, or nothing when there are fewer.
 
-        Samples older than ``max_staleness`` are dropped first. Training counts and times are updated here.
+        Of malformed responses the newest are taken, as many as the batch may hold. Samples older than ``max_staleness``
+        are dropped first. Training counts and times are updated here.
 
         Args:
             step: present training step, t of eq. 7.
             version: present extractor version (optimiser steps), for the age of generations.
         """
         self._drop_stale(version)
-        weights = self._eligible(self._waiting, step)
+        weights = self._chosen(self._waiting, step)
         if len(weights) < self.batch_size:
             return []
-        keys = list(weights)[: self.batch_size]
+        keys = list(weights)
         waiting = [self._waiting.pop(key) for key in keys]
         for key in keys:
             self._record(key, step)
@@ -189,6 +196,14 @@ class ExtractorBuffer:
             del self._waiting[key]
         self.counters.stale += len(stale)
 
+    def _chosen(self, waiting: dict[Key, _Waiting], step: int) -> dict[Key, float]:
+        """The next batch with its weights, or what there is of it."""
+        weights = self._eligible(waiting, step)
+        malformed = [key for key in weights if _is_malformed(key)]
+        too_many = set(malformed[: max(0, len(malformed) - self._most_malformed)])
+        keys = [key for key in weights if key not in too_many][: self.batch_size]
+        return {key: weights[key] for key in keys}
+
     def _eligible(self, waiting: dict[Key, _Waiting], step: int) -> dict[Key, float]:
         """Samples whose weight is positive, oldest first, with their weights."""
         past = [self._history.get(key) for key in waiting]
@@ -197,8 +212,12 @@ class ExtractorBuffer:
         return {key: weight for key, weight in zip(waiting, weights, strict=True) if weight > 0}
 
     def _record(self, key: Key, step: int) -> None:
-        if not key[0].startswith(_MALFORMED):
+        if not _is_malformed(key):
             self._history[key] = _History(count=self.train_count(key) + 1, last=step)
+
+
+def _is_malformed(key: Key) -> bool:
+    return key[0].startswith(_MALFORMED)
 
 
 def _batch(keys: Sequence[Key], waiting: Sequence[_Waiting], weights: Sequence[float]) -> list[BufferSample]:
@@ -206,7 +225,7 @@ def _batch(keys: Sequence[Key], waiting: Sequence[_Waiting], weights: Sequence[f
     advantages: list[float] = batch_advantages(rewards).tolist()
     return [
         BufferSample(
-            key=None if key[0].startswith(_MALFORMED) else key,
+            key=None if _is_malformed(key) else key,
             generation=sample.generation,
             span=sample.span,
             reward=reward,

@@ -20,8 +20,8 @@ class ExtractorTrack:
     """Trains the extractor on whether its entries helped, on a schedule of its own.
 
     Every use of an entry version gives the generation that wrote it, and those of its merged ancestors, a reward of
-    -1 or +1; malformed answers are samples with the lowest reward. When the buffer holds a batch, one CISPO update
-    runs as a task beside the rollouts.
+    -1 or +1; malformed answers are samples with the lowest reward. When the buffer holds a batch, CISPO updates run as a
+    task beside the rollouts.
 
     Args:
         runtime: the extractor's policy.
@@ -37,6 +37,7 @@ class ExtractorTrack:
             max_staleness=settings.max_staleness,
             cooldown=settings.cooldown,
             decay=settings.decay,
+            malformed_share=settings.malformed_share,
         )
         self.updates = 0
         self.malformed = 0
@@ -65,13 +66,12 @@ class ExtractorTrack:
         return count
 
     async def step(self, step: int) -> None:
-        """Start an update if a batch is ready and none runs; never waits for one."""
+        """Start updating if a batch is ready and no update runs; never waits for one."""
         if self._running is not None and self._running.done():
             await self._running
             self._running = None
         if self._settings.train and self._running is None and self.buffer.ready(step, self._runtime.version):
-            batch = self.buffer.take(step, self._runtime.version)
-            self._running = asyncio.create_task(self._update(batch, step))
+            self._running = asyncio.create_task(self._updates(step))
 
     async def finish(self) -> None:
         """Wait for the update under way, if any."""
@@ -108,11 +108,17 @@ class ExtractorTrack:
             if generation is not None:
                 self.buffer.add_use((use.refinement, 0), reward, generation, None)
 
+    async def _updates(self, step: int) -> None:
+        for _ in range(self._settings.updates_per_step):
+            if batch := self.buffer.take(step, self._runtime.version):
+                await self._update(batch, step)
+
     async def _update(self, batch: Sequence[BufferSample], step: int) -> None:
         version = self._runtime.version
         samples = [self._sample(item) for item in batch if item.generation.response_ids]
         settings = self._settings
-        self.last = await self._runtime.train(samples, LossSettings(kind="cispo", low=settings.eps_low, high=settings.eps_high, seed=step))
+        loss = LossSettings(kind="cispo", low=settings.eps_low, high=settings.eps_high, kl=settings.kl, seed=step)
+        self.last = await self._runtime.train(samples, loss)
         await self._runtime.sync()
         self.updates += self.last.updates
         self.mean_reward = sum(item.reward for item in batch) / max(1, len(batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -38,10 +39,14 @@ class LocalRuntime(PolicyRuntime):
         optim: AdamW settings.
         name: role of this policy, stored in its generations.
         reference: keep what the KL penalty needs (the frozen base under LoRA, else a frozen copy of the weights).
+        priority: of training on the lane; 1 lets rollouts and the other policy's updates go first.
     """
 
-    def __init__(self, llm: TransformersLLM, optim: OptimSettings, *, name: str = "actor", reference: bool = False) -> None:
+    def __init__(
+        self, llm: TransformersLLM, optim: OptimSettings, *, name: str = "actor", reference: bool = False, priority: int = 0
+    ) -> None:
         self.llm, self.optim, self.name = llm, optim, name
+        self._priority = priority
         self._model: Any = llm.model
         self._parameters = _trainable(self._model, llm.adapter)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
@@ -76,7 +81,11 @@ class LocalRuntime(PolicyRuntime):
             _check(sample)
         if not usable:
             return TrainStats(version=self.version)
-        return await self.llm.lane.run(lambda: self._train(usable, loss), priority=0)
+        return await self.llm.lane.run(lambda: self._train(usable, loss), priority=self._priority)
+
+    def foreground(self) -> AbstractContextManager[None]:
+        """Keep the lane for rollouts inside the block."""
+        return self.llm.lane.foreground()
 
     async def sync(self) -> int:
         """Generation already uses the trained weights."""
@@ -228,9 +237,13 @@ class LocalRuntime(PolicyRuntime):
 
 
 def build_runtimes(
-    actor: ModelSettings, extractor: ModelSettings | None, optims: tuple[OptimSettings, OptimSettings], *, reference: bool = False
+    actor: ModelSettings,
+    extractor: ModelSettings | None,
+    optims: tuple[OptimSettings, OptimSettings],
+    *,
+    references: tuple[bool, bool] = (False, False),
 ) -> tuple[LocalRuntime, LocalRuntime]:
-    """Actor and extractor runtimes on one lane: two adapters over one base under LoRA, else two sets of weights.
+    """Actor and extractor runtimes on one lane, the extractor behind: two adapters over one base under LoRA, else two sets of weights.
 
     Raises:
         ModelNotFoundError: a model cannot be resolved.
@@ -245,16 +258,19 @@ def build_runtimes(
     shared = actor.lora is not None and second == actor
     model, tokenizer = load_model(actor, adapters=("actor", "extractor") if shared else ("actor",))
     other, other_tokenizer = (model, tokenizer) if shared else load_model(second, adapters=("extractor",))
-    pairs = ((actor, "actor", model, tokenizer, optims[0]), (second, "extractor", other, other_tokenizer, optims[1]))
+    pairs = (
+        (actor, "actor", model, tokenizer, optims[0], references[0]),
+        (second, "extractor", other, other_tokenizer, optims[1], references[1]),
+    )
     runtimes = [
         LocalRuntime(
             TransformersLLM(
                 weights, words, max_batch=settings.max_batch, prefix_cache_tokens=settings.prefix_cache_tokens, lane=lane,
                 adapter=role if settings.lora else None, name=role,
             ),
-            optim, name=role, reference=reference,
+            optim, name=role, reference=reference, priority=priority,
         )
-        for settings, role, weights, words, optim in pairs
+        for priority, (settings, role, weights, words, optim, reference) in enumerate(pairs)
     ]  # fmt: skip
     return runtimes[0], runtimes[1]
 

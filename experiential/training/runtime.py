@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -87,6 +88,10 @@ class PolicyRuntime(LLM):
     def tokens_processed(self) -> int:
         """Prompt and response tokens of all generations so far."""
         return 0
+
+    def foreground(self) -> AbstractContextManager[None]:
+        """Around a rollout: where policies share a device, background work on it waits meanwhile."""
+        return nullcontext()
 
     @abstractmethod
     async def sync(self) -> int:

@@ -11,12 +11,15 @@ import numpy as np
 from experiential.config import EnvSettings, WorldChange
 from experiential.training.rollout import Job, Task, guided_members
 
+_WORLDS = 1  # third coordinate of the draws of worlds, so that they differ from those of seeds
+
 
 class TaskSource:
     """Draws the tasks of each step.
 
     An environment that lists ``worlds`` is asked for them by ``reset(options={"world": i})``, each world once per
-    step while there are enough; any other environment gets fresh seeds.
+    step while there are enough, and the same ones for ``settings.visits`` steps in a row; any other environment gets
+    fresh seeds.
 
     Args:
         settings: environment settings with the changes of worlds over time.
@@ -26,13 +29,13 @@ class TaskSource:
 
     def __init__(self, settings: EnvSettings, worlds: int | None, seed: int) -> None:
         self._changes: Sequence[WorldChange] = sorted(settings.changes, key=lambda c: c.step)
-        self._worlds, self._seed = worlds, seed
+        self._worlds, self._visits, self._seed = worlds, settings.visits, seed
 
     def tasks(self, step: int, groups: int) -> list[Task]:
         """The tasks of a step."""
         rng = np.random.default_rng([self._seed, step])
         seeds = rng.integers(2**31 - 1, size=groups)
-        options = self._options(rng, step, groups)
+        options = self._options(step, groups)
         return [Task(seed=int(s), group=f"{step}.{i}", options=o) for i, (s, o) in enumerate(zip(seeds, options, strict=True))]
 
     def jobs(self, step: int, groups: int, group_size: int, guided: str) -> list[Job]:
@@ -44,9 +47,10 @@ class TaskSource:
             for k, condition in enumerate(conditions)
         ]
 
-    def _options(self, rng: np.random.Generator, step: int, groups: int) -> list[dict[str, Any]]:
+    def _options(self, step: int, groups: int) -> list[dict[str, Any]]:
         if self._worlds is None:
             return [{} for _ in range(groups)]
+        rng = np.random.default_rng([self._seed, step // self._visits, _WORLDS])
         change = next((c for c in reversed(self._changes) if c.step <= step), None)
         active = min(change.worlds, self._worlds) if change else self._worlds
         order = np.concatenate([rng.permutation(active) for _ in range(-(-groups // active))])[:groups]

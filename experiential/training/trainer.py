@@ -160,7 +160,8 @@ class Trainer:
         begin = time.perf_counter()
         tokens_before = self._tokens()
         guided = settings.actor.guided if self._manager is not None and step >= settings.actor.warmup_steps else "none"
-        episodes = await self._rollout.play(self._tasks.jobs(step, settings.actor.groups, settings.actor.group_size, guided))
+        with self.actor.foreground():
+            episodes = await self._rollout.play(self._tasks.jobs(step, settings.actor.groups, settings.actor.group_size, guided))
         rollout_s = time.perf_counter() - begin
         if self._track is not None:
             self._track.credit([e.trajectory for e in episodes])
@@ -395,7 +396,8 @@ def _build(experiment: Experiment) -> Runtimes:
     from experiential.training.local import build_runtimes
 
     optims = (experiment.actor.optim, experiment.extractor.optim)
-    return build_runtimes(experiment.model, experiment.extractor_model, optims, reference=experiment.actor.kl > 0)
+    references = (experiment.actor.kl > 0, experiment.extractor.kl > 0)
+    return build_runtimes(experiment.model, experiment.extractor_model, optims, references=references)
 
 
 def _replace_bank(folder: Path, source: Path) -> None:
