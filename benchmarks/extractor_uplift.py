@@ -46,16 +46,11 @@ class OneEntry(NoBank):
 
 
 def written(bank: ExperienceBank, early: bool, count: int, seed: int) -> list[Experience]:
-    """Entries of the first or of the last fifth of the commits, as they were first written; a seeded draw of ``count``."""
-    commits = [c.id for c in bank.commits() if c.author != "human" and c.cause != "merge"]
-    share = max(1, len(commits) // 5)
-    chosen = set(commits[:share] if early else commits[-share:])
-    seen: dict[tuple[str, int], Experience] = {}
-    for commit in sorted(chosen):
-        for entry in bank.at(commit).entries():
-            if entry.provenance.commit == commit and entry.task:
-                seen[entry.id, entry.version] = entry
-    entries = list(seen.values())
+    """The fifth of the lessons that were written first, or last, each in its first version; a seeded draw of ``count``."""
+    firsts = [first for entry in bank.entries() if (first := bank.version(entry.id, 1)) is not None]
+    lessons = sorted((e for e in firsts if e.task and e.provenance.trajectory), key=lambda e: e.provenance.commit or 0)
+    share = max(1, len(lessons) // 5)
+    entries = lessons[:share] if early else lessons[-share:]
     random.Random(seed).shuffle(entries)
     return entries[:count]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.consolidate import merge_group, related_groups
+from experiential.bank.consolidate import merge_group, recent_groups, related_groups
 from experiential.bank.manager import ExperienceManager
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
 from experiential.types import (
@@ -419,3 +419,46 @@ def test_close_in_the_middle_of_anything_ends_and_loses_nothing(bank):
     with ExperienceManager(bank, Echo()) as manager:
         manager.drain(timeout=20)
     assert sorted(entry.provenance.trajectory for entry in bank.entries()) == sorted(f"{t}-{i}" for t in range(15) for i in range(4))
+
+
+def test_lessons_that_come_together_are_embedded_together_and_a_failing_embedder_is_a_reason(tmp_path):
+    calls = []
+
+    def embedder(texts):
+        calls.append(list(texts))
+        time.sleep(0.01)
+        if any("lesson of t30" in text for text in texts) and len(calls) < 4:
+            raise ConnectionError("embedding service went away")
+        return [[float(len(text)), 1.0, 0.0] for text in texts]
+
+    with ExperienceBank(tmp_path / "bank", embedder=embedder) as bank, ExperienceManager(bank, Echo(), backoff=0.01) as manager:
+        manager.pause()
+        for trajectory in trajectories(32):
+            manager.submit(trajectory)
+        manager.resume()
+        manager.drain(timeout=20)
+        assert len(bank) == 32 and len(calls) < 8
+        assert sum(manager.stats()["failures"].values()) >= 1
+        assert set(manager.stats()["failures"]) == {"distill: ConnectionError"}
+
+
+def test_a_later_pass_of_merging_looks_at_what_is_new_and_its_neighbours_only():
+    def entry(name, commit, task="a", cause="add"):
+        return Experience(id=name, text=name, task=task, provenance={"commit": commit, "cause": cause})
+
+    entries = [entry(f"a{i}", i + 1) for i in range(6)] + [entry("b0", 3, "b"), entry("b1", 4, "b"), entry("a6", 9), entry("a7", 10)]
+    assert [[e.id for e in g] for g in recent_groups(entries, since=8, size=3)] == [["a4", "a5", "a6", "a7"]]
+    assert recent_groups(entries, since=10, size=3) == []
+    assert recent_groups([entry("m", 12, cause="merge"), entry("n", 5)], since=8, size=3) == []
+    assert [[e.id for e in g] for g in recent_groups(entries, since=0, size=3)][1] == ["b0", "b1"]
+
+
+def test_merging_again_without_news_asks_the_extractor_nothing(bank):
+    extractor = Echo()
+    bank.add_many(["n0", "n1"], task="t")
+    with ExperienceManager(bank, extractor) as manager:
+        assert manager.merge() == 1 and manager.merge() == 0
+        assert len(extractor.merged) == 1
+        bank.add("n2", task="t")
+        assert manager.merge() == 1
+    assert extractor.merged[1] == ["n0 + n1", "n2"]

@@ -213,9 +213,13 @@ class GridTasks:
         """One move in a Sokoban room."""
         return self._move(self.sokoban)
 
-    def _move(self, env: FrozenLakeEnv | SokobanEnv) -> Sample:
+    def solve(self) -> Sample:
+        """One move on a frozen lake, always of a shortest way: how to read a grid."""
+        return self._move(self.rng.choice(self.lakes[:3]), system="Take the shortest way.", skill=1.0)
+
+    def _move(self, env: FrozenLakeEnv | SokobanEnv, system: str | None = None, skill: float = SKILL["grid"]) -> Sample:
         rng = self.rng
-        observation, info = env.reset(seed=rng.randrange(1000))
+        observation, info = env.reset(seed=rng.randrange(100_000))
         for _ in range(rng.randrange(4)):
             action = env.oracle_action() if rng.random() < 0.6 else rng.choice(info["admissible"])
             following, _, terminated, truncated, info = env.step(action)
@@ -225,10 +229,9 @@ class GridTasks:
         else:
             terminated = truncated = False
         if terminated or truncated:
-            return self._move(env)
-        good = rng.random() < SKILL["grid"]
-        action = env.oracle_action() if good else rng.choice(info["admissible"])
-        return _say(BRIEF.actor_system("", None), observation, action)
+            return self._move(env, system, skill)
+        action = env.oracle_action() if rng.random() < skill else rng.choice(info["admissible"])
+        return _say(system or BRIEF.actor_system("", None), observation, action)
 
 
 def sampler(seed: int) -> Callable[[], Sample]:
@@ -237,7 +240,7 @@ def sampler(seed: int) -> Callable[[], Sample]:
     vault, reading, grid = VaultTasks(rng), ReadingTasks(rng), GridTasks(rng)
     tasks: list[tuple[float, Callable[[], Sample]]] = [
         (0.18, vault.act), (0.12, vault.obey), (0.20, vault.distill), (0.10, vault.fact), (0.04, vault.merge), (0.02, vault.refine),
-        (0.01, vault.judge), (0.10, reading.look_up), (0.15, reading.copy), (0.06, grid.lake), (0.02, grid.push),
+        (0.01, vault.judge), (0.06, reading.look_up), (0.09, reading.copy), (0.06, grid.lake), (0.02, grid.push), (0.10, grid.solve),
     ]  # fmt: skip
     weights, makers = [w for w, _ in tasks], [m for _, m in tasks]
     return lambda: rng.choices(makers, weights)[0]()

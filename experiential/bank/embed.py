@@ -195,14 +195,18 @@ class EntryKey(NamedTuple):
     task: str | None = None
 
 
+def texts_to_embed(keys: Sequence[EntryKey]) -> list[str]:
+    """The texts of the entries, then their tasks; without a task the text stands for it."""
+    return [key.text for key in keys] + [key.task or key.text for key in keys]
+
+
 def embed_entries(embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]) -> Vector:
     """One vector per entry: the normalised sum of twice its task's embedding and its text's, shape (n, d).
 
     A query that is the task itself is so nearer to the entries of that task, whatever their wording, than to those of
-    a task that reads much the same; a query about the content still meets the text. Without a task the text stands for it.
+    a task that reads much the same; a query about the content still meets the text.
     """
-    texts = [key.text for key in keys]
-    vectors = embedder(texts + [key.task or key.text for key in keys])
+    vectors = embedder(texts_to_embed(keys))
     return normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])
 
 

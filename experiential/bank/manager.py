@@ -14,7 +14,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.consolidate import merge_group, related_groups
+from experiential.bank.consolidate import merge_group, recent_groups
+from experiential.bank.embed import EntryKey, texts_to_embed
+from experiential.bank.gather import Gatherer
+from experiential.bank.operations import keys_to_embed
 from experiential.bank.queue import DeadLetter
 from experiential.bank.searcher import Searcher
 from experiential.bank.view import checked_queries
@@ -100,6 +103,8 @@ class ExperienceManager:
         self._operations: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self._merged = 0  # head at the start of the last pass of merging that had no failure
+        self._merge_failures = 0
         self._closed = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="experiential-writer")
         self._thread = EventLoopThread("experiential-manager")
@@ -107,6 +112,7 @@ class ExperienceManager:
 
     async def _start(self, seed: int) -> None:
         self._searcher = Searcher(self.bank, self.settings.retrieval, seed)
+        self._gather = Gatherer(self.bank.embedder)
         self._changed = asyncio.Condition()
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -276,6 +282,7 @@ class ExperienceManager:
             raise BankError(f"Expected a recorded trajectory, got {id!r}")
         shown = self.shown(trajectory)
         distillation = await asyncio.wait_for(self.extractor.adistill(trajectory, shown), self.settings.distill_timeout)
+        await self._embedded(keys_to_embed(distillation, shown, trajectory.task or None))
         version = self._version()
         write = partial(self.bank.apply, distillation, trajectory=trajectory, shown=shown, item=id, extractor_version=version)
         return trajectory, distillation, await self._write(write)
@@ -354,7 +361,10 @@ class ExperienceManager:
     # Merging
 
     def merge(self) -> int:
-        """One pass of consolidation over the whole bank; gives the number of merged entries written."""
+        """One pass of consolidation; gives the number of merged entries written.
+
+        The first pass of a manager looks at the whole bank, a later one at what was written since the last that had no failure.
+        """
         return self._run(self._merge())
 
     async def amerge(self) -> int:
@@ -366,14 +376,19 @@ class ExperienceManager:
             raise ReadOnlyBankError("Expected a writable bank to merge, got one opened with read_only=True")
         if self.extractor is None:
             return 0
-        groups = related_groups(self.bank.entries())
+        head, failures = self.bank.head, self._merge_failures
+        groups = recent_groups(self.bank.entries(), self._merged, self.settings.merge_chunk)
         self._counts["merges"] += 1
-        return sum([len(await merge_group(group, self.settings.merge_chunk, self._merge_chunk)) for group in groups])
+        written = sum([len(await merge_group(group, self.settings.merge_chunk, self._merge_chunk)) for group in groups])
+        if self._merge_failures == failures:
+            self._merged = head
+        return written
 
     async def _merge_chunk(self, shown: Sequence[Experience]) -> list[Experience]:
         done, reason = await self._attempt(self._consolidation(shown), limit=None)
         if done is None:
             self._failures[f"merge: {reason}"] += 1
+            self._merge_failures += 1
             return []
         distillation, written = done
         self._tally(distillation)
@@ -383,6 +398,7 @@ class ExperienceManager:
     async def _consolidation(self, shown: Sequence[Experience]) -> tuple[Distillation, list[Experience]]:
         assert self.extractor is not None
         distillation = await asyncio.wait_for(self.extractor.amerge(shown), self.settings.distill_timeout)
+        await self._embedded(keys_to_embed(distillation, shown))
         write = partial(self.bank.consolidate, distillation, shown=shown, extractor_version=self._version())
         return distillation, await self._write(write)
 
@@ -457,6 +473,10 @@ class ExperienceManager:
         done, reason = await self._attempt(call(), limit=None)
         if done is None:
             self._failures[f"{name}: {reason}"] += 1
+
+    async def _embedded(self, keys: Sequence[EntryKey]) -> None:
+        """Wait until the bank's cache holds the vectors of these entries: the writer then embeds none of them one by one."""
+        await self._gather(texts_to_embed(keys))
 
     async def _notify(self) -> None:
         async with self._changed:
