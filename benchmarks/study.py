@@ -26,9 +26,9 @@ RECIPES = ("grpo", "static-online", "exp-only", "complementary")
 ENVIRONMENTS: dict[str, list[str]] = {
     "vault": ["run.steps=72", "eval.every=12"],
     "frozen-lake": [
-        "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.kwargs={sizes: [2, 5]}",
+        "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.kwargs={sizes: [2, 4]}",
         "env.train={split: train, layouts: 10000}",
-        "env.eval={split: eval, layouts: 40}", "actor.history=0", "actor.keep_first=false", "run.steps=60", "eval.every=10",
+        "env.eval={split: eval, layouts: 40}", "actor.history=0", "actor.keep_first=false", "run.steps=40", "eval.every=10",
         "eval.visits=3", "bank.retrieval.floor=0.0",
     ],
 }  # fmt: skip
