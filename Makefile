@@ -10,8 +10,9 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 MODEL ?= tiny
 OUTPUT ?= runs/quickstart
-# The tiny model trains whole; anything larger trains two adapters over one frozen base.
-LORA ?= $(if $(filter tiny,$(MODEL)),,'model.lora={rank: 8}')
+# The tiny model trains whole; anything larger trains two adapters over one frozen base, on less of everything.
+LARGER := 'model.lora={rank: 8}' actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8
+SIZE ?= $(if $(filter tiny,$(MODEL)),,$(LARGER))
 ARGS ?=
 STAMP := $(VENV)/.installed
 # One torch thread per test process: the suite runs in WORKERS processes.
@@ -39,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: install  ## train and evaluate on Vault in a few minutes; MODEL=tiny|smollm2|folder
-	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite model.name=$(MODEL) $(LORA) $(ARGS)
+	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite model.name=$(MODEL) $(SIZE) $(ARGS)
 
 test: install  ## the fast tests
 	@$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -77,22 +77,19 @@ class ExperienceBank:
         self._unsaved: set[str] = set()
         self._pid = os.getpid()
         lock = self._claim()
-        try:
+        with ExitStack() as undo:  # what was opened is closed again when a later part fails
+            undo.callback(_release, lock)
             self._journal = Journal.open_copy(self.path) if read_only else Journal.open(self.path)
-        except BaseException:
-            _release(lock)
-            raise
-        self._history = History(self._journal, namespace)
-        self._ledger = credit.Ledger(self._journal, namespace)
-        self.queue = DistillationQueue(self._journal, namespace)
-        self._follower = None if read_only else IndexFollower(self.path, namespace, self._history)
-        self._finalizer = weakref.finalize(self, _shut, self._follower, self._journal, lock, False)
-        self._close_arguments = (self._follower, self._journal, lock, True)
-        try:
+            undo.pop_all()
+            self._history = History(self._journal, namespace)
+            self._ledger = credit.Ledger(self._journal, namespace)
+            self.queue = DistillationQueue(self._journal, namespace)
+            self._follower = None if read_only else IndexFollower(self.path, namespace, self._history)
+            self._finalizer = weakref.finalize(self, _shut, self._follower, self._journal, lock, False)
+            undo.callback(self._finalizer)
+            self._close_arguments = (self._follower, self._journal, lock, True)
             self._load(embedder)
-        except BaseException:
-            self._finalizer()
-            raise
+            undo.pop_all()
 
     def _claim(self) -> WriterLock | None:
         if self.read_only:

@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +67,8 @@ class HashingEmbedder:
 class SentenceEmbedder:
     """A sentence-transformers model, loaded on first use, on one thread of its own (fp32, CPU).
 
-    One thread, because torch gives each calling thread its own pool of helpers.
+    One thread, because torch gives each calling thread its own pool of helpers; calls that come while it is busy are encoded
+    together.
     """
 
     def __init__(self, name: str, id: str) -> None:
@@ -77,10 +78,22 @@ class SentenceEmbedder:
         self.id = id
         self._model: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="experiential-embed")
+        self._lock = threading.Lock()
+        self._next: tuple[list[str], Future[Vector]] | None = None
 
     def __call__(self, texts: list[str]) -> Vector:
         """Vectors of unit length, shape (n, d), float32."""
-        return self._thread.submit(self._encode, texts).result()
+        with self._lock:
+            gathered, vectors = self._next = self._next or ([], self._thread.submit(self._serve))
+            start = len(gathered)
+            gathered.extend(texts)
+        return vectors.result()[start : start + len(texts)]
+
+    def _serve(self) -> Vector:
+        with self._lock:
+            assert self._next is not None
+            (gathered, _), self._next = self._next, None
+        return self._encode(gathered)
 
     def _encode(self, texts: list[str]) -> Vector:
         if self._model is None:

@@ -107,13 +107,9 @@ class Journal:
         """All statements inside become durable together when the block ends, or none does."""
         with self.lock:
             self._check_open()
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
+            with self._connection:  # commits at its end, rolls back on an error
+                self._connection.execute("BEGIN IMMEDIATE")
                 yield
-            except BaseException:
-                self._connection.execute("ROLLBACK")
-                raise
-            self._connection.execute("COMMIT")
 
     def backup(self, folder: Path) -> None:
         """Write a consistent copy of the whole journal into another folder."""

@@ -1,0 +1,77 @@
+"""Embedders: what callers get, from whatever thread and in whatever company."""
+
+from __future__ import annotations
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from experiential.bank.embed import (
+    BUNDLED_PACKAGE,
+    TASK_WEIGHT,
+    CachedEmbedder,
+    EntryKey,
+    HashingEmbedder,
+    embed_entries,
+    resolve_embedder,
+    texts_to_embed,
+)
+from experiential.errors import BankError
+
+default_model = pytest.mark.skipif(importlib.util.find_spec(BUNDLED_PACKAGE) is None, reason="the default model's package is not installed")
+
+
+@default_model
+def test_calls_from_many_threads_get_the_vectors_of_their_own_texts() -> None:
+    embedder = resolve_embedder(None)
+    texts = [f"The {colour} lever is number {i}." for i, colour in enumerate(("red", "blue", "jade", "plum") * 6)]
+    alone = np.asarray(embedder(texts))
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda pair: np.asarray(embedder(list(pair))), zip(texts[::2], texts[1::2], strict=True)))
+    assert np.allclose(np.concatenate(together), alone, atol=1e-4)
+
+
+@default_model
+def test_an_embedding_that_fails_reaches_the_caller_and_not_the_next_one() -> None:
+    embedder = resolve_embedder(None)
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        embedder([object()])  # type: ignore[list-item]
+    assert np.asarray(embedder(["still here"])).shape == (1, 384)
+
+
+def test_an_entry_is_twice_its_task_and_once_its_text() -> None:
+    embedder = HashingEmbedder()
+    task, text = embedder(["open the door"])[0], embedder(["pull the jade lever"])[0]
+    expected = TASK_WEIGHT * task + text
+    found = embed_entries(lambda texts: embedder(list(texts)), [EntryKey("pull the jade lever", "open the door")])
+    assert np.allclose(found[0], expected / np.linalg.norm(expected), atol=1e-6)
+    alone = embed_entries(lambda texts: embedder(list(texts)), [EntryKey("pull the jade lever")])
+    assert np.allclose(alone[0], text, atol=1e-6)
+    assert texts_to_embed([EntryKey("a", "t"), EntryKey("b")]) == ["a", "b", "t", "b"]
+
+
+def test_the_cache_asks_for_each_text_once_and_forgets_the_oldest() -> None:
+    asked: list[list[str]] = []
+
+    def embedder(texts: list[str]) -> list[list[float]]:
+        asked.append(texts)
+        return [[float(len(text)), 1.0] for text in texts]
+
+    cache = CachedEmbedder(embedder, size=2)
+    assert cache(["a", "bb", "a"]).shape == (3, 2)
+    cache(["bb"])
+    assert asked == [["a", "bb"]] and (cache.hits, cache.misses) == (1, 3)
+    cache(["ccc"])
+    cache(["bb", "a"])
+    assert asked == [["a", "bb"], ["ccc"], ["a"]]
+
+
+@pytest.mark.parametrize(
+    "vectors", [[[1.0]], [[1.0, float("nan")], [1.0, 0.0]], [[], []], [1.0, 2.0]], ids=["too few", "not finite", "empty", "flat"]
+)
+def test_what_is_no_embedding_is_refused_by_name(vectors: list[list[float]]) -> None:
+    cache = CachedEmbedder(lambda texts: vectors)
+    with pytest.raises(BankError, match="to give 2 finite vectors"):
+        cache(["a", "b"])
