@@ -122,6 +122,7 @@ class RetrievalSettings(Settings):
     """How queries become hits (section 3.2.2, eq. 6)."""
 
     k: int = Field(default=1, gt=0)
+    strategy: str = Field(default="diverse", description="diverse (eq. 6), nearest, utility, random, or one registered by you")
     pool: int = Field(default=4, gt=0, description="N: candidate sets of size K that are oversampled")
     diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
     recency: int = Field(default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off")
@@ -140,6 +141,7 @@ class BankSettings(Settings):
     namespace: str = "default"
     embedder: str | None = Field(default=None, description="sentence-transformers name or folder, 'hashing', or None for the default")
     retrieval: RetrievalSettings = Field(default_factory=RetrievalSettings)
+    text_limit: int = Field(default=2000, gt=0, description="characters that the text of an entry may have")
     merge_every: int = Field(default=5, ge=0, description="actor updates between merges; 0 never merges")
     merge_chunk: int = Field(default=5, gt=1)
     queue_size: int = Field(default=1024, gt=0, description="distillation requests accepted before submit waits")

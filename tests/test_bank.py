@@ -171,9 +171,11 @@ def test_other_wrong_arguments_are_refused(bank, folder):
             call()
 
 
-def test_an_address_is_refused_for_now():
-    with pytest.raises(BankError, match="not available in this version yet"):
-        ExperienceBank("http://localhost:1234")
+def test_an_address_is_no_folder(bank):
+    with pytest.raises(BankError, match="only ExperienceBank takes one, with http:// or https://"):
+        bank.fork("http://localhost:1234")
+    with pytest.raises(BankError, match="Expected a folder, got the address"):
+        ExperienceBank("ftp://localhost:1234")
 
 
 def test_namespaces_of_one_folder_do_not_meet(folder):

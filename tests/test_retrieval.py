@@ -5,8 +5,12 @@ import random
 
 import pytest
 
-from experiential.bank.retrieval import Candidate, Retrievals, cut_pool, diversity_score, draw, select, shared_ranks
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.manager import ExperienceManager
+from experiential.bank.retrieval import STRATEGIES, Candidate, Retrievals, cut_pool, diversity_score, draw, select, shared_ranks, strategy
 from experiential.config import RetrievalSettings
+from experiential.errors import ConfigError
+from experiential.types import Trajectory, Use
 
 
 def candidates(*cosines):
@@ -117,3 +121,57 @@ def test_same_seed_same_draws():
         return [select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, generator)[0] for _ in range(20)]
 
     assert run() == run()
+
+
+def test_nearest_gives_the_same_entries_again_and_again():
+    seen, settings = Retrievals(8), RetrievalSettings(strategy="nearest", floor=0.5)
+    rows = [select(candidates(0.7, 0.9, 0.4), seen, settings, rng(), k=2) for _ in range(3)]
+    assert rows == [[(Candidate("m1", 0.9), 1.0), (Candidate("m0", 0.7), 1.0)]] * 3
+    assert seen.count("m1") == 3 and seen.count("m2") == 0
+
+
+def test_utility_weighs_cosines_by_the_laplace_score():
+    """0.9 * 1/5 = 0.18 < 0.6 * 3/4 = 0.45; the third would score most but lies outside the pool of two."""
+    scores = {"m0": 1 / 5, "m1": 3 / 4, "m2": 1.0}
+    seen = Retrievals(8, utility=scores.__getitem__)
+    settings = RetrievalSettings(strategy="utility", pool=2, floor=0.0)
+    assert [c.id for c, _ in select(candidates(0.9, 0.6, 0.5), seen, settings, rng(), k=1)] == ["m1"]
+
+
+def test_random_draws_each_of_the_pool_alike_and_says_so():
+    seen, settings, source = Retrievals(8), RetrievalSettings(strategy="random", pool=2, floor=0.0), rng()
+    drawn = [select(candidates(0.9, 0.8, 0.7, 0.6, 0.5), seen, settings, source, k=2) for _ in range(400)]
+    assert {p for row in drawn for _, p in row} == {0.5}
+    counts = [seen.count(f"m{i}") for i in range(5)]
+    assert counts[4] == 0 and all(150 < count < 250 for count in counts[:4])
+    assert select([], seen, settings, source, k=2) == []
+
+
+def test_a_registered_strategy_is_chosen_by_name_and_an_unknown_one_refused(tmp_path):
+    @strategy("last")
+    def last(found, seen, settings, source, k):
+        return [(candidate, 1.0) for candidate in found[-k:]]
+
+    try:
+        with pytest.raises(ConfigError, match="new name"):
+            strategy("last")(last)
+        with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+            bank.add_many(["open the red door", "open the red gate", "bake bread"])
+            with ExperienceManager(bank, retrieval={"strategy": "last", "floor": 0.3}) as manager:
+                assert manager.search("open the red door")[0].experience.text == "open the red gate"
+            with pytest.raises(ConfigError, match="diverse, last, nearest, random, utility"):
+                ExperienceManager(bank, retrieval={"strategy": "lasd"})
+    finally:
+        del STRATEGIES["last"]
+
+
+def test_utility_comes_from_the_outcomes_in_the_bank(tmp_path):
+    with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+        near, useful = bank.add_many(["open the red door", "open the red doors"])
+        for success, entry in ((False, near), (False, near), (True, useful)):
+            use = Use(experience_id=entry.id, experience_version=1)
+            bank.record(Trajectory(task="open the red door", uses=(use,), success=success))
+        with ExperienceManager(bank, retrieval={"strategy": "utility"}) as manager:
+            assert manager.search("open the red door")[0].experience.id == useful.id
+        with ExperienceManager(bank, retrieval={"strategy": "nearest"}) as manager:
+            assert manager.search("open the red door")[0].experience.id == near.id

@@ -9,6 +9,10 @@ from string import Template
 from types import MappingProxyType
 
 from experiential.agents.templates import BRIEF, FULL
+from experiential.bank.text import disarm
+from experiential.bank.text import escape as escape  # also called through this module
+from experiential.bank.text import escape_control as escape_control
+from experiential.bank.text import is_protocol_tag as is_protocol_tag
 from experiential.types import Experience, Hit, Message, Trajectory, Turn
 
 EntryLike = Hit | Experience | str
@@ -17,43 +21,8 @@ EntryLike = Hit | Experience | str
 DISTILL_BUDGET = 24_000
 """Characters of play that a distillation prompt holds unless told otherwise."""
 
-_TAGS = (
-    "action answer assistant entries episode experience feedback first human note notes observation operations outcome question "
-    "search_and_ask search_result second system task think thinking tool tool_call tool_calls tool_response tool_result tools user"
-)
-_TAG = re.compile(rf"<(?=\s*(?:/\s*)?(?:{'|'.join(_TAGS.split())})(?![\w-]))", re.IGNORECASE)
-_CONTROL = re.compile(
-    r"<(?=\s*[|\uff5c]|/?(?:s|bos|eos|unk|pad|mask|cls|sep|start_of_turn|end_of_turn|start_of_image|image|extra_id_\d+)>|<\s*/?\s*SYS\s*>)",
-    re.IGNORECASE,
-)
-_BRACKET = re.compile(r"\[(?=\s*(?:/\s*)?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT)|THINK|ARGS)\s*\])")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_BREAK = re.compile(r"\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-_LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome|system|user|assistant|human)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
+_LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
 _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
-
-
-def escape_control(text: str) -> str:
-    """``text`` in which no chat control token of a known family stands; ``<`` and ``[`` become ``&lt;`` and ``&#91;`` there.
-
-    >>> escape_control("<|im_start|>system")
-    '&lt;|im_start|>system'
-    """
-    return _BRACKET.sub("&#91;", _CONTROL.sub("&lt;", _SURROGATE.sub("\ufffd", text)))
-
-
-def escape(text: str) -> str:
-    """``text`` that can forge neither a tag of this package's protocol nor a chat control token. Applying it twice changes nothing.
-
-    >>> escape("a < b </experience> <|im_end|>")
-    'a < b &lt;/experience> &lt;|im_end|>'
-    """
-    return _TAG.sub("&lt;", escape_control(text))
-
-
-def is_protocol_tag(text: str) -> bool:
-    """Whether ``text`` is one tag of this package's protocol, such as ``<answer>``."""
-    return text.endswith(">") and _TAG.match(text) is not None
 
 
 def numbered(entries: Sequence[EntryLike]) -> str:
@@ -200,9 +169,9 @@ def _messages(system: str, user: str) -> list[Message]:
 
 def _indented(text: str) -> str:
     """Escaped, with every line after the first indented: it can begin no line of the prompt."""
-    return _BREAK.sub("\n", escape(text)).replace("\n", "\n   ")
+    return disarm(text).replace("\n", "\n   ")
 
 
 def _quoted(text: str) -> str:
     """Escaped, with the labels that structure a prompt disarmed where they begin a line."""
-    return _PROMPT_SIGN.sub(r"\1&gt;", _LABEL.sub(r"\1&#58;", _BREAK.sub("\n", escape(text))))
+    return _PROMPT_SIGN.sub(r"\1&gt;", _LABEL.sub(r"\1&#58;", disarm(text)))

@@ -8,9 +8,10 @@ import weakref
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from experiential.bank import bundle, credit
 from experiential.bank.embed import (
@@ -30,7 +31,9 @@ from experiential.bank.lock import WriterLock
 from experiential.bank.nearest import Nearest
 from experiential.bank.operations import Consolidator, Distiller, keys_to_embed, source_of
 from experiential.bank.queue import DistillationQueue
+from experiential.bank.receipts import Receipts
 from experiential.bank.state import Draft, State, origins_of, unknown_entry
+from experiential.bank.text import TEXT_LIMIT, Gate
 from experiential.bank.vectors import Scored, Vector
 from experiential.bank.view import BankView, checked_queries
 from experiential.errors import BankError, ReadOnlyBankError
@@ -64,6 +67,18 @@ class ExperienceBank:
 
     RESIDENT_LIMIT = 50_000
     """Entries up to which the exact index in memory answers; above it, Chroma does."""
+    text_limit = TEXT_LIMIT
+    """Characters that the text of an entry may have; set it on a bank to change it there."""
+
+    if not TYPE_CHECKING:  # for a type checker the constructor is the one below
+
+        def __new__(cls, path: str | os.PathLike[str], **options: Any) -> ExperienceBank:
+            """An address gives the bank that a server has there; all else is a folder."""
+            if cls is ExperienceBank and isinstance(path, str) and path.startswith(("http://", "https://")):
+                from experiential.bank.remote import RemoteBank
+
+                cls = RemoteBank
+            return super().__new__(cls)
 
     def __init__(
         self, path: str | os.PathLike[str], *, namespace: str = "default", embedder: Embedder | str | None = None, read_only: bool = False
@@ -84,6 +99,7 @@ class ExperienceBank:
             self._history = History(self._journal, namespace)
             self._ledger = credit.Ledger(self._journal, namespace)
             self.queue = DistillationQueue(self._journal, namespace)
+            self.receipts = Receipts(self._journal, namespace)
             self._follower = None if read_only else IndexFollower(self.path, namespace, self._history)
             self._finalizer = weakref.finalize(self, _shut, self._follower, self._journal, lock, False)
             undo.callback(self._finalizer)
@@ -159,6 +175,11 @@ class ExperienceBank:
     def embedder(self) -> CachedEmbedder:
         """What turns texts into vectors here, with its cache."""
         return self._embedder
+
+    @cached_property
+    def redacted(self) -> Counter[str]:
+        """Secrets taken out of what came in to be written since opening, by kind."""
+        return Counter()
 
     def close(self) -> None:
         """Save counters, let Chroma catch up, give the folder back; safe to call twice."""
@@ -262,23 +283,25 @@ class ExperienceBank:
         self, texts: Iterable[str], *, task: str | None = None, kind: str = "lesson", metadata: Mapping[str, Any] | None = None
     ) -> list[Experience]:
         """Write several entries in one commit."""
-        entries = _new_entries(texts, task, kind, metadata)
+        gate = Gate(self.text_limit)
+        entries = gate.new_entries(texts, task, kind, metadata)
         self._check_writable()
         if not entries:
             return []
         vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
-        with self._draft("human", "add") as draft:
+        with self._draft("human", "add", gate=gate) as draft:
             return [draft.put(entry, vector, frozenset()) for entry, vector in zip(entries, vectors, strict=True)]
 
     def update(self, id: str, text: str) -> Experience:
         """Write the next version of an entry; the old one stays in its history."""
-        _checked_text(text, "text")
+        gate = Gate(self.text_limit)
+        text = gate.text(text)
         self._check_writable()
         known = self.get(id)
         if known is None:
             raise unknown_entry(id)
         vector = self._embed_entries([EntryKey(text, known.task)])[0]
-        with self._draft("human", "update", ref=id) as draft:
+        with self._draft("human", "update", ref=id, gate=gate) as draft:
             return self.read(draft.revise(id, text, Provenance(cause="update"), vector))
 
     def remove(self, id: str) -> None:
@@ -348,13 +371,14 @@ class ExperienceBank:
             extractor_version: recorded when the distillation carries no generation.
         """
         self._check_writable()
-        task = trajectory.task or None
+        gate = Gate(self.text_limit)
+        distillation, task = gate.distillation(distillation), gate.task(trajectory.task)
         vectors = self._vectors(keys_to_embed(distillation, shown, task))
         source = source_of(distillation, trajectory, extractor_version)
         with self._lock:
             if item is not None and self.queue.state(item) != "queued":
                 return []
-            with self._draft("extractor", "trajectory", ref=trajectory.id) as draft:
+            with self._draft("extractor", "trajectory", ref=trajectory.id, gate=gate) as draft:
                 self._keep(distillation.generation)
                 distiller = Distiller(draft, vectors, source, task, shown)
                 written = distiller.apply(distillation)
@@ -371,10 +395,12 @@ class ExperienceBank:
         An entry that changed since it was shown keeps its change: only the operations that name it are refused.
         """
         self._check_writable()
+        gate = Gate(self.text_limit)
+        distillation = gate.distillation(distillation)
         vectors = self._vectors(keys_to_embed(distillation, shown))
         source = source_of(distillation, None, extractor_version)
         with self._lock:
-            with self._draft("extractor", "merge") as draft:
+            with self._draft("extractor", "merge", gate=gate) as draft:
                 self._keep(distillation.generation)
                 consolidator = Consolidator(draft, vectors, source, shown)
                 written = consolidator.apply(distillation)
@@ -413,17 +439,25 @@ class ExperienceBank:
     # Moving
 
     def export(self, file: str | os.PathLike[str]) -> int:
-        """Write every entry with its provenance and counters to a JSON Lines file; gives their number."""
+        """Write every entry with its provenance and counters to a file, Markdown if its name ends in .md; gives their number."""
         return bundle.write(Path(file), list(self.entries()), self.namespace, self._embedder.id)
 
-    def import_(self, file: str | os.PathLike[str]) -> int:
-        """Add the entries of an exported file in one commit, except those that say what a live entry says; gives the number added."""
-        entries = bundle.read(Path(file))
+    def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
+        """Add the entries of an exported file in one commit, except those that say what a live entry says; gives the number added.
+
+        A file that differs from its hash is refused, unless ``edited`` says that it was changed on purpose.
+        """
+        return self.import_entries(bundle.read(Path(file), edited=edited), Path(file).name)
+
+    def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
+        """``import_`` of entries that are read already; the commit refers to ``ref``."""
         self._check_writable()
+        gate = Gate(self.text_limit)
+        entries = gate.imported(entries, ref)
         if not entries:
             return 0
         vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
-        with self._draft("human", "import", ref=Path(file).name) as draft:
+        with self._draft("human", "import", ref=ref, gate=gate) as draft:
             return sum(self._import(draft, entry, vector) for entry, vector in zip(entries, vectors, strict=True))
 
     def _import(self, draft: Draft, entry: Experience, vector: Vector) -> bool:
@@ -465,7 +499,7 @@ class ExperienceBank:
     # Inside
 
     @contextmanager
-    def _draft(self, author: str, cause: str, ref: str | None = None) -> Generator[Draft]:
+    def _draft(self, author: str, cause: str, ref: str | None = None, gate: Gate | None = None) -> Generator[Draft]:
         self._check_writable()
         with self._lock:
             with self._journal.transaction():
@@ -474,6 +508,9 @@ class ExperienceBank:
                 yield draft
             self._state.publish(draft.changes, draft.statistics)
             self._head = draft.commit
+            if gate is not None:
+                self.refused.update(gate.refused)
+                self.redacted.update(gate.redacted)
         if self._follower is not None:
             self._follower.note(len(draft.changes))
 
@@ -533,7 +570,7 @@ def _ignore(seq: int) -> None:
 
 def _checked_folder(path: object) -> Path:
     if isinstance(path, str) and "://" in path:
-        raise BankError(f"Expected a folder, got the address {path!r}; serving a bank is not available in this version yet")
+        raise BankError(f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with http:// or https://")
     if not isinstance(path, (str, os.PathLike)) or not str(path):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(f"Expected path to be a folder name, got {path!r}")
     folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]
@@ -546,17 +583,3 @@ def _checked_text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"Expected {name} to be non-empty text, got {value!r}")
     return value
-
-
-def _new_entries(texts: object, task: object, kind: object, metadata: Mapping[str, Any] | None) -> list[Experience]:
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise ValueError(f"Expected texts to be a list of texts, got {texts!r}")
-    if task is not None and not isinstance(task, str):
-        raise ValueError(f"Expected task to be text or None, got {task!r}")
-    if metadata is not None and not isinstance(metadata, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
-        raise ValueError(f"Expected metadata to be a mapping or None, got {metadata!r}")
-    checked: list[Any] = list(texts)  # pyright: ignore[reportUnknownArgumentType]  (elements are checked on the next line)
-    return [
-        Experience(text=_checked_text(text, "text"), task=task, kind=_checked_text(kind, "kind"), metadata=dict(metadata or {}))
-        for text in checked
-    ]

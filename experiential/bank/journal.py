@@ -47,6 +47,8 @@ CREATE TABLE IF NOT EXISTS queue (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, id TEXT NOT NULL, state TEXT NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (namespace, id));
 CREATE INDEX IF NOT EXISTS queue_by_state ON queue (namespace, state);
+CREATE TABLE IF NOT EXISTS receipts (
+    namespace TEXT, key TEXT, digest TEXT NOT NULL, commit_id INTEGER NOT NULL, PRIMARY KEY (namespace, key));
 """
 
 
@@ -57,6 +59,7 @@ class Journal:
         self.lock = threading.RLock()
         self._connection = connection
         self._open = True
+        self._footnotes: dict[int, tuple[str, tuple[Any, ...]]] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Journal:
@@ -110,6 +113,17 @@ class Journal:
             with self._connection:  # commits at its end, rolls back on an error
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
+                if note := self._footnotes.pop(threading.get_ident(), None):
+                    self._connection.execute(*note)
+
+    @contextmanager
+    def footnote(self, statement: str, *arguments: Any) -> Generator[None]:
+        """Inside this block, the next transaction of this thread ends with this statement, as a part of it."""
+        self._footnotes[threading.get_ident()] = (statement, arguments)
+        try:
+            yield
+        finally:
+            self._footnotes.pop(threading.get_ident(), None)
 
     def backup(self, folder: Path) -> None:
         """Write a consistent copy of the whole journal into another folder."""

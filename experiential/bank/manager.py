@@ -19,6 +19,7 @@ from experiential.bank.embed import EntryKey, texts_to_embed
 from experiential.bank.gather import Gatherer
 from experiential.bank.operations import keys_to_embed
 from experiential.bank.queue import DeadLetter
+from experiential.bank.retrieval import find_strategy
 from experiential.bank.searcher import Searcher
 from experiential.bank.view import checked_queries
 from experiential.config import BankSettings
@@ -95,6 +96,9 @@ class ExperienceManager:
         self.bank = bank
         self.extractor = extractor
         self.settings = _settings(options)
+        if "text_limit" in options:
+            bank.text_limit = self.settings.text_limit
+        find_strategy(self.settings.retrieval.strategy)
         self.on_distillation: Callable[[Trajectory, Distillation, list[Experience]], None] | None = None
         self.on_merge: Callable[[Sequence[Experience], Distillation, list[Experience]], None] | None = None
         self._version = extractor_version or (lambda: extractor.version if extractor is not None else 0)
@@ -420,6 +424,7 @@ class ExperienceManager:
             "merges": self._counts["merges"],
             "operations": dict(self._operations),
             "refused": dict(self._refused + self.bank.refused),
+            "redacted": dict(self.bank.redacted),
             "failures": dict(self._failures),
             "searches": counts.queries,
             "retrievals": counts.retrievals,

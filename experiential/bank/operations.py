@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from experiential.bank.embed import EntryKey
 from experiential.bank.state import Draft, origins_of
+from experiential.bank.text import clean
 from experiential.bank.vectors import Vector
 from experiential.types import Add, Discard, Distillation, Experience, Merge, Provenance, Trajectory, Update
 
@@ -15,15 +16,16 @@ Vectors = Mapping[EntryKey, Vector]
 
 
 def keys_to_embed(distillation: Distillation, shown: Sequence[Experience], task: str | None = None) -> list[EntryKey]:
-    """What must be embedded before this distillation can be applied, so that no lock is held meanwhile."""
+    """What must be embedded before this distillation can be applied, so that no lock is held meanwhile: cleaned texts."""
     keys: list[EntryKey] = []
+    task = (clean(task).text or None) if task is not None else None
     for operation in distillation.parsed.operations:
         if isinstance(operation, Add):
-            keys.append(EntryKey(operation.text, task))
+            keys.append(EntryKey(clean(operation.text).text, task))
         elif isinstance(operation, Update) and operation.entry <= len(shown):
-            keys.append(EntryKey(operation.text, shown[operation.entry - 1].task))
+            keys.append(EntryKey(clean(operation.text).text, shown[operation.entry - 1].task))
         elif isinstance(operation, Merge):
-            keys.append(EntryKey(operation.text, common_task(_named(operation.entries, shown))))
+            keys.append(EntryKey(clean(operation.text).text, common_task(_named(operation.entries, shown))))
     return keys
 
 

@@ -1,4 +1,14 @@
-"""Which of the nearest entries a query receives: eq. 6 of Complementary RL, as pure functions and one small memory."""
+"""Which of the nearest entries a query receives: eq. 6 of Complementary RL and other strategies, as pure functions and one small memory.
+
+A strategy of your own is a function registered under a name, which ``bank.retrieval.strategy`` then chooses:
+
+>>> @strategy("second best")
+... def second_best(candidates, seen, settings, rng, k):
+...     return [(candidate, 1.0) for candidate in candidates[1 : k + 1]]
+>>> [c.id for c, _ in second_best([Candidate("a", 0.9), Candidate("b", 0.8)], Retrievals(8), RetrievalSettings(), random.Random(0), 1)]
+['b']
+>>> _ = STRATEGIES.pop("second best")
+"""
 
 from __future__ import annotations
 
@@ -9,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from experiential.config import RetrievalSettings
+from experiential.errors import ConfigError
 
 
 class Candidate(NamedTuple):
@@ -28,6 +39,11 @@ class Pick(NamedTuple):
 class Retrievals:
     """How often and how recently each entry was retrieved; time is counted in retrievals, never in seconds.
 
+    Args:
+        window: retrievals that count as recent.
+        earlier: retrievals of an entry before this session.
+        utility: Laplace score of an entry, for strategies that ask for it.
+
     >>> seen = Retrievals(window=2)
     >>> for id in ("a", "b", "a", "c"):
     ...     seen.note(id)
@@ -35,8 +51,9 @@ class Retrievals:
     (2, True, False)
     """
 
-    def __init__(self, window: int, earlier: Callable[[str], int] = lambda id: 0) -> None:
+    def __init__(self, window: int, earlier: Callable[[str], int] = lambda id: 0, utility: Callable[[str], float] = lambda id: 0.5) -> None:
         self.total = 0
+        self.utility = utility
         self._window = window
         self._earlier = earlier
         self._counts: Counter[str] = Counter()
@@ -107,6 +124,35 @@ def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random
     return picks
 
 
+Strategy = Callable[[Sequence[Candidate], Retrievals, RetrievalSettings, random.Random, int], list[tuple[Candidate, float]]]
+"""Takes candidates (best cosine first), what was retrieved so far, the settings, a source of draws and k; gives picks with propensities."""
+STRATEGIES: dict[str, Strategy] = {}
+"""By name, what ``bank.retrieval.strategy`` may say."""
+
+
+def strategy(name: str) -> Callable[[Strategy], Strategy]:
+    """Register a function as a retrieval strategy; the name must be new."""
+
+    def register(function: Strategy) -> Strategy:
+        if name in STRATEGIES:
+            raise ConfigError(f"Expected a new name for a retrieval strategy, got {name!r}, which is taken")
+        STRATEGIES[name] = function
+        return function
+
+    return register
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in STRATEGIES:
+        raise ConfigError(f"Expected bank.retrieval.strategy among {', '.join(sorted(STRATEGIES))}; got {name!r}")
+    return STRATEGIES[name]
+
+
 def select(
     candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int | None = None
 ) -> list[tuple[Candidate, float]]:
@@ -115,14 +161,49 @@ def select(
     Calling this for the queries of a micro-batch one after the other is the reservation: a group of identical queries
     spreads over the pool. Empty when nothing reaches the similarity floor.
     """
-    wanted = settings.k if k is None else k
-    pool = cut_pool(candidates, seen, settings.pool * wanted, settings.floor, settings.tie)
+    above = sorted((c for c in candidates if c.cosine >= settings.floor), key=lambda c: -c.cosine)
+    picks = find_strategy(settings.strategy)(above, seen, settings, rng, settings.k if k is None else k)
+    for candidate, _ in picks:
+        seen.note(candidate.id)
+    return picks
+
+
+@strategy("diverse")
+def diverse(
+    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
+) -> list[tuple[Candidate, float]]:
+    """Eq. 6 over the nearest ``pool * k`` candidates."""
+    pool = cut_pool(candidates, seen, settings.pool * k, settings.floor, settings.tie)
     ranks = shared_ranks([candidate.cosine for candidate in pool], settings.tie)
     scores = [
         diversity_score(rank, seen.count(candidate.id), seen.is_recent(candidate.id), settings.diversity)
         for rank, candidate in zip(ranks, pool, strict=True)
     ]
-    picks = draw(scores, wanted, settings.exploration, rng)
-    for pick in picks:
-        seen.note(pool[pick.place].id)
-    return [(pool[pick.place], pick.propensity) for pick in picks]
+    return [(pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)]
+
+
+@strategy("nearest")
+def nearest(
+    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
+) -> list[tuple[Candidate, float]]:
+    """The ``k`` nearest, always the same ones: what most systems do."""
+    return [(candidate, 1.0) for candidate in candidates[:k]]
+
+
+@strategy("utility")
+def by_utility(
+    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
+) -> list[tuple[Candidate, float]]:
+    """Of the nearest ``pool * k``, those with the best cosine times Laplace score (s + 1)/(u + 2) (EvolveR's score)."""
+    pool = candidates[: settings.pool * k]
+    scores = [candidate.cosine * seen.utility(candidate.id) for candidate in pool]
+    return [(pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)]
+
+
+@strategy("random")
+def at_random(
+    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
+) -> list[tuple[Candidate, float]]:
+    """``k`` of the nearest ``pool * k`` at random, each as likely: the control of an experiment on retrieval."""
+    pool = candidates[: settings.pool * k]
+    return [(pool[place], min(k, len(pool)) / len(pool)) for place in rng.sample(range(len(pool)), min(k, len(pool)))]

@@ -54,7 +54,7 @@ class Searcher:
         self._settings = settings
         self._rng = random.Random(seed)
         # A writable bank knows all counts; beside a read-only one they are kept here, and are forgotten with the searcher.
-        self._seen = Retrievals(settings.recency, self._earlier)
+        self._seen = Retrievals(settings.recency, self._earlier, self._utility)
         self._waiting: deque[Request] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._turn: asyncio.Event | None = None
@@ -67,6 +67,10 @@ class Searcher:
             entry = self._bank.get(id)
             self._journalled[id] = entry.statistics.retrievals if entry is not None else 0
         return self._journalled[id]
+
+    def _utility(self, id: str) -> float:
+        entry = self._bank.get(id)
+        return entry.statistics.score if entry is not None else 0.5
 
     async def search(self, queries: Sequence[str], k: int, exclude: str | None) -> list[list[Hit]]:
         """The hits of each query; a query of nothing but blanks gets none."""

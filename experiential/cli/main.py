@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiential.cli import bank, evaluate
+from experiential.cli import bank, evaluate, serve
 from experiential.cli.errors import new_app, run_app, show_version
 from experiential.cli.rows import AsJson, show_rows
 
@@ -19,6 +19,7 @@ Markdown = Annotated[bool, typer.Option("--markdown", help="Print the page for t
 app = new_app("Look at banks, runs, environments and the installation of experiential.")
 app.add_typer(bank.app, name="bank")
 app.command("eval")(evaluate.evaluate)
+app.command("serve")(serve.serve)
 
 
 @app.callback(invoke_without_command=True)

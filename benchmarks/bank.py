@@ -1,0 +1,247 @@
+"""How fast the bank is, as ratios measured in one run.
+
+    pip install faiss-cpu                          # the yardstick; without it a plain NumPy product stands in
+    python -m benchmarks.bank [--sizes 1000 10000 20000 100000] [--results benchmarks/results/bank.json]
+
+* ``search``: a batch of 512 queries, 384 numbers each, ten hits: from vectors (the resident index or, in a large bank, what
+  the bank uses), and from text with a warm cache, beside an exact FAISS index and a Chroma collection of the same vectors.
+* ``concurrent``: 512 single queries at once through the manager; seconds at the median and the 99th percentile.
+* ``writes``: durable adds a second one by one, in one commit, by four threads; beside one-by-one adds to Chroma; and the
+  99th percentile of a search while four threads write, over the same without.
+* ``size``: bytes of memory and of disk per entry, and the time to open the bank again.
+* ``step``: microseconds that the wrapper adds to an environment step without retrieval.
+
+Arms alternate and each figure is the best of several repeats: other work on the machine makes things slower, never faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.manager import ExperienceManager
+from experiential.bank.vectors import Vector
+from experiential.envs.text_space import UnicodeText
+from experiential.wrappers.experience import ExperienceWrapper
+
+DIMENSION, QUERIES, HITS, REPEATS = 384, 512, 10, 5
+
+
+class Lookup:
+    """An embedder that knows its vectors: text ``n`` has row n of a table of clustered points, as lessons of many tasks have."""
+
+    id = "benchmark-lookup"
+
+    def __init__(self, count: int) -> None:
+        rng = np.random.default_rng(0)
+        centres = rng.standard_normal((max(1, count // 50), DIMENSION))
+        points = centres[rng.integers(len(centres), size=count)] + 0.5 * rng.standard_normal((count, DIMENSION))
+        self.table: Vector = (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32)
+
+    def __call__(self, texts: Sequence[str]) -> Vector:
+        """Rows of the table."""
+        return self.table[[int(text) for text in texts]]
+
+
+def best(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Seconds of the quickest of several calls."""
+    times: list[float] = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def exact_search(vectors: Vector, queries: Vector) -> tuple[str, Callable[[], object]]:
+    """An exact inner-product search: FAISS where it is installed."""
+    if importlib.util.find_spec("faiss") is None:
+        return "numpy", lambda: np.argpartition(-(queries @ vectors.T), HITS, axis=1)[:, :HITS]
+    import faiss  # pyright: ignore[reportMissingImports]
+
+    index: Any = faiss.IndexFlatIP(DIMENSION)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    index.add(vectors)
+    return "faiss", lambda: index.search(queries, HITS)
+
+
+def chroma_collection(folder: Path, vectors: Vector) -> Any:
+    """A persistent collection that holds the vectors."""
+    import chromadb
+    from chromadb.config import Settings
+
+    client = chromadb.PersistentClient(path=str(folder), settings=Settings(anonymized_telemetry=False))
+    collection: Any = client.create_collection("benchmark", embedding_function=None, configuration={"hnsw": {"space": "cosine"}})
+    for start in range(0, len(vectors), 4000):
+        part = vectors[start : start + 4000]
+        collection.add(ids=[str(start + i) for i in range(len(part))], embeddings=part.tolist())
+    return collection
+
+
+def search(count: int, folder: Path) -> dict[str, Any]:
+    """Seconds of a batch of queries against ``count`` entries, and what the bank costs in memory, disk and opening time."""
+    lookup = Lookup(count + QUERIES)
+    texts, asked = [str(i) for i in range(count)], [str(count + i) for i in range(QUERIES)]
+    vectors, queries = lookup.table[:count], lookup.table[count:]
+    with ExperienceBank(folder / "bank", embedder=lookup) as bank:
+        for start in range(0, count, 5000):
+            bank.add_many(texts[start : start + 5000])
+        bank.flush_index()
+    gc.collect()
+    before, begin = _resident(), time.perf_counter()
+    with ExperienceBank(folder / "bank", embedder=lookup) as bank:
+        opened, memory = time.perf_counter() - begin, _resident() - before
+        bank.search(asked, k=HITS)  # warms the cache
+        nobody: list[None] = [None] * QUERIES
+        seconds = {
+            "text": best(lambda: bank.search(asked, k=HITS)),
+            "vectors": best(lambda: bank.nearest(asked, HITS, nobody)),
+        }
+    name, exact = exact_search(vectors, queries)
+    seconds[name] = best(exact)
+    collection = chroma_collection(folder / "chroma", vectors)
+    wanted = queries.tolist()
+    seconds["chroma"] = best(lambda: collection.query(query_embeddings=wanted, n_results=HITS), 2)
+    disk = sum(p.stat().st_size for p in (folder / "bank").rglob("*") if p.is_file())
+    return {
+        "seconds": seconds,
+        f"vectors_over_{name}": seconds["vectors"] / seconds[name],
+        "vectors_over_chroma": seconds["vectors"] / seconds["chroma"],
+        "open_s": opened,
+        "memory_bytes_per_entry": memory / count,
+        "disk_bytes_per_entry": disk / count,
+    }
+
+
+def concurrent(count: int, folder: Path) -> dict[str, float]:
+    """512 threads with one query each, through the manager, on cached embeddings."""
+    lookup = Lookup(count + QUERIES)
+    asked = [str(count + i) for i in range(QUERIES)]
+    with ExperienceBank(folder / "bank", embedder=lookup) as bank:
+        bank.add_many([str(i) for i in range(count)])
+        with ExperienceManager(bank, retrieval={"floor": -1.0}) as manager, ThreadPoolExecutor(QUERIES) as pool:
+
+            def timed(query: str) -> float:
+                begin = time.perf_counter()
+                manager.search(query)
+                return time.perf_counter() - begin
+
+            list(pool.map(timed, asked))
+            rounds = [np.array(list(pool.map(timed, asked))) for _ in range(REPEATS)]
+    quickest = min(rounds, key=lambda times: float(np.quantile(times, 0.99)))
+    return {"p50_ms": float(np.median(quickest)) * 1e3, "p99_ms": float(np.quantile(quickest, 0.99)) * 1e3}
+
+
+def writes(count: int, folder: Path) -> dict[str, float]:
+    """Adds a second, and what four busy writers do to a reader."""
+    lookup = Lookup(9 * count)
+    with ExperienceBank(folder / "bank", embedder=lookup) as bank:
+        texts = iter(str(i) for i in range(9 * count))
+        one = count / best(lambda: [bank.add(next(texts)) for _ in range(count)], 1)
+        many = count / best(lambda: bank.add_many([next(texts) for _ in range(count)]), 1)
+        parts = [[next(texts) for _ in range(count)] for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            four = 4 * count / best(lambda: list(pool.map(lambda part: [bank.add(text) for text in part], parts)), 1)
+        quiet = _search_p99(bank)
+        parts = [[next(texts) for _ in range(count // 2)] for _ in range(4)]
+        threads = [threading.Thread(target=lambda part=part: [bank.add(text) for text in part]) for part in parts]
+        for thread in threads:
+            thread.start()
+        busy = _search_p99(bank)
+        for thread in threads:
+            thread.join()
+    collection = chroma_collection(folder / "chroma", lookup.table[:1])
+    rows = lookup.table[1 : count + 1].tolist()
+    chroma = count / best(lambda: [collection.add(ids=[f"n{i}"], embeddings=[row]) for i, row in enumerate(rows)], 1)
+    return {
+        "adds_per_s": one,
+        "adds_per_s_in_one_commit": many,
+        "adds_per_s_four_threads": four,
+        "chroma_adds_per_s": chroma,
+        "adds_over_chroma": one / chroma,
+        "search_p99_while_writing_over_quiet": busy / quiet,
+    }
+
+
+def _search_p99(bank: ExperienceBank) -> float:
+    times = [best(lambda: bank.search("0", k=HITS), 1) for _ in range(200)]
+    return float(np.quantile(times, 0.99))
+
+
+class _Still(gym.Env[str, str]):
+    """An environment that does nothing, at once."""
+
+    observation_space = UnicodeText(max_length=64)
+    action_space = UnicodeText(max_length=64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """The only observation."""
+        return "here", {"task": "stand"}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Nothing changes."""
+        return "here", 0.0, False, False, {}
+
+
+def step(folder: Path, count: int = 20_000) -> dict[str, float]:
+    """Microseconds of a step with and without the wrapper."""
+    with ExperienceBank(folder / "bank", embedder="hashing") as bank:
+        plain, wrapped = _Still(), ExperienceWrapper(_Still(), bank)
+        plain.reset()
+        wrapped.reset()
+        bare = best(lambda: [plain.step("wait") for _ in range(count)]) / count
+        full = best(lambda: [wrapped.step("wait") for _ in range(count)], 2) / count
+        wrapped.close()
+    return {"added_us": (full - bare) * 1e6}
+
+
+def _resident() -> int:
+    """Bytes of memory this process holds now (the peak so far where the system does not tell)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * resource.getpagesize()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 10_000, 20_000, 100_000])
+    parser.add_argument("--writes", type=int, default=1_000)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/bank.json"))
+    options = parser.parse_args()
+    found: dict[str, Any] = {"search": {}}
+    jobs: list[tuple[str, Callable[[Path], dict[str, Any]]]] = [(f"{size}", partial(search, size)) for size in options.sizes]
+    jobs += [
+        ("concurrent", partial(concurrent, min(20_000, max(options.sizes)))),
+        ("writes", partial(writes, options.writes)),
+        ("step", step),
+    ]
+    for name, work in jobs:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            result = work(Path(folder))
+        (found["search"] if name.isdigit() else found)[name] = result
+        sys.stdout.write(f"{name} {json.dumps(result)}\n")
+        sys.stdout.flush()
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

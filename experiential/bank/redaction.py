@@ -1,0 +1,123 @@
+"""Secrets taken out of text before it is kept: keys, tokens and passwords of well-known forms, each replaced by a note of its kind.
+
+Only forms that ordinary text does not have are looked for; a password in a plain sentence ("the password is swordfish") stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Redacted(NamedTuple):
+    """Text without secrets, and how many of each kind were taken out."""
+
+    text: str
+    kinds: Counter[str]
+
+
+_TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (
+        "private_key",
+        re.compile(
+            r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----|\Z)",
+            re.DOTALL,
+        ),
+    ),
+    ("jwt", re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){1,3}", re.ASCII)),
+    ("aws_access_key", re.compile(r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AIPA|ANPA|ANVA|AROA)[A-Z0-9]{16}(?![A-Za-z0-9])")),
+    ("github_token", re.compile(r"(?<![A-Za-z0-9])(?:gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{22,})")),
+    ("gitlab_token", re.compile(r"(?<![A-Za-z0-9])(?:gl(?:agent|cbt|dt|ft|imt|oas|pat|ptt|rt|soat)-|GR1348941)[\w-]{20,}", re.ASCII)),
+    ("slack_token", re.compile(r"(?<![A-Za-z0-9])(?:xox[a-z]-|xapp-\d-)[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/[A-Za-z0-9/_-]{20,}")),
+    ("google_api_key", re.compile(r"(?<![\w-])(?:AIza[\w-]{35}|ya29\.[\w-]{20,})", re.ASCII)),
+    ("stripe_key", re.compile(r"(?<![A-Za-z0-9])(?:[rs]k_(?:live|test)|whsec)_[A-Za-z0-9]{16,}")),
+    ("api_key", re.compile(r"(?<![\w-])sk-(?:ant|proj|svcacct|admin|or|lf)-(?=[\w-]*\d)[\w-]{16,}", re.ASCII)),
+    ("api_key", re.compile(r"(?<![\w-])sk-(?=[\w-]*?(?:\w{24}|(?=[A-Za-z_]*\d)\w{16}))[\w-]+", re.ASCII)),
+    ("access_token", re.compile(r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,})", re.ASCII)),
+)
+_HEADERS = (
+    re.compile(r"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic)\s+)([\w.~+/-]{8,}=*)", re.ASCII | re.IGNORECASE),
+    re.compile(r"(\bbearer\s+)((?=[\w.~+/-]*\d)[\w.~+/-]{16,}=*)", re.ASCII | re.IGNORECASE),
+)
+_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://)[^\s/@:?#\"'<>\[\]]*:[^\s/@\"'<>]+@", re.IGNORECASE)
+
+_PASSWORD = r"pass(?:word|wd|phrase)|(?<![a-z])pwd"
+_KEY = r"(?:api|access|client|secret|private|auth|encryption)[_-]?key"
+_SECRET = r"(?:client|app|shared|webhook|signing)[_-]?secret|(?:access|auth|refresh|bearer|api|id|session|security)[_-]?token"
+_NAME = rf"(?P<password>{_PASSWORD})|(?P<api_key>{_KEY})|(?P<secret>{_SECRET})"
+_STEMS = ("pass", "pwd", "key", "secret", "token")
+"""One of these stands in every name above: text without any is passed over quickly."""
+_VALUE = r"(?P<value>\"[^\"\n]+\"|'[^'\n]+'|(?:\\?[\"'`])?[^\s\"'`]+)"
+_ASSIGNMENT = re.compile(
+    rf"(?P<head>(?:{_NAME}|(?P<loose>secret|token))\d{{0,2}}\\?[\"']?\s*(?P<sign>:=|=>|=(?!=)|:(?!:))\s*){_VALUE}", re.IGNORECASE
+)
+_OPTION = re.compile(rf"(?P<head>(?<!\S)--?(?:[a-z]+-)?(?:{_NAME})\s+(?!-)){_VALUE}", re.IGNORECASE)
+_FIELD = re.compile(rf"[\w.-]*?(?:{_NAME})\d{{0,2}}", re.IGNORECASE)
+_STAND_IN = re.compile(
+    r"(?:\[redacted\b|[$%][a-z_{(]|<[a-z]|&lt;|\{\{?\w|[a-z_.]+[(\[]|your[_-]).*|[*x.]+|none|null|nil|true|false|undefined|optional|required|str(?:ing)?",
+    re.IGNORECASE | re.DOTALL,
+)
+_VARIED = re.compile(r"(?=.*[^\W\d])(?=.*[\d!@#$%^&*+~])", re.DOTALL)
+_EDGES = re.compile(r"(\\?[\"'`]?)(.*?)([.,;:!?)\]}\\\"'`]*)", re.DOTALL)
+
+
+def redact(text: str) -> Redacted:
+    """``text`` with every secret of a known form replaced by ``[redacted: kind]``. Applying it twice changes nothing.
+
+    >>> redact("Log in with api_key=9f8e7d6c5b, then pull the red lever.").text
+    'Log in with api_key=[redacted: api_key], then pull the red lever.'
+    """
+    kinds: Counter[str] = Counter()
+
+    def note(kind: str) -> str:
+        kinds[kind] += 1
+        return f"[redacted: {kind}]"
+
+    for kind, pattern in _TOKENS:
+        text = pattern.sub(lambda _, kind=kind: note(kind), text)
+    for pattern in _HEADERS:
+        text = pattern.sub(lambda found: found[1] + note("bearer_token"), text)
+    text = _ADDRESS.sub(lambda found: f"{found[1]}{note('url_password')}@", text)
+    if any(stem in text.lower() for stem in _STEMS):
+        text = _OPTION.sub(lambda found: _without_value(found, _is_option_value, note), text)
+        text = _ASSIGNMENT.sub(lambda found: _without_value(found, _is_assigned, note), text)
+    return Redacted(text, kinds)
+
+
+def redact_field(name: str, value: str) -> Redacted:
+    """The value of a named field: taken out whole when the name says that it is a secret, else `redact`.
+
+    >>> redact_field("db_password", "swordfish").text
+    '[redacted: password]'
+    """
+    found = _FIELD.fullmatch(name)
+    if found is None or len(value) < 3 or _STAND_IN.fullmatch(value):
+        return redact(value)
+    kind = found.lastgroup or "secret"
+    return Redacted(f"[redacted: {kind}]", Counter({kind: 1}))
+
+
+def _without_value(found: re.Match[str], is_secret: Callable[[re.Match[str], str], bool], note: Callable[[str], str]) -> str:
+    edges = _EDGES.fullmatch(found["value"])
+    assert edges is not None  # its parts may be empty, so that it matches whatever stands there
+    opening, value, tail = edges.groups()
+    if len(value) < 3 or _STAND_IN.fullmatch(value) or not is_secret(found, value):
+        return found[0]
+    kind = next((name for name in ("password", "api_key") if found[name]), "secret")
+    return f"{found['head']}{opening}{note(kind)}{tail}"
+
+
+def _is_option_value(found: re.Match[str], value: str) -> bool:
+    """``--password is`` may be prose about the option: letters alone are no secret there."""
+    return not value.isalpha() or found["value"][0] in "\"'"
+
+
+def _is_assigned(found: re.Match[str], value: str) -> bool:
+    """After ``=`` or in quotes anything is a secret, after a colon only what no word looks like; a bare ``token`` needs more of it."""
+    if found["loose"]:
+        return len(value) >= 8 and _VARIED.match(value) is not None
+    if found["sign"] != ":" or found["value"][0] in "\"'`\\":
+        return True
+    return len(value) >= 6 and _VARIED.match(value) is not None

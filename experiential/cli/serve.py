@@ -1,0 +1,116 @@
+"""`experiential serve`: one process writes a bank folder, any number of others use it over HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experiential.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from experiential.bank.shelf import Shelf
+
+TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
+_MEBIBYTE = 2**20
+_SECONDS_TO_FINISH = 10
+
+
+def serve(
+    folder: Annotated[Path, typer.Argument(metavar="BANK", help="Folder of the bank; made on first use.")],
+    host: Annotated[str, typer.Option(help="Address to listen at. Anything but this machine alone needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8321,
+    token: Annotated[
+        str | None, typer.Option(envvar=TOKEN_VARIABLE, help="What clients must send as a bearer token; the variable hides it from `ps`.")
+    ] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Serve this namespace only; may be repeated. All, opened when asked for, by default.")
+    ] = None,
+    embedder: Annotated[
+        str | None, typer.Option(help="For namespaces never written: a sentence-transformers name or folder, or hashing.")
+    ] = None,
+    max_body: Annotated[int, typer.Option(min=1, help="Longest request body, in MiB.")] = 8,
+) -> None:
+    """Serve a bank to other processes: they open it with ExperienceBank("http://HOST:PORT").
+
+    This process is then the folder's only writer. It stops cleanly on Ctrl-C and on SIGTERM; what was acknowledged is on the disk
+    even when it is killed.
+    """
+    token = _checked_token(host, token)
+    uvicorn = _uvicorn()
+    from experiential.bank.service import create_app
+    from experiential.bank.shelf import Shelf
+
+    with _listening(host, port) as listener:
+        shelf = Shelf(folder, namespaces=namespace or (), embedder=embedder)
+        try:
+            app = create_app(shelf, token, max_body=max_body * _MEBIBYTE)
+            config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_SECONDS_TO_FINISH)
+            signal.signal(signal.SIGTERM, _finished)  # uvicorn raises it once more when it has shut down
+            sys.stdout.write(_announcement(host, listener, folder, shelf))
+            sys.stdout.flush()
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            shelf.close()
+
+
+def _uvicorn() -> Any:
+    try:
+        import fastapi  # noqa: F401  (asked for before the folder is locked)  # pyright: ignore[reportUnusedImport]
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtraError(error.name or "uvicorn", "serve") from None
+    return uvicorn
+
+
+def _checked_token(host: str, token: str | None) -> str | None:
+    if token is not None and (not token.isascii() or not token.isprintable() or token.strip() != token or not token):
+        raise ConfigError(f"Expected --token (or {TOKEN_VARIABLE}) to be printable ASCII without blanks at its ends, got another text")
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"Expected a token to listen at {host!r}, which other machines can reach, got none; "
+            f"set {TOKEN_VARIABLE} or pass --token, or listen at 127.0.0.1"
+        )
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; a name counts when all its addresses do.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "")]
+    [True, True, True, False, False]
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server((str(address[0]), port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"Expected an address and a free port to listen at, got {host}:{port}: {error.strerror or error}") from error
+
+
+def _announcement(host: str, listener: socket.socket, folder: Path, shelf: Shelf) -> str:
+    port = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    names = ", ".join(shelf.namespaces()) or "none yet"
+    return f"serving http://{shown}:{port} from {folder} (namespaces: {names})\n"
+
+
+def _finished(number: int, frame: object) -> None:
+    """What SIGTERM does before and after uvicorn listens for it: end this process as done."""
+    raise SystemExit(0)
