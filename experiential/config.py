@@ -148,6 +148,10 @@ class BankSettings(Settings):
     distill_workers: int = Field(default=64, gt=0)
     distill_timeout: float = Field(default=120.0, gt=0.0)
     retries: int = Field(default=2, ge=0)
+    cap: int = Field(default=0, ge=0, description="entries above which some are evicted after distillation; 0 never evicts")
+    eviction: Literal["lru", "fifo", "random", "utility"] = Field(
+        default="utility", description="who goes: least recently used, oldest, any, or lowest Laplace score"
+    )
 
 
 class EvalSettings(Settings):

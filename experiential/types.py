@@ -129,7 +129,7 @@ class Provenance(Record):
     """Where an experience came from."""
 
     author: str = Field(default="human", description="'human' or 'extractor'")
-    cause: str = Field(default="add", description="add, update, merge, import, rollback")
+    cause: str = Field(default="add", description="add, update, merge, dedupe, import, rollback")
     trajectory: str | None = None
     instance: str | None = None
     generation: str | None = None
@@ -150,6 +150,43 @@ class Statistics(Record):
     def score(self) -> float:
         """Laplace estimate of usefulness, (s + 1) / (u + 2) (EvolveR)."""
         return (self.successes + 1) / (self.uses + 2)
+
+
+class Estimate(Record):
+    """How much higher the success rate of guided episodes is than that of free ones of their group.
+
+    Attributes:
+        groups: groups that have guided members with the entry and free members.
+        mean: mean over groups of the difference of success rates, in [-1, 1]; None without a group.
+        interval: 95 % t-interval of the mean over groups; None for fewer than two groups.
+    """
+
+    groups: int = 0
+    mean: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+class Uplift(Estimate):
+    """What one entry version did for the episodes that used it.
+
+    Attributes:
+        uses: times it reached an actor.
+        outcomes: those whose episode ended properly.
+        successes: those whose episode succeeded.
+        lineage: the same estimate with the uses of all versions that it was merged from, and that were merged from it.
+    """
+
+    id: str
+    version: int
+    uses: int = 0
+    outcomes: int = 0
+    successes: int = 0
+    lineage: Estimate = Field(default_factory=Estimate)
+
+    @property
+    def score(self) -> float:
+        """Laplace estimate of usefulness, (s + 1) / (u + 2) over the uses with an outcome (EvolveR)."""
+        return (self.successes + 1) / (self.outcomes + 2)
 
 
 class Experience(Record):

@@ -64,8 +64,8 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_import_is_fast_and_light() -> None:
-    """Under one second (best of three, machines are noisy), and none of the heavy packages."""
-    outputs = [run_python(PROBE).split() for _ in range(3)]
+    """Under one second (best of five, machines are noisy), and none of the heavy packages."""
+    outputs = [run_python(PROBE).split() for _ in range(5)]
     assert all(len(output) == 1 for output in outputs), outputs
     assert min(float(output[0]) for output in outputs) < 1.0
 

@@ -59,11 +59,11 @@ def test_train_and_eval_share_no_content(preset: str) -> None:
 
 
 def test_generating_rooms_is_fast() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()  # what others do on the machine does not count
     for index in range(20_000, 20_100):
         draw_room(ROOMS["erl"], "train", index)
         draw_room(ROOMS["complementary"], "eval", index)
-    assert (time.perf_counter() - begin) / 200 < 0.02
+    assert (time.process_time() - begin) / 200 < 0.02
 
 
 @settings(max_examples=30, deadline=None)

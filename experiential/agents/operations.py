@@ -11,7 +11,7 @@ from typing import Any, cast
 from experiential.agents.scanner import ScannedObject, scan_objects
 from experiential.types import Add, Discard, Keep, Merge, Operation, ParsedOperations, Refusal, Return, Update
 
-TEXT_LIMIT = 4000
+TEXT_LIMIT = 2000
 """Characters an experience may have."""
 
 DISTILLATION = ("add", "update", "return")

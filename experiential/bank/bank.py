@@ -34,13 +34,14 @@ from experiential.bank.queue import DistillationQueue
 from experiential.bank.receipts import Receipts
 from experiential.bank.state import Draft, State, origins_of, unknown_entry
 from experiential.bank.text import TEXT_LIMIT, Gate
+from experiential.bank.upkeep import Upkeep
 from experiential.bank.vectors import Scored, Vector
 from experiential.bank.view import BankView, checked_queries
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.types import Distillation, Experience, Generation, Hit, Provenance, Trajectory, new_id
 
 
-class ExperienceBank:
+class ExperienceBank(Upkeep):
     """A folder of experience: a journal that is the truth, and an index made from it.
 
     A write is on the disk when its method returns. One process writes a folder at a time; any number may open it with

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from experiential.bank.history import History, Stored
 from experiential.bank.vectors import Vector
 
@@ -101,6 +103,12 @@ class ChromaIndex:
             [Indexed(id, int(meta["version"]), 1.0 - distance) for id, meta, distance in zip(*row, strict=True)]
             for row in zip(found["ids"], found["metadatas"], found["distances"], strict=True)
         ]
+
+    def held(self, ids: list[str]) -> dict[str, tuple[int, Vector]]:
+        """Version and vector of those of these entries that are here."""
+        found = self._collection.get(ids=ids, include=["metadatas", "embeddings"])
+        rows = zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)
+        return {id: (int(meta["version"]), np.asarray(vector, dtype=np.float32)) for id, meta, vector in rows}
 
     def close(self) -> None:
         """Let the folder go."""

@@ -37,6 +37,7 @@ CREATE TABLE IF NOT EXISTS generations (namespace TEXT, id TEXT, record TEXT NOT
 CREATE TABLE IF NOT EXISTS trajectories (
     namespace TEXT, id TEXT, commit_id INTEGER NOT NULL, instance TEXT, grp TEXT, condition TEXT, success INTEGER, reward REAL,
     error TEXT, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
+CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories (namespace, grp, condition, error, success);
 CREATE TABLE IF NOT EXISTS uses (
     namespace TEXT, id TEXT, trajectory TEXT NOT NULL, experience TEXT NOT NULL, version INTEGER NOT NULL,
     success INTEGER, record TEXT NOT NULL, PRIMARY KEY (namespace, id));

@@ -70,7 +70,7 @@ class ExperienceManager:
     Args:
         bank: where entries are read and written.
         extractor: what distils, refines and merges; None only records what is submitted.
-        seed: of every random draw in retrieval.
+        seed: of every random draw in retrieval and eviction.
         extractor_version: gives the version to write into provenance when a distillation carries no generation; the
             extractor's own by default.
         backoff: seconds before the first retry of a failed distillation, doubled for each further one.
@@ -103,6 +103,7 @@ class ExperienceManager:
         self.on_merge: Callable[[Sequence[Experience], Distillation, list[Experience]], None] | None = None
         self._version = extractor_version or (lambda: extractor.version if extractor is not None else 0)
         self._backoff = backoff
+        self._seed = seed
         self._counts: Counter[str] = Counter()
         self._operations: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -278,6 +279,7 @@ class ExperienceManager:
         self._counts["distilled"] += 1
         self._tally(distillation)
         await self._tell("on_distillation", self.on_distillation, trajectory, distillation, written)
+        await self._hold_cap()
 
     async def _distillation(self, id: str) -> tuple[Trajectory, Distillation, list[Experience]]:
         assert self.extractor is not None
@@ -290,6 +292,18 @@ class ExperienceManager:
         version = self._version()
         write = partial(self.bank.apply, distillation, trajectory=trajectory, shown=shown, item=id, extractor_version=version)
         return trajectory, distillation, await self._write(write)
+
+    async def _hold_cap(self) -> None:
+        """Evict what the bank holds beyond the cap."""
+        cap = self.settings.cap
+        if not cap or len(self.bank) <= cap:
+            return
+        evict = partial(self.bank.evict, cap, self.settings.eviction, seed=self._seed, author="run")
+        evicted, reason = await self._attempt(self._write(evict), limit=None)
+        if evicted is None:
+            self._failures[f"evict: {reason}"] += 1
+        else:
+            self._counts["evicted"] += len(evicted)
 
     async def _failed(self, id: str, reason: str) -> None:
         self._failures[f"distill: {reason}"] += 1
@@ -422,6 +436,7 @@ class ExperienceManager:
             "failed": self._counts["failed"],
             "dead": len(self.bank.queue.dead_letters()),
             "merges": self._counts["merges"],
+            "evicted": self._counts["evicted"],
             "operations": dict(self._operations),
             "refused": dict(self._refused + self.bank.refused),
             "redacted": dict(self.bank.redacted),

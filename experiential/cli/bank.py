@@ -1,38 +1,89 @@
-"""`experiential bank`: read an experience bank; nothing here can change it."""
+"""`experiential bank`: read an experience bank, undo and forget what it learned, merge it, and see that it is whole."""
 
 from __future__ import annotations
 
+import sqlite3
 import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from experiential.cli.errors import new_app
 from experiential.cli.rows import AsJson, show_json, show_rows
-from experiential.errors import ConfigError
+from experiential.errors import BankError, BankLockedError, ConfigError
 
 if TYPE_CHECKING:
     from experiential.bank.bank import ExperienceBank
-    from experiential.types import Experience
+    from experiential.bank.dedupe import Duplicates
+    from experiential.bank.explain import Explanation
+    from experiential.bank.log import Difference
+    from experiential.types import Estimate, Experience
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the bank.")]
 Namespace = Annotated[str, typer.Option(help="Namespace inside the bank.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, only show what would change.")]
+Limit = Annotated[int, typer.Option(min=0, help="Rows to show; 0 shows all.")]
 
-app = new_app("Read an experience bank; nothing here can change it.")
+app = new_app("Read and mend an experience bank.")
 
 
-def open_bank(folder: Path, namespace: str) -> ExperienceBank:
-    """The bank of a folder, read-only.
+@contextmanager
+def opened(
+    folder: Path, namespace: str, *, write: bool = False, make: bool = False, embedder: str | None = None
+) -> Generator[ExperienceBank]:
+    """The bank of a folder, read-only unless ``write``; what goes wrong inside is the user's error.
+
+    Args:
+        folder: of the bank.
+        namespace: inside the bank.
+        write: open it as its only writer.
+        make: make it when it is not there.
+        embedder: for a namespace that was never written.
 
     Raises:
-        ConfigError: there is no bank in the folder.
+        ConfigError: there is no bank in the folder, or it refused what was asked.
+        BankLockedError: another process writes it.
+        BankError: the journal is damaged.
     """
-    if not (folder / "journal.sqlite").is_file():
+    if not make and not (folder / "journal.sqlite").is_file():
         raise ConfigError(f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite")
     from experiential.bank.bank import ExperienceBank
 
-    return ExperienceBank(folder, namespace=namespace, read_only=True)
+    try:
+        with ExperienceBank(folder, namespace=namespace, embedder=embedder, read_only=not write) as bank:
+            yield bank
+    except BankLockedError:
+        raise
+    except (BankError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    except sqlite3.DatabaseError as error:
+        raise BankError(f"Expected a whole journal in {folder}, got: {error}; run: experiential bank doctor {folder}") from error
+
+
+def confirm(question: str, yes: bool) -> bool:
+    """Whether to go on; asked on the terminal unless ``yes``.
+
+    Raises:
+        ConfigError: nobody is there to answer.
+    """
+    if yes:
+        return True
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort as error:
+        raise ConfigError("Expected an answer, got none and changed nothing; pass --yes to go on without being asked") from error
+    if not agreed:
+        sys.stderr.write("nothing was changed\n")
+    return agreed
+
+
+# Reading
 
 
 def summary_row(entry: Experience) -> dict[str, Any]:
@@ -42,26 +93,54 @@ def summary_row(entry: Experience) -> dict[str, Any]:
 
 
 @app.command("ls")
-def list_entries(
-    folder: Folder,
-    namespace: Namespace = "default",
-    limit: Annotated[int, typer.Option(min=0, help="Entries to show; 0 shows all.")] = 50,
-    as_json: AsJson = False,
-) -> None:
+def list_entries(folder: Folder, namespace: Namespace = "default", limit: Limit = 50, as_json: AsJson = False) -> None:
     """List entries, the most used first."""
-    with open_bank(folder, namespace) as bank:
+    with opened(folder, namespace) as bank:
         entries = sorted(bank, key=lambda entry: -entry.statistics.uses)
     show_rows([summary_row(entry) for entry in (entries[:limit] if limit else entries)], as_json)
 
 
 @app.command()
-def show(folder: Folder, id: Annotated[str, typer.Argument(help="Id of an entry.")], namespace: Namespace = "default") -> None:
-    """Show one entry with its provenance and statistics, as JSON."""
-    with open_bank(folder, namespace) as bank:
+def show(
+    folder: Folder,
+    id: Annotated[str, typer.Argument(help="Id of an entry.")],
+    namespace: Namespace = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show one entry with its provenance, its statistics and its uplift."""
+    with opened(folder, namespace) as bank:
         entry = bank.get(id)
-    if entry is None:
-        raise ConfigError(f"Expected the id of an entry of {folder}, got {id!r}; see: experiential bank ls {folder}")
-    show_json(entry.model_dump(mode="json"))
+        if entry is None:
+            raise ConfigError(f"Expected the id of an entry of {folder}, got {id!r}; see: experiential bank ls {folder}")
+        uplift = bank.uplift(id)
+    if as_json:
+        show_json(entry.model_dump(mode="json") | {"score": entry.statistics.score, "uplift": uplift.model_dump(mode="json")})
+        return
+    made = entry.provenance.model_dump(exclude_none=True, exclude_defaults=True)
+    shown = {
+        **{name: getattr(entry, name) for name in ("id", "version", "kind", "task", "text")},
+        **{name: str(value) for name, value in made.items()},
+        **entry.statistics.model_dump(),
+        "score": f"{entry.statistics.score:.3f}",
+        "uplift of this version": in_words(uplift),
+        "uplift with its lineage": in_words(uplift.lineage),
+    }
+    show_rows([{"what": name, "value": "" if value is None else value} for name, value in shown.items()], False)
+
+
+def in_words(estimate: Estimate) -> str:
+    """An uplift estimate for people.
+
+    >>> from experiential.types import Estimate
+    >>> in_words(Estimate(groups=3, mean=0.5, interval=(0.1, 0.9)))
+    '+0.500 (95 % +0.100 to +0.900, 3 groups)'
+    """
+    if estimate.mean is None:
+        return "no group with guided and free members"
+    if estimate.interval is None:
+        return f"{estimate.mean:+.3f} ({estimate.groups} group, no interval)"
+    low, high = estimate.interval
+    return f"{estimate.mean:+.3f} (95 % {low:+.3f} to {high:+.3f}, {estimate.groups} groups)"
 
 
 @app.command()
@@ -73,17 +152,101 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Search a bank; nothing is counted."""
-    with open_bank(folder, namespace) as bank:
+    with opened(folder, namespace) as bank:
         hits = bank.search(query, k=k)
     rows = [{"rank": hit.rank, "score": round(hit.score, 4), "id": hit.experience.id, "text": hit.experience.text} for hit in hits]
     show_rows(rows, as_json)
 
 
 @app.command()
+def why(
+    folder: Folder,
+    trajectory: Annotated[str, typer.Argument(help="Id of a recorded trajectory.")],
+    namespace: Namespace = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Say what an episode was shown, how it ended, and what was written from it."""
+    with opened(folder, namespace) as bank:
+        explanation = bank.why(trajectory)
+    if as_json:
+        show_json(explanation.model_dump(mode="json"))
+    else:
+        _tell(explanation)
+
+
+def _tell(explanation: Explanation) -> None:
+    ended = explanation.error or ("success" if explanation.success else "failure")
+    told = {"task": explanation.task, "condition": explanation.condition.value, "outcome": ended, "reward": explanation.reward}
+    show_rows([{"what": name, "value": value} for name, value in told.items()], False)
+    sys.stdout.write("\nshown\n")
+    show_rows(
+        [
+            {
+                **one.model_dump(include={"turn", "how", "rank"}),
+                "score": f"{one.score:.3f}",
+                "propensity": f"{one.propensity:.3f}",
+                "entry": f"{one.id} v{one.version}",
+                "uplift": in_words(one.uplift),
+                "text": one.refined or one.text or "",
+            }
+            for one in explanation.shown
+        ],
+        False,
+    )
+    sys.stdout.write("\nwritten from it\n")
+    show_rows([summary_row(entry) for entry in explanation.written], False)
+
+
+@app.command()
+def history(
+    folder: Folder,
+    id: Annotated[str | None, typer.Argument(help="Id of an entry: only the commits that changed it.")] = None,
+    namespace: Namespace = "default",
+    limit: Limit = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List commits, the newest last, with the number of entries that each changed."""
+    with opened(folder, namespace) as bank:
+        commits = bank.history(id)
+    rows = [commit.model_dump(exclude=None if id else {"version"}) for commit in (commits[-limit:] if limit else commits)]
+    if not as_json:
+        for row in rows:
+            row["time"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
+            row["ref"] = row["ref"] or ""
+            if id:
+                row["version"] = row["version"] or "removed"
+    show_rows(rows, as_json)
+
+
+@app.command()
+def diff(
+    folder: Folder,
+    a: Annotated[int, typer.Argument(help="A commit; 0 is before the first.")],
+    b: Annotated[int | None, typer.Argument(help="A later commit; the last one by default.")] = None,
+    namespace: Namespace = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show which entries were added, removed and changed from one commit to another."""
+    with opened(folder, namespace) as bank:
+        found = bank.diff(a, bank.head if b is None else b)
+    show_rows(difference_rows(found), as_json)
+
+
+def difference_rows(found: Difference) -> list[dict[str, Any]]:
+    """One row for each entry that differs, with its old and its new text."""
+    return [
+        *({"what": "added", "id": entry.id, "old": None, "new": entry.text} for entry in found.added),
+        *({"what": "removed", "id": entry.id, "old": entry.text, "new": None} for entry in found.removed),
+        *({"what": "changed", "id": pair.new.id, "old": pair.old.text, "new": pair.new.text} for pair in found.changed),
+    ]
+
+
+@app.command()
 def stats(folder: Folder, namespace: Namespace = "default", as_json: AsJson = False) -> None:
     """Count entries, commits, uses and successes."""
-    with open_bank(folder, namespace) as bank:
+    with opened(folder, namespace) as bank:
         entries, commits = list(bank), len(bank.commits())
+        queued, dead = len(bank.queue.waiting()), len(bank.queue.dead_letters())
     counts = [entry.statistics for entry in entries]
     numbers = {
         "entries": len(entries),
@@ -91,16 +254,166 @@ def stats(folder: Folder, namespace: Namespace = "default", as_json: AsJson = Fa
         "retrievals": sum(count.retrievals for count in counts),
         "uses": sum(count.uses for count in counts),
         "successes": sum(count.successes for count in counts),
+        "queued": queued,
+        "dead letters": dead,
     }
     show_json(numbers) if as_json else show_rows([{"what": name, "count": value} for name, value in numbers.items()], False)
 
 
+# Changing
+
+
+@app.command()
+def rollback(
+    folder: Folder,
+    commit: Annotated[int, typer.Argument(help="The commit to go back to; 0 is before the first.")],
+    namespace: Namespace = "default",
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let the bank stand as after an earlier commit, by a new commit; shows what changed. Nothing is erased, counters stay."""
+    with opened(folder, namespace, write=not dry_run) as bank:
+        rows = difference_rows(bank.diff(bank.head, commit))
+        if not dry_run:
+            if not confirm(f"Change {len(rows)} entries of {folder} back to commit {commit}?", yes):
+                return
+            bank.rollback(commit)
+    show_rows(rows, as_json)
+
+
+@app.command()
+def prune(
+    folder: Folder,
+    score: Annotated[float | None, typer.Option(help="Take out entries whose Laplace score is below it.")] = None,
+    uplift: Annotated[float | None, typer.Option(help="Take out entries whose uplift interval ends below it.")] = None,
+    min_uses: Annotated[int, typer.Option(min=0, help="Uses that an entry must have had.")] = 5,
+    namespace: Namespace = "default",
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take out entries that were tried and did not help; shows them. `rollback` brings them back."""
+    if score is None and uplift is None:
+        raise ConfigError("Expected --score or --uplift to prune by, got neither; for example: --score 0.3")
+    with opened(folder, namespace, write=not dry_run) as bank:
+        doomed = bank.prune(score=score, uplift_below=uplift, min_uses=min_uses, dry_run=True)
+        if not dry_run and doomed:
+            if not confirm(f"Take {len(doomed)} of {len(bank)} entries out of {folder}?", yes):
+                return
+            doomed = bank.prune(score=score, uplift_below=uplift, min_uses=min_uses)
+    show_rows([summary_row(entry) for entry in doomed], as_json)
+
+
+@app.command()
+def merge(
+    folder: Folder,
+    model: Annotated[str | None, typer.Option(help="Merges related entries: tiny, smollm2, a model folder, or a hub name.")] = None,
+    threshold: Annotated[float, typer.Option(help="Without a model: cosine of two texts from which on they are one.")] = 0.95,
+    across_tasks: Annotated[bool, typer.Option("--across-tasks", help="Without a model: compare entries of different tasks too.")] = False,
+    namespace: Namespace = "default",
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge related entries with a model, or near-duplicates by their cosine without one; shows what changed."""
+    if model is not None:
+        rows = _merge_with(model, folder, namespace, dry_run)
+    else:
+        with opened(folder, namespace, write=not dry_run) as bank:
+            rows = _duplicate_rows(bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run))
+        sys.stderr.write(f"no --model: texts with a cosine of {threshold:g} or more count as one, the oldest stays as it is\n")
+    show_rows(rows, as_json)
+
+
+def _duplicate_rows(found: Sequence[Duplicates]) -> list[dict[str, Any]]:
+    return [
+        {"id": one.id, "text": one.text, "merged into": group.survivor.id, "its text": group.survivor.text}
+        for group in found
+        for one in group.merged
+    ]
+
+
+def _merge_with(model: str, folder: Path, namespace: str, dry_run: bool) -> list[dict[str, Any]]:
+    """One pass of the periodic merge; a dry run merges a copy."""
+    from experiential.cli.preflight import check_extras, check_model
+    from experiential.config import ModelSettings
+
+    check_extras(ModelSettings(name=model))
+    check_model(model)
+    with TemporaryDirectory(prefix="experiential-merge-") as scratch:
+        if not dry_run:
+            with opened(folder, namespace, write=True) as bank:
+                return _merged(bank, model)
+        with opened(folder, namespace) as bank, bank.fork(scratch) as copy:
+            return _merged(copy, model)
+
+
+def _merged(bank: ExperienceBank, model: str) -> list[dict[str, Any]]:
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.bank.manager import ExperienceManager
+    from experiential.config import ModelSettings
+    from experiential.llm.transformers import TransformersLLM
+    from experiential.training.trainer import prompt_set_name
+
+    head = bank.head
+    extractor = ExtractorAgent(TransformersLLM(model), prompts=prompt_set_name(ModelSettings(name=model)), seed=0)
+    with ExperienceManager(bank, extractor) as manager:
+        manager.merge()
+        failures: dict[str, int] = manager.stats()["failures"]
+    for reason, count in failures.items():
+        sys.stderr.write(f"{count} x {reason}\n")
+    return difference_rows(bank.diff(head, bank.head))
+
+
+# Moving and mending
+
+
 @app.command()
 def export(folder: Folder, file: Annotated[Path, typer.Argument(help="File to write.")], namespace: Namespace = "default") -> None:
-    """Write all entries to a file that `ExperienceBank.import_` reads."""
-    with open_bank(folder, namespace) as bank:
+    """Write all entries to a file that `import` reads: Markdown if its name ends in .md, else JSON Lines."""
+    with opened(folder, namespace) as bank:
         try:
             bank.export(file)
         except OSError as error:
             raise ConfigError(f"Expected a file that can be written, got {file}: {error.strerror or error}") from error
     sys.stdout.write(f"{file}\n")
+
+
+@app.command("import")
+def import_entries(
+    folder: Annotated[Path, typer.Argument(help="Folder of the bank; made when it is not there.")],
+    file: Annotated[Path, typer.Argument(help="File that `export` wrote.")],
+    namespace: Namespace = "default",
+    embedder: Annotated[str | None, typer.Option(help="For a new bank: a sentence-transformers name or folder, or hashing.")] = None,
+    edited: Annotated[bool, typer.Option("--edited", help="The file was changed on purpose since it was exported.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add the entries of an exported file in one commit, those excepted that are there already."""
+    if not file.is_file():
+        raise ConfigError(f"Expected a file that `experiential bank export` wrote, got {file}, which is not there")
+    with opened(folder, namespace, write=True, make=True, embedder=embedder) as bank:
+        added = bank.import_(file, edited=edited)
+        entries = len(bank)
+    show_rows([{"added": added, "entries": entries}], as_json)
+
+
+@app.command()
+def doctor(folder: Folder, as_json: AsJson = False) -> None:
+    """Check that a bank is whole, all namespaces: journal, index and queue. Nothing is changed; exit code 1 if something is wrong."""
+    if not (folder / "journal.sqlite").is_file():
+        raise ConfigError(f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite")
+    from experiential.bank.checkup import examine
+
+    findings = examine(folder)
+    show_rows([finding.model_dump() for finding in findings], as_json)
+    if any(finding.status == "wrong" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def rebuild(folder: Folder, namespace: Namespace = "default", yes: Yes = False, as_json: AsJson = False) -> None:
+    """Make the Chroma index again from the journal."""
+    with opened(folder, namespace, write=True) as bank:
+        if not confirm(f"Make the index of namespace {namespace!r} in {folder} again from the journal?", yes):
+            return
+        show_rows([{"indexed": bank.rebuild()}], as_json)
