@@ -31,10 +31,15 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML that also reads `1e-4` as a number, and refuses a key given twice."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that puts text in quotes where `_Loader` would read a number."""
+
+
 _NUMBER = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]  (untyped in types-PyYAML)
-    "tag:yaml.org,2002:float", _NUMBER, list("-+0123456789")
-)
+for _part in (_Loader, _Dumper):
+    _part.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]  (untyped in types-PyYAML)
+        "tag:yaml.org,2002:float", _NUMBER, list("-+0123456789")
+    )
 
 
 def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> Tree:
@@ -79,7 +84,7 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
 
 def dump_experiment(experiment: Experiment) -> str:
     """The experiment as YAML that `load_experiment` reads back to an equal one."""
-    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(experiment.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _find(recipe: str | Path) -> Path:

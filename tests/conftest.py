@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
+# Machines are shared: a slow example is no failure. EXPLORE=1 draws new examples in every run, otherwise they are the same ones.
+settings.register_profile("shared", deadline=None, derandomize="EXPLORE" not in os.environ)
+settings.load_profile("shared")
+
 for name, value in {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",

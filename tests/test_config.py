@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiential.cli.reference import configuration_page
@@ -151,6 +151,8 @@ PRINTABLE = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")),
 
 
 @given(steps=st.integers(0, 10**6), lr=st.floats(1e-9, 1.0), name=PRINTABLE)
+@example(steps=0, lr=1.0, name="0E0")
+@example(steps=0, lr=1.0, name="1e-4")
 def test_dump_reads_back_to_an_equal_experiment(tmp_path_factory: pytest.TempPathFactory, steps: int, lr: float, name: str) -> None:
     experiment = load_experiment("complementary", [f"run.steps={steps}", f"actor.optim.lr={lr!r}"])
     experiment = experiment.model_copy(update={"model": experiment.model.model_copy(update={"name": name})})

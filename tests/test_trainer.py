@@ -36,6 +36,7 @@ from tests.llm_tiny import tiny_random_model
 SMALL = (
     "bank.embedder=hashing", "bank.retrieval.floor=0", "model.prompts=brief", "actor.groups=2", "actor.group_size=4", "run.steps=2",
     "eval.worlds=3", "eval.visits=2", "extractor.batch_size=2", "extractor.max_tokens=24", "env.train={split: train, worlds: 6}",
+    "extractor.kl=0",
 )  # fmt: skip
 
 
