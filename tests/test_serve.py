@@ -627,13 +627,13 @@ import experiential as xp
 from experiential.bank.remote import RemoteBank
 url, process = sys.argv[1], sys.argv[2]
 bank = xp.ExperienceBank(url)
-wrong = []
+wrong, said = [], []
 
 def work(thread):
     for i in range(3):
         name = f"{process}.{thread}.{i}"
         entries = bank.add_many([f"{name}.{part}" for part in range(3)])
-        print(*(entry.id for entry in entries), flush=True)
+        said.extend(entry.id for entry in entries)
         found = bank.search(f"{name}.1", k=20)
         if f"{name}.1" not in [hit.experience.text for hit in found]:
             wrong.append(f"{name} not found")
@@ -650,6 +650,7 @@ def whole(texts):
 threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
+print(*said)
 assert not wrong, wrong
 """
 
