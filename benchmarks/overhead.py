@@ -38,6 +38,10 @@ ENVIRONMENTS: dict[str, tuple[EnvSettings, dict[str, Any]]] = {
     "sokoban": (EnvSettings(id="experiential/Sokoban-v0", train={"split": "train"}), {"history": 0, "keep_first": False}),
 }
 """Settings of the environment and of its actor. Vault is the hardest case: two turns, and prompts that a group shares without a bank."""
+LESSONS = [
+    f"Look at the {place} first and remember what happened on try {i}." for i, place in enumerate(("goal", "wall", "sign", "edge") * 8)
+]
+"""What the bank holds from the start, so that guided episodes have advice whatever the extractor writes."""
 WARM_UP = 2
 """Rounds that are not counted."""
 
@@ -55,7 +59,10 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
     seconds: dict[str, list[float]] = {"without": [], "with": []}
     between: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ExperienceBank(Path(folder) / "bank") as bank:
-        manager = ExperienceManager(bank, ExtractorAgent(extractor, prompts=prompts, max_tokens=96), merge_every=0)
+        bank.add_many(LESSONS)
+        manager = ExperienceManager(
+            bank, ExtractorAgent(extractor, prompts=prompts, max_tokens=96), merge_every=0, retrieval={"floor": 0.0}
+        )
         arms = {
             name: Rollout(env, env.train, m, make_actor, slots=groups * group_size)
             for name, m in (("without", NoBank()), ("with", manager))
