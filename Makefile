@@ -59,6 +59,7 @@ docs: install  ## build the documentation into site/
 
 bench: install  ## run the benchmarks (hours); results go to benchmarks/results/
 	@$(BIN)/python -m benchmarks.overhead
+	@$(BIN)/python -m benchmarks.bank
 	@$(BIN)/python -m benchmarks.study run
 	@$(BIN)/python -m benchmarks.study table
 	@$(BIN)/python -m benchmarks.adaptation

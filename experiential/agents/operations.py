@@ -9,10 +9,8 @@ from enum import StrEnum
 from typing import Any, cast
 
 from experiential.agents.scanner import ScannedObject, scan_objects
+from experiential.bank.text import TEXT_LIMIT as TEXT_LIMIT  # what the bank takes unless told otherwise
 from experiential.types import Add, Discard, Keep, Merge, Operation, ParsedOperations, Refusal, Return, Update
-
-TEXT_LIMIT = 2000
-"""Characters an experience may have."""
 
 DISTILLATION = ("add", "update", "return")
 CONSOLIDATION = ("keep", "merge", "discard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -156,13 +157,12 @@ class Shelf:
             raise BankError(f"Expected a folder, got the file {str(folder)!r}; choose another path")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._claim = folder, WriterLock(folder, _SERVER)
-        try:
+        with contextlib.ExitStack() as undo:  # what was opened is closed again when a later part fails
+            undo.callback(self.close)
             self._journal = Journal.open(folder)
             for name in self._allowed:
                 self.get(name)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def get(self, namespace: str) -> ServedBank:
         """The bank of a namespace, opened at the first call.
