@@ -11,7 +11,7 @@ TORCH_INDEX ?=
 MODEL ?= tiny
 OUTPUT ?= runs/quickstart
 # The tiny model trains whole; anything larger trains two adapters over one frozen base, on less of everything.
-LARGER := 'model.lora={rank: 8}' extractor.max_tokens=128 actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8
+LARGER := 'model.lora={rank: 8}' extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8
 SIZE ?= $(if $(filter tiny,$(MODEL)),,$(LARGER))
 ARGS ?=
 STAMP := $(VENV)/.installed

@@ -1,11 +1,12 @@
 """Rollout time with the bank and distillation on, over rollout time without, on the same tasks and seeds.
 
-    python -m benchmarks.overhead [--model tiny] [--env vault frozen-lake sokoban] [--rounds 12]
+    python -m benchmarks.overhead [--model tiny] [--env vault frozen-lake sokoban] [--rounds 12] [--think 48]
 
 Rounds alternate, so that a noisy machine disturbs both arms alike. Nothing is subtracted: a round with the bank
 includes retrieval, injection, the longer prompts, submission, and whatever distillation takes of the machine
 meanwhile. As in the bundled recipes the compute lane belongs to the rollout while one runs, and distillation has the
-time between rollouts: ``distil_s`` is that time per round, ``step_ratio`` counts it in.
+time between rollouts: ``distil_s`` is that time per round, ``step_ratio`` counts it in. What the actor reads changes what it
+does: ``turns_ratio`` and ``forwarded_ratio`` say how many turns were played and tokens computed, over those without.
 """
 
 from __future__ import annotations
@@ -46,18 +47,19 @@ WARM_UP = 2
 """Rounds that are not counted."""
 
 
-async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, group_size: int) -> dict[str, Any]:
-    """Seconds per rollout of both arms, alternating."""
+async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, group_size: int, think: int = 0) -> dict[str, Any]:
+    """Seconds per rollout of both arms, alternating; with ``think`` the actor writes so many tokens a turn, else it chooses an action."""
     actor, extractor = build_runtimes(settings, None, (OptimSettings(), OptimSettings()))
     prompts = prompt_set_name(settings)
     env, options = ENVIRONMENTS[name]
     source = TaskSource(env, world_count(env.id, env.kwargs | env.train), 0)
 
     def make_actor() -> ActorAgent:
-        return ActorAgent(actor, prompts=prompts, constrain=True, max_tokens=32, **options)
+        return ActorAgent(actor, prompts=prompts, constrain=not think, max_tokens=think or 32, **options)
 
     seconds: dict[str, list[float]] = {"without": [], "with": []}
     between: list[float] = []
+    forwarded, turns = {"without": 0, "with": 0}, {"without": 0, "with": 0}
     with tempfile.TemporaryDirectory() as folder, ExperienceBank(Path(folder) / "bank") as bank:
         bank.add_many(LESSONS)
         manager = ExperienceManager(
@@ -70,11 +72,13 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
         for step in range(rounds + WARM_UP):
             for arm, guided in (("without", "none"), ("with", "half")):
                 actor.llm.weights_changed(step)  # as after an update: no prefix is reused from the other arm
-                begin = time.perf_counter()
+                begin, tokens = time.perf_counter(), actor.llm.stats.forwarded_tokens
                 with actor.foreground():
-                    await arms[arm].play(source.jobs(step, groups, group_size, guided))
+                    episodes = await arms[arm].play(source.jobs(step, groups, group_size, guided))
                 if step >= WARM_UP:
                     seconds[arm].append(time.perf_counter() - begin)
+                    forwarded[arm] += actor.llm.stats.forwarded_tokens - tokens
+                    turns[arm] += sum(len(episode.trajectory.turns) for episode in episodes)
             begin = time.perf_counter()
             await manager.adrain()
             between.append(time.perf_counter() - begin)
@@ -92,6 +96,8 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
         "distil_s": float(np.median(between)),
         "search_p50_ms": stats["search_p50_ms"],
         "distilled": stats["distilled"],
+        "forwarded_ratio": forwarded["with"] / forwarded["without"],
+        "turns_ratio": turns["with"] / turns["without"],
         "seconds": seconds,
     }
 
@@ -112,12 +118,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--think", type=int, default=0, help="tokens that the actor may write before its action; 0: it chooses an action")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/overhead.json"))
     options = parser.parse_args()
     size = (options.groups, options.group_size)
-    found: dict[str, Any] = {"model": options.model, "groups": size[0], "group_size": size[1], "torch": torch.__version__}
+    found: dict[str, Any] = {"model": options.model, "groups": size[0], "group_size": size[1]}
+    found |= {"think": options.think, "torch": torch.__version__}
     for name in options.env:
-        found[name] = asyncio.run(measure(ModelSettings(name=options.model), name, options.rounds, *size))
+        found[name] = asyncio.run(measure(ModelSettings(name=options.model), name, options.rounds, *size, options.think))
         sys.stdout.write(f"{name} {json.dumps({k: v for k, v in found[name].items() if k != 'seconds'})}\n")
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

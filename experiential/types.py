@@ -57,6 +57,8 @@ class Generation(Record):
             as ``response_ids`` (temperature, truncation and constraint included: the distribution sampled from).
         allowed: per response token, the token ids that a constraint allowed; an empty tuple means unconstrained.
             ``None`` when the whole response was unconstrained.
+        json_schema: the JSON schema that the response was restricted to; an empty tuple in ``allowed`` then means whatever
+            this schema allows there.
         policy_version: optimiser steps the weights had seen.
         temperature: sampling temperature that ``logprobs`` were computed at.
     """
@@ -67,10 +69,15 @@ class Generation(Record):
     response_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     allowed: tuple[tuple[int, ...], ...] | None = None
+    json_schema: str | None = None
     policy: str = ""
     policy_version: int = 0
     finish_reason: FinishReason = FinishReason.STOP
     temperature: float = 1.0
+
+
+How = Literal["episode_start", "turn", "search_and_ask"]
+"""By which way an entry reaches an actor."""
 
 
 class Use(Record):
@@ -84,8 +91,10 @@ class Use(Record):
     propensity: float = 1.0
     episode: str = ""
     turn: int = 0
-    how: Literal["episode_start", "turn", "search_and_ask"] = "episode_start"
+    how: How = "episode_start"
     refinement: str | None = Field(default=None, description="id of the generation that refined the entry for this use")
+    provisional: bool = Field(default=False, description="whether the entry was not trusted yet; the propensity has the share as a factor")
+    admitted: bool | None = Field(default=None, description="the draw whether the episode may see provisional entries; None: none made")
 
 
 class Turn(Record):
@@ -203,12 +212,34 @@ class Experience(Record):
 
 
 class Hit(Record):
-    """One retrieved experience: cosine similarity, final rank (0-based), probability that it was chosen."""
+    """One retrieved experience: cosine similarity, final rank (0-based), probability that it was chosen.
+
+    Attributes:
+        propensity: of a provisional entry, with the probability that its episode was admitted to such; of a trusted one, given
+            how that draw ended.
+        provisional: whether the entry was not trusted yet (see ``bank.trust_after``).
+        admitted: the draw whether the episode may see provisional entries; None when none was made.
+    """
 
     experience: Experience
     score: float
     rank: int = 0
     propensity: float = 1.0
+    provisional: bool = False
+    admitted: bool | None = None
+
+    def use(self, how: How, *, episode: str = "", turn: int = 0, refinement: str | None = None) -> Use:
+        """What is noted when this hit reaches an actor.
+
+        Args:
+            how: by which way.
+            episode: id of the episode.
+            turn: number of the turn.
+            refinement: id of the generation that refined the entry.
+        """
+        shown = self.model_dump(include={"rank", "score", "propensity", "provisional", "admitted"})
+        entry = {"experience_id": self.experience.id, "experience_version": self.experience.version}
+        return Use(**entry, **shown, how=how, episode=episode, turn=turn, refinement=refinement)
 
 
 class Answer(Record):

@@ -132,6 +132,18 @@ def test_experience_for_the_system_message_goes_there_and_later_advice_before_it
     assert contents[1::2] == ["A door.", "Still shut.", f"{late}Still shut."]
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_full_prompts_put_advice_behind_the_observation_unless_it_would_be_dropped_with_it(stays: bool) -> None:
+    llm = scripted("wait")
+    agent = ActorAgent(llm, keep_first=stays, history=0 if not stays else None)
+    early = experience_block(["Knock."])
+    for observation in ("A door.", "Still shut."):
+        agent.act(observation, {"experience_prompt": early})
+    contents = [message["content"] for message in llm.prompts[1]]  # type: ignore[index]
+    assert contents[0].endswith(early) is not stays
+    assert contents[1::2] == ([f"A door.\n{early}", "Still shut."] if stays else ["Still shut."])
+
+
 def test_constrained_choice_among_the_admissible_actions() -> None:
     llm = scripted("open <action>door</action> ", "look")
     agent = ActorAgent(llm, constrain=True)

@@ -266,7 +266,7 @@ def test_reading_takes_linear_time(unit: str) -> None:
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_the_schema_names_the_operations_and_the_parser_reads_what_it_allows(merge: bool) -> None:
-    schema = operations_schema(2, merge)
+    schema = operations_schema(2, merge, shown=2)
     items = schema["properties"]["operations"]
     assert (schema["type"], items["maxItems"]) == ("object", 2)
     values = {"text": "t", "entry": 1, "entries": [2]}

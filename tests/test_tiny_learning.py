@@ -13,18 +13,22 @@ from experiential.training.trainer import Trainer
 
 @pytest.mark.slow
 def test_guided_success_rises_above_free_success(tmp_path: Path) -> None:
-    """After 40 steps guided episodes succeed more often than they first did, and than free ones do now."""
+    """Guided episodes come to succeed more often than they first did, and than free ones do at the end.
+
+    The loop is asynchronous, so no two runs are equal. Means are over whole blocks of visits to the same worlds. In four runs
+    guided success rose by 0.19 to 0.35 and ended 0.31 to 0.56 above free success.
+    """
     seen: list[dict[str, Any]] = []
-    overrides = ["run.steps=40", "run.minutes=null", "run.checkpoint_every=0", "eval.before=false", "eval.after=false"]
+    overrides = ["run.steps=64", "run.minutes=null", "run.checkpoint_every=0", "eval.before=false", "eval.after=false"]
     Trainer(load_experiment("complementary", overrides), tmp_path, observer=seen.append).run()
     steps = [e for e in seen if e["event"] == "step"]
 
     def mean(name: str, chosen: list[dict[str, Any]]) -> float:
         return sum(e[name] for e in chosen) / len(chosen)
 
-    first, last = steps[:4], steps[-12:]  # whole blocks of visits to the same worlds
-    assert mean("success_guided", last) > mean("success_guided", first) + 0.15
+    first, last = steps[:8], steps[-32:]
+    assert mean("success_guided", last) > mean("success_guided", first) + 0.1
     assert mean("success_guided", last) > mean("success_free", last) + 0.15
-    assert mean("extractor_reward", last) > mean("extractor_reward", steps[1:9])
+    assert mean("extractor_reward", last) > mean("extractor_reward", first) + 0.1
     assert steps[-1]["entries"] > 100
     assert steps[-1]["extractor_updates"] > 30

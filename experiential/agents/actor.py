@@ -119,13 +119,17 @@ class ActorAgent:
             return generation.text if generation.text in choices else extract_action(generation.text)
 
     def _observe(self, observation: str, advice: str | None, constrained: bool) -> str | None:
-        """Add what the agent sees now; advice goes into the system message, or, if it came later, before the observation."""
+        """Add what the agent sees now, and its advice where it is new: behind the observation, or as the prompt set has it."""
         content = escape_control(observation)
+        new = advice if advice and advice != self._experience else None
+        last = self.prompts.advice_last and (self.history is None or self.keep_first)  # else the message may be dropped
         if not self.generations:
-            system = self.prompts.actor_system(self.instruction, advice, constrained=constrained)
+            system = self.prompts.actor_system(self.instruction, None if last else new, constrained=constrained)
             self.dialogue.add({"role": "system", "content": system})
-        elif advice and advice != self._experience:
-            content = f"{advice}{content}"
+        if new and last:
+            content = f"{content}\n{new}"
+        elif new and self.generations:
+            content = f"{new}{content}"
         message: Message = {"role": "user", "content": content}
         self.dialogue.add(message)
         return advice or self._experience

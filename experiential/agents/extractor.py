@@ -16,6 +16,11 @@ from experiential.agents.seeds import derived_seed
 from experiential.llm.base import LLM, Prompt, SamplingParams
 from experiential.types import Distillation, Generation, Message, Trajectory
 
+_STOP = ("</answer>",)
+_FRAME_TOKENS = 16
+"""Tokens of an operation beside its text."""
+_CHARS_PER_TOKEN = 3
+_SHORTEST_TEXT = 80
 _THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
 _VERDICT = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
@@ -105,7 +110,7 @@ class ExtractorAgent:
             BackendError: the backend failed.
         """
         messages = self.prompts.distill_messages(trajectory, shown, self.max_operations, budget=self.max_chars)
-        generation = await self._ask(messages, stop=("</answer>",), json_schema=operations_schema(self.max_operations))
+        generation = await self._ask(messages, **self._form(self.max_operations, shown=len(shown)))
         parsed = parse_operations(generation.text, max_operations=self.max_operations, shown=len(shown))
         return Distillation(parsed=parsed, generation=generation)
 
@@ -127,8 +132,7 @@ class ExtractorAgent:
             BackendError: the backend failed.
         """
         count = len(experiences)
-        schema = operations_schema(max(count, 1), merge=True)
-        generation = await self._ask(self.prompts.merge_messages(experiences), stop=("</answer>",), json_schema=schema)
+        generation = await self._ask(self.prompts.merge_messages(experiences), **self._form(max(count, 1), merge=True, shown=max(count, 1)))
         parsed = parse_operations(generation.text, max_operations=count, shown=count, kinds=CONSOLIDATION)
         return Distillation(parsed=parsed, generation=generation)
 
@@ -141,6 +145,14 @@ class ExtractorAgent:
         generation = await self._ask(self.prompts.judge_messages(a, b))
         verdict = _VERDICT.search(_THINKING.sub("", generation.text))
         return verdict is not None and verdict[1].lower() == "yes"
+
+    def _form(self, operations: int, *, shown: int, merge: bool = False) -> dict[str, Any]:
+        """How an answer ends, and the schema it is asked for under, with texts that fit into ``max_tokens``."""
+        if not self.prompts.structured:
+            return {"stop": _STOP}
+        tokens = self._sampling.max_tokens // operations - _FRAME_TOKENS
+        limit = min(TEXT_LIMIT, max(_SHORTEST_TEXT, _CHARS_PER_TOKEN * tokens))
+        return {"stop": _STOP, "json_schema": operations_schema(operations, merge, shown=shown, max_chars=limit)}
 
     async def _ask(self, messages: list[Message], **options: Any) -> Generation:
         sampling = self._sampling.model_copy(update={"seed": self._seed(messages), **options})

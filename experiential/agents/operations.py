@@ -115,13 +115,19 @@ def _after_thinking(text: str) -> int:
     return end if end >= 0 and "{" in text[end:] else 0
 
 
-def operations_schema(max_operations: int, merge: bool = False) -> dict[str, Any]:
+def operations_schema(max_operations: int, merge: bool = False, *, shown: int = 0, max_chars: int = TEXT_LIMIT) -> dict[str, Any]:
     """A JSON schema of the answer, for backends that can constrain a response to one.
 
     The root is an object with one list, because some services accept no list at the root; `parse_operations` reads both.
+
+    Args:
+        max_operations: operations that the list may hold.
+        merge: for consolidation, else for distillation.
+        shown: how many entries the prompt numbered; without any nothing can be updated.
+        max_chars: characters of a text, so that an answer ends before the tokens do.
     """
-    text = {"type": "string"}
-    entry = {"type": "integer"}
+    text = {"type": "string", "minLength": 1, "maxLength": max_chars}
+    entry = {"type": "integer", "enum": list(range(1, shown + 1))}
     if merge:
         variants = [
             _variant("keep", entry=entry),
@@ -129,7 +135,8 @@ def operations_schema(max_operations: int, merge: bool = False) -> dict[str, Any
             _variant("discard", entry=entry),
         ]
     else:
-        variants = [_variant("add", text=text), _variant("update", entry=entry, text=text), _variant("return")]
+        update = [_variant("update", entry=entry, text=text)] if shown else []
+        variants = [_variant("add", text=text), *update, _variant("return")]
     operations = {"type": "array", "items": {"anyOf": variants}, "minItems": 1, "maxItems": max_operations}
     return {"type": "object", "properties": {"operations": operations}, "required": ["operations"], "additionalProperties": False}
 

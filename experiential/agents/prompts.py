@@ -50,6 +50,10 @@ def entry_text(entry: EntryLike) -> str:
 class PromptSet:
     r"""One versioned set of templates.
 
+    The ``brief`` set stays as the bundled tiny model was taught it: ``structured`` says whether operations are asked for under
+    a JSON schema where the backend has it, ``advice_last`` whether advice stands behind the first observation, so that all
+    members of a group share the prompt before it, or in the system message.
+
     >>> prompt_set("brief").judge_messages("Wait for green.", "Go on green.")[1]["content"]
     'A: Wait for green.\nB: Go on green.'
     """
@@ -57,6 +61,8 @@ class PromptSet:
     name: str
     version: str
     texts: Mapping[str, str]
+    structured: bool = True
+    advice_last: bool = True
 
     def actor_system(self, instruction: str, experience: str | None = None, *, constrained: bool = False) -> str:
         """The actor's system message.
@@ -158,8 +164,8 @@ def prompt_set(name: str) -> PromptSet:
 
 
 _SETS = {
-    "full": PromptSet("full", "1", MappingProxyType(FULL)),
-    "brief": PromptSet("brief", "1", MappingProxyType(BRIEF)),
+    "full": PromptSet("full", "2", MappingProxyType(FULL)),
+    "brief": PromptSet("brief", "1", MappingProxyType(BRIEF), structured=False, advice_last=False),
 }
 
 

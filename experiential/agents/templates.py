@@ -1,6 +1,7 @@
 """The words of each prompt set; ``prompts.py`` fills them in. A change of any word raises the set's version.
 
-``$name`` marks what is filled in. The ``brief`` set is fixed: the bundled tiny model was pre-trained on exactly these words.
+``$name`` marks what is filled in. No prompt holds a whole lesson as an example, for small models copy it into the bank.
+The ``brief`` set is fixed: the bundled tiny model was pre-trained on exactly these words.
 """
 
 from __future__ import annotations
@@ -68,10 +69,8 @@ FULL = {
         '- {"op": "add", "text": ...} writes a new entry. Use it for a lesson that none of the shown entries covers.\n'
         '- {"op": "return"} writes nothing. Use it, alone, when the episode teaches nothing new; a bank full of the obvious helps nobody.\n'
         "Use at most $max_operations operations. Better one good entry than three weak ones.\n\n" + _DATA + "\n\n"
-        "Think first if you need to, briefly. Then answer with a JSON list between tags, for example:\n"
-        '<answer>[{"op": "update", "entry": 1, "text": "When a chest stays shut after the lever is pulled, the lever was one of a pair: '
-        'pull the other within the same visit. Pulling one twice resets both."}, {"op": "add", "text": "When the lamp is needed in the '
-        'cellar, fill it at the well first; it goes out after three rooms."}]</answer>'
+        "Think first if you need to, briefly. Then answer with a JSON list of operations between tags:\n"
+        '<answer>[{"op": "update", "entry": 1, "text": ...}, {"op": "add", "text": ...}]</answer>'
     ),
     "distill_user": "<task>\n$task\n</task>\n${entries}<episode>\n${opening}${play}</episode>\n<outcome>$outcome</outcome>",
     "entries": "<entries>\n$numbered\n</entries>\n",

@@ -175,15 +175,22 @@ class Engine:
         track.joining = []
 
     def _matches(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Any]]:
-        """What the cache holds of each prompt, once it holds the beginning that all share (a system prompt) if that pays."""
+        """What the cache holds of each prompt, once it holds the beginnings that several share, where that pays.
+
+        First the beginning of all (a system prompt), then those of the prompts of one task (its first observation).
+        """
         matches = [self._cache.match(ids) for ids in prompts]
-        shared = _common_prefix(prompts)
-        saved = sum(shared - matched for matched, _ in matches if matched < shared) - shared
-        if saved < _SHARING or shared > self._cache.max_tokens:
-            return matches
-        block, _ = self._forward.prefill([prompts[0][:shared]], [self._cache.match(prompts[0][:shared])])
-        self._remember(prompts[0][:shared], block, 0)
-        return [self._cache.match(ids) for ids in prompts]
+        for cluster in (_all_together, _by_beginning):
+            shared = [(group, length) for group, length in cluster(prompts) if length <= self._cache.max_tokens]
+            wanted = [prompts[group[0]][:length] for group, length in shared]
+            saved = sum(_saving([matches[i][0] for i in group], length) for group, length in shared)
+            if saved >= _SHARING:
+                known = [self._cache.match(ids) for ids in wanted]
+                block, _ = self._forward.prefill(wanted, known)
+                for row, ids in enumerate(wanted):
+                    self._remember(ids, block, row)
+                matches = [self._cache.match(ids) for ids in prompts]
+        return matches
 
     def _accept_first(self, track: _Track, block: KVBlock, logits: Tensor, members: Sequence[Sequence[Request]]) -> None:
         requests = [request for group in members for request in group]
@@ -232,9 +239,10 @@ class Engine:
         free = [i for i, request in enumerate(requests) if request.choices is None]
         bound = [i for i, request in enumerate(requests) if request.choices is not None]
         if free:
+            chosen = [requests[i] for i in free]
             rows = logits if len(free) == len(logits) == len(requests) else logits[[source[i] for i in free]]
-            index, logprobs = _draw(rows, [requests[i] for i in free])
-            _accept([requests[i] for i in free], index.cpu().numpy(), logprobs)
+            index, logprobs = _draw(_structured(rows, chosen), chosen)
+            _accept(chosen, index.cpu().numpy(), logprobs)
         if bound:
             self._advance_bound([requests[i] for i in bound], logits, [source[i] for i in bound])
 
@@ -251,6 +259,44 @@ class Engine:
         scores = scores.masked_fill(to_tensor(barred, scores.device), -torch.inf)
         index, logprobs = _draw(scores, requests)
         _accept(requests, tokens[np.arange(len(requests)), index.numpy()], logprobs)
+
+
+_Shared = tuple[list[int], int]
+"""Indices of prompts, and the length of the beginning that they share."""
+
+
+def _saving(matched: Sequence[int], shared: int) -> int:
+    """Tokens that need no forward when ``shared`` tokens are forwarded once, for prompts of which ``matched`` are known."""
+    return sum(max(0, shared - known) for known in matched) - max(0, shared - max(matched))
+
+
+def _all_together(prompts: Sequence[NDArray[np.int64]]) -> list[_Shared]:
+    """All prompts as one group."""
+    return [(list(range(len(prompts))), _common_prefix(prompts))]
+
+
+def _by_beginning(prompts: Sequence[NDArray[np.int64]]) -> list[_Shared]:
+    """Groups of prompts that share more than all do: neighbours in sorted order, cut at the length that saves most."""
+    order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
+    joints = [_common_prefix([prompts[i], prompts[j]]) for i, j in zip(order, order[1:], strict=False)]
+    base = min(joints, default=0)
+    cuts: list[list[_Shared]] = [[], *(_cut(order, joints, least) for least in sorted(set(joints)))]
+    return max(cuts, key=lambda groups: sum((len(group) - 1) * (shared - base) for group, shared in groups))
+
+
+def _cut(order: Sequence[int], joints: Sequence[int], least: int) -> list[_Shared]:
+    """Runs of two or more neighbours that share at least ``least`` tokens each with the next."""
+    groups: list[_Shared] = []
+    joined = False
+    for left, right, shared in zip(order, order[1:], joints, strict=False):
+        if shared < least:
+            joined = False
+        elif joined:
+            groups[-1] = ([*groups[-1][0], right], min(groups[-1][1], shared))
+        else:
+            groups.append(([left, right], shared))
+            joined = True
+    return groups
 
 
 def _common_prefix(prompts: Sequence[NDArray[np.int64]]) -> int:
@@ -270,6 +316,17 @@ def _draw(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         torch.tensor([each.top_p for each in sampling], dtype=torch.float32, device=device),
         torch.tensor([request.uniform() for request in requests], dtype=torch.float64, device=device),
     )
+
+
+def _structured(scores: Tensor, requests: Sequence[Request]) -> Tensor:
+    """``scores`` with ``-inf`` where the schema of a row's request forbids the token."""
+    bound = [row for row, request in enumerate(requests) if request.schema is not None]
+    if not bound:
+        return scores
+    allowed = np.ones(scores.shape, dtype=bool)
+    for row in bound:
+        allowed[row] = requests[row].schema.allowed()  # pyright: ignore[reportOptionalMemberAccess]
+    return scores.masked_fill(to_tensor(~allowed, scores.device), -torch.inf)
 
 
 def _accept(requests: Sequence[Request], tokens: NDArray[np.int64], logprobs: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
+from experiential.llm.grammar import SchemaState
 from experiential.llm.trie import ChoiceTrie, TrieNode
 from experiential.types import FinishReason
 
@@ -55,6 +56,8 @@ class Request:
         limit: response tokens allowed; ignored when a trie decides the end.
         eos: tokens that end the response.
         uniform: gives the next random number in [0, 1) of this request.
+        trie: what the response may be, when it is one of some choices.
+        schema: what may come next, when the response is restricted to a JSON schema.
         prefix: prompt and forced first tokens: what the first forward sees.
         pending: sampled or forced tokens that the model has not seen yet.
         seen: tokens that the model has seen, which is the row's length in the key-value block.
@@ -67,6 +70,7 @@ class Request:
     stops: StopFinder
     uniform: Callable[[], float]
     trie: ChoiceTrie | None = None
+    schema: SchemaState | None = None
     future: asyncio.Future[None] | None = None
     response: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -80,10 +84,11 @@ class Request:
     node: TrieNode | None = None
 
     def __post_init__(self) -> None:
-        self.prefix = self.prompt
         if self.trie is not None:
             self._follow(self.trie.root)
-            self.prefix = (*self.prompt, *self.response)
+        elif self.schema is not None:
+            self._advance(self.schema)
+        self.prefix = (*self.prompt, *self.response)
 
     @property
     def choices(self) -> tuple[int, ...] | None:
@@ -110,6 +115,9 @@ class Request:
             self._follow(self.node.children[token])
             self.pending = tuple(self.response[start:])
             return
+        if self.schema is not None:
+            self._accept_structured(self.schema, token)
+            return
         self.pending = (token,)
         if token in self.eos or (self.sampling.stop and self.stops.completes(self.response, self.sampling.stop)):
             self.finish = FinishReason.STOP
@@ -124,10 +132,34 @@ class Request:
         ends = [at + len(stop) for stop in self.sampling.stop if (at := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 
+    def _accept_structured(self, schema: SchemaState, token: int) -> None:
+        start = len(self.response) - 1
+        self.allowed.append(())
+        if token in self.eos:
+            self.finish = FinishReason.STOP
+        else:
+            schema.accept(token)
+            self._advance(schema)
+        self.pending = tuple(self.response[start:])
+
+    def _advance(self, schema: SchemaState) -> None:
+        """Append what the schema forces; when it lets nothing more come, the response ends."""
+        self._force(schema.advance())
+        if len(self.response) > self.limit:
+            del self.response[self.limit :], self.logprobs[self.limit :], self.allowed[self.limit :]
+            self.finish = FinishReason.LENGTH
+        elif schema.complete:
+            self.finish = FinishReason.STOP
+        elif len(self.response) == self.limit:
+            self.finish = FinishReason.LENGTH
+
+    def _force(self, tokens: tuple[int, ...]) -> None:
+        self.response.extend(tokens)
+        self.logprobs.extend(0.0 for _ in tokens)
+        self.allowed.extend((token,) for token in tokens)
+
     def _follow(self, node: TrieNode) -> None:
-        self.response.extend(node.forced)
-        self.logprobs.extend(0.0 for _ in node.forced)
-        self.allowed.extend((token,) for token in node.forced)
+        self._force(node.forced)
         self.node = node.landing
         if not node.landing.children:
             self.finish = FinishReason.CHOICE

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from experiential.config import ModelSettings
 from experiential.errors import BackendError, MissingExtraError
 from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
+from experiential.llm.grammar import Schemas, canonical
 from experiential.llm.lane import ComputeLane
 from experiential.llm.prefix_cache import PrefixCache
 from experiential.llm.request import Request, StopFinder, response_limit
@@ -26,9 +27,9 @@ class TransformersLLM(LLM):
     """Generates with a causal language model loaded here, with continuous batching over all concurrent requests.
 
     Log-probabilities are exactly those of the distribution drawn from (temperature, top-k, top-p and choices included,
-    renormalised); for greedy decoding they are those at temperature 1. Tokens forced by ``choices`` have
-    log-probability 0 and cost no forward of their own. Identical prompts are forwarded once, and prefixes seen before
-    are taken from a cache. ``max_tokens`` is cut to what the context holds, and does not apply to ``choices``.
+    renormalised); for greedy decoding they are those at temperature 1. Tokens forced by ``choices`` or ``json_schema`` have
+    log-probability 0 and cost no forward of their own. Identical prompts are forwarded once, and beginnings that several share,
+    or that were seen before, too. ``max_tokens`` is cut to what the context holds, and does not apply to ``choices``.
 
     The one caveat: a request that is decoding while the weights change goes on with the states it has; its
     log-probabilities stay those it was sampled with, and its version is the one it started with.
@@ -105,6 +106,11 @@ class TransformersLLM(LLM):
         """The Hugging Face tokenizer."""
         return self._tokenizer
 
+    @cached_property
+    def schemas(self) -> Schemas:
+        """What restricts responses to a JSON schema; made when it is first asked for, which takes about a second."""
+        return Schemas(self._tokenizer, self._vocabulary)
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response; concurrent calls, from any event loops, are decoded together.
 
@@ -117,7 +123,8 @@ class TransformersLLM(LLM):
         ids = self.encode(prompt)
         trie = None if sampling.choices is None else choice_trie(sampling.choices, self._tokenizer)
         limit = response_limit(len(ids), sampling, trie, self._context)
-        request = Request(ids, sampling, limit, self._eos, self._stops, self._draws.uniform(sampling.seed), trie)
+        schema = None if sampling.json_schema is None or trie else self.schemas.start(canonical(sampling.json_schema))
+        request = Request(ids, sampling, limit, self._eos, self._stops, self._draws.uniform(sampling.seed), trie, schema)
         if request.finish is None:
             request.future = asyncio.get_running_loop().create_future()
             self._engine.submit(request)
@@ -173,7 +180,8 @@ class TransformersLLM(LLM):
             prompt_ids=request.prompt,
             response_ids=tuple(request.response),
             logprobs=tuple(request.logprobs),
-            allowed=None if request.trie is None else tuple(request.allowed),
+            allowed=None if request.trie is None and request.schema is None else tuple(request.allowed),
+            json_schema=None if request.schema is None or not request.sampling.json_schema else canonical(request.sampling.json_schema),
             policy=self.name,
             policy_version=request.version,
             finish_reason=request.finish,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from inspect import signature
@@ -16,6 +16,7 @@ import torch
 from experiential.config import ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
+from experiential.llm.grammar import Schemas
 from experiential.llm.lane import ComputeLane
 from experiential.llm.transformers import TransformersLLM
 from experiential.training import losses
@@ -193,7 +194,8 @@ class LocalRuntime(PolicyRuntime):
         picks = torch.tensor(list(unique), device=device)
         logits = _logits(self._model, _inputs(rows, device, _base(self._model).dtype), picks)
         members = [samples[m] for row in rows for m in row.samples]
-        return _token_logprobs(logits[torch.tensor(where, device=device)], members)
+        blocked = _blocked(members, logits.shape[1], lambda: self.llm.schemas)
+        return _token_logprobs(logits[torch.tensor(where, device=device)], members, blocked if blocked is None else blocked.to(device))
 
     def _reference_logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
         with torch.no_grad():
@@ -356,21 +358,34 @@ def _logits(model: Any, inputs: dict[str, torch.Tensor], picks: torch.Tensor) ->
     return base.get_output_embeddings()(hidden[picks[:, 0], picks[:, 1]]).float()
 
 
-def _token_logprobs(logits: torch.Tensor, members: list[Sample]) -> torch.Tensor:
-    """Log-probabilities of the trained tokens under temperature and constraint, shape (n,)."""
+def _token_logprobs(logits: torch.Tensor, members: list[Sample], blocked: torch.Tensor | None) -> torch.Tensor:
+    """Log-probabilities of the trained tokens under temperature and without the ``blocked`` ones, shape (n,)."""
     device = logits.device
     temperatures = torch.tensor([s.temperature for s in members for _ in s.positions], device=device)
     tokens = torch.tensor([s.tokens[p] for s in members for p in s.positions], device=device)
     scaled = logits / temperatures[:, None] if any(s.temperature != 1.0 for s in members) else logits
-    sets = [a for s in members for a in (s.allowed or ((),) * len(s.positions))]
-    rows = [i for i, a in enumerate(sets) for _ in a]
-    if rows:
-        columns = [t for a in sets for t in a]
-        blocked = torch.zeros_like(scaled, dtype=torch.bool)
-        blocked[[i for i, a in enumerate(sets) if a]] = True
-        blocked[rows, columns] = False
+    if blocked is not None:
         scaled = scaled.masked_fill(blocked, float("-inf"))
     return torch.log_softmax(scaled, dim=1).gather(1, tokens[:, None])[:, 0]
+
+
+def _blocked(members: list[Sample], vocabulary: int, schemas: Callable[[], Schemas]) -> torch.Tensor | None:
+    """The tokens that could not have been drawn at each trained position, shape (n, vocabulary); None when any could."""
+    sets = [a for s in members for a in (s.allowed or ((),) * len(s.positions))]
+    if not any(sets) and not any(s.json_schema for s in members):
+        return None
+    blocked = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
+    start = 0
+    for sample in members:
+        end = start + len(sample.positions)
+        if sample.json_schema is not None:
+            places = [p - sample.response for p in sample.positions]
+            allowed = schemas().allowed(sample.json_schema, sample.tokens[sample.response :], places)
+            blocked[start:end] = torch.as_tensor(~allowed)
+        start = end
+    blocked[[i for i, a in enumerate(sets) if a]] = True
+    blocked[[i for i, a in enumerate(sets) for _ in a], [t for a in sets for t in a]] = False
+    return blocked
 
 
 def _split(order: list[int], parts: int) -> list[list[int]]:

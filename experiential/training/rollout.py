@@ -49,7 +49,7 @@ class Episode:
 class NoBank:
     """Stands where a manager would when a recipe has no bank: finds nothing, keeps nothing."""
 
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None) -> Any:
+    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
         """No hits."""
         return [] if isinstance(query, str) else [[] for _ in query]
 

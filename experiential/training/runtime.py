@@ -24,7 +24,9 @@ class Sample:
         positions: indices of the sampled tokens in ``tokens``; token ``p`` was drawn given ``tokens[:p]``.
         logprobs: log-probability of each sampled token under the behaviour policy, in nats.
         advantages: advantage of each sampled token.
-        allowed: token ids each draw was restricted to; empty means the whole vocabulary.
+        allowed: token ids each draw was restricted to; empty means the whole vocabulary, or what ``json_schema`` allows.
+        json_schema: what the response was restricted to, which begins at ``response`` and runs to the end of ``tokens``.
+        response: index in ``tokens``; only needed with a schema.
         weight: weight of this sequence in the loss; the weights of a batch sum to one for sequence-mean losses.
         temperature: temperature the log-probabilities were taken at.
         policy_version: optimiser steps the behaviour policy had seen.
@@ -35,6 +37,8 @@ class Sample:
     logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
     allowed: tuple[tuple[int, ...], ...] = ()
+    json_schema: str | None = None
+    response: int = 0
     weight: float = 1.0
     temperature: float = 1.0
     policy_version: int = 0
@@ -135,6 +139,8 @@ def sample_from_generation(generation: Generation, advantages: Sequence[float] |
         logprobs=tuple(generation.logprobs[i] for i in keep),
         advantages=tuple(values[i] for i in keep),
         allowed=tuple(allowed[i] for i in keep),
+        json_schema=generation.json_schema,
+        response=start,
         weight=weight,
         temperature=generation.temperature or 1.0,
         policy_version=generation.policy_version,

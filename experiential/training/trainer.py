@@ -130,8 +130,9 @@ class Trainer:
                 settings.bank.path, namespace=settings.bank.namespace, embedder=settings.bank.embedder, read_only=True
             ) as source:
                 source.fork(folder).close()
-        self._bank = stack.enter_context(ExperienceBank(folder, namespace=settings.bank.namespace, embedder=settings.bank.embedder))
-        options: dict[str, Any] = settings.bank.model_dump(exclude={"path", "namespace", "embedder"})
+        bank = ExperienceBank(folder, namespace=settings.bank.namespace, embedder=settings.bank.embedder, chroma=settings.bank.chroma)
+        self._bank = stack.enter_context(bank)
+        options: dict[str, Any] = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
         self._manager = stack.enter_context(ExperienceManager(self._bank, self._make_extractor(), seed=settings.seed, **options))
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
         self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
@@ -174,12 +175,15 @@ class Trainer:
         self._metrics.emit(self._step_event(step, episodes, update) | {"rollout_s": rollout_s, "step_s": wall, "tokens_per_s": speed})
 
     async def _consolidate(self, step: int) -> None:
-        """Start the periodic merge; wait for the background track when it lags too far, or when the run must be repeatable."""
+        """Start the periodic merge and deduplication; wait for what runs beside when it lags too far, or the run must be repeatable."""
         if self._manager is None:
             return
         every = self.experiment.bank.merge_every
         if every and (step + 1) % every == 0:
             self._spawn(self._manager.amerge())
+        every = self.experiment.bank.dedupe_every
+        if every and (step + 1) % every == 0:
+            self._spawn(self._manager.adeduplicate())
         if self.experiment.run.drain:
             await self._settle()
         actor = self.experiment.actor
