@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
-from benchmarks import adaptation, bank, extractor_uplift, overhead, study
+from benchmarks import adaptation, bank, extractor_uplift, headroom, overhead, study
 from experiential.bank.bank import ExperienceBank
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
@@ -58,6 +59,19 @@ def test_every_run_of_the_study_is_a_command_with_its_own_seed_and_folder(tmp_pa
     made = list(study.commands(tmp_path, seeds=2))
     assert len(made) == len(study.ENVIRONMENTS) * len(study.RECIPES) * 2 == len({folder for folder, _ in made})
     assert all(command[command.index("--seed") + 1] == folder.name.removeprefix("seed-") for folder, command in made)
+
+
+def test_the_way_told_is_the_way_of_the_layout_on_the_board(tmp_path: Path) -> None:
+    env: Any = gym.make("experiential/FrozenLake-v0", preset="4x4", disable_env_checker=True).unwrapped
+    _, info = env.reset(seed=0)
+    with ExperienceBank(tmp_path / "bank", embedder="hashing") as kept:
+        told = {kind: headroom.advice(kind, env, info["task"], kept) for kind in headroom.KINDS}
+        assert told["nothing"] is None and told["bank"] is None and "P" in str(told["rules"])
+        for move in str(told["way"]).removeprefix("Go ").rstrip(".").split(", then "):
+            _, reward, *_ = env.step(move)
+        assert reward == 1.0
+        kept.add("Keep left.")
+        assert headroom.advice("bank", env, "Keep left.", kept) == "Keep left."
 
 
 def test_the_overhead_is_the_ratio_of_medians() -> None:

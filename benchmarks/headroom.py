@@ -1,0 +1,123 @@
+"""Could advice help at all? The final actor of a grid run on held-out layouts, given nothing, true lessons, or the way itself.
+
+    python -m benchmarks.headroom RUN [--layouts 60] [--seeds 6] [--results benchmarks/results/headroom.json]
+
+Each layout is played on the same sampling seeds under every kind of advice: ``nothing``; ``rules``, what the symbols mean, which
+holds for every layout; ``way``, the moves of a shortest way of this very layout, which no entry of another layout could hold;
+and ``bank``, the entry that the run's own bank finds. ``first_move`` is the share of episodes that begin as that way does. An
+actor that is told the way and neither begins with it nor succeeds more often cannot be helped by any extractor: it does not act
+on advice here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+import experiential  # noqa: F401  (registers the environments)
+from experiential.agents.actor import ActorAgent
+from experiential.bank.bank import ExperienceBank
+from experiential.config import Experiment
+from experiential.training.checkpoint import CheckpointStore
+from experiential.training.intervals import paired_difference
+from experiential.training.local import build_runtimes
+from experiential.training.rollout import Job, NoBank, Rollout, Task
+from experiential.training.tasks import episode_seed
+from experiential.training.trainer import prompt_set_name
+from experiential.types import Condition, Experience, Hit
+
+KINDS = ("nothing", "rules", "way", "bank")
+
+
+class Advice(NoBank):
+    """Finds the text that was set, whatever is asked; None is found as nothing."""
+
+    text: str | None = None
+
+    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
+        """The text as the only hit."""
+        return [] if self.text is None else [Hit(experience=Experience(text=self.text), score=1.0)]
+
+
+def advice(kind: str, env: Any, task: str, bank: ExperienceBank) -> str | None:
+    """What the actor is told about the layout that ``env`` stands at."""
+    if kind == "nothing":
+        return None
+    if kind == "rules":
+        agent, goal, hole, free = env.rules.symbols[:4]
+        return f"You are {agent}. Take the shortest way to {goal} over {free}. Never enter {hole}."
+    if kind == "way":
+        return f"Go {', then '.join(env.plan())}."
+    hits = bank.search(task, k=1)
+    return hits[0].experience.text if hits else None
+
+
+async def headroom(run: Path, layouts: int, seeds: int) -> dict[str, Any]:
+    """Success rate under each kind of advice, and its difference from nothing with a bootstrap interval over layouts."""
+    folder, manifest = CheckpointStore(run / "checkpoints").latest()
+    experiment = Experiment.model_validate(manifest["experiment"])
+    actor, extractor = build_runtimes(experiment.model, experiment.extractor_model, (experiment.actor.optim, experiment.extractor.optim))
+    await actor.load(folder / "actor")
+    settings, manager = experiment.actor, Advice()
+
+    def make() -> ActorAgent:
+        return ActorAgent(
+            actor, prompts=prompt_set_name(experiment.model), constrain=settings.constrain, max_tokens=settings.max_tokens,
+            history=settings.history, keep_first=settings.keep_first,
+        )  # fmt: skip
+
+    rollout = Rollout(experiment.env, experiment.env.eval, manager, make, slots=seeds)
+    probe: Any = gym.make(experiment.env.id, disable_env_checker=True, **(experiment.env.kwargs | experiment.env.eval)).unwrapped
+    rates = {kind: np.zeros(layouts) for kind in KINDS}
+    firsts = {kind: np.zeros(layouts) for kind in KINDS}
+    shown: dict[str, str] = {}
+    with ExperienceBank(folder / "bank", namespace=experiment.bank.namespace, read_only=True) as bank:
+        for i in range(layouts):
+            seed = episode_seed(91, i, 0)
+            task = probe.reset(seed=seed)[1]["task"]
+            first = probe.plan()[0].lower()
+            for kind in KINDS:
+                manager.text = advice(kind, probe, task, bank)
+                shown[kind] = manager.text or ""
+                jobs = [Job(Task(seed, f"{i}.{s}"), Condition.GUIDED, episode_seed(92, i, s)) for s in range(seeds)]
+                played = [episode.trajectory for episode in await rollout.play(jobs)]
+                rates[kind][i] = np.mean([trajectory.success for trajectory in played])
+                firsts[kind][i] = np.mean([first in trajectory.turns[0].action.lower() for trajectory in played])
+    rollout.close()
+    actor.close()
+    extractor.close()
+    found = {
+        kind: {
+            "success": float(rates[kind].mean()),
+            "over_nothing": paired_difference(rates[kind], rates["nothing"]).model_dump(),
+            "first_move": float(firsts[kind].mean()),
+            "first_move_over_nothing": paired_difference(firsts[kind], firsts["nothing"]).model_dump(),
+        }
+        for kind in KINDS
+    }
+    return {"run": str(run), "layouts": layouts, "seeds": seeds, "example": shown, **found}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--layouts", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/headroom.json"))
+    options = parser.parse_args()
+    found = asyncio.run(headroom(options.run, options.layouts, options.seeds))
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
