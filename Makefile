@@ -11,16 +11,18 @@ TORCH_INDEX ?=
 MODEL ?= tiny
 OUTPUT ?= runs/quickstart
 # The tiny model trains whole; anything larger trains two adapters over one frozen base, on less of everything.
-LARGER := 'model.lora={rank: 8}' extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8
+LARGER := 'model.lora={rank: 8}' extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.advice=observation actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8 actor.optim.tokens_per_micro_batch=2048 extractor.optim.tokens_per_micro_batch=2048
 SIZE ?= $(if $(filter tiny,$(MODEL)),,$(LARGER))
 ARGS ?=
 STAMP := $(VENV)/.installed
+KILLS ?= 2000
+SEED ?= 1
 # One torch thread per test process: the suite runs in WORKERS processes.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint docs bench tiny-models clean
+.PHONY: help install quickstart test test-slow crash lint docs bench tiny-models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +49,9 @@ test: install  ## the fast tests
 
 test-slow: install  ## the tests that train
 	@$(PYTEST) -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
+
+crash: install  ## kill the bank's writer KILLS times and look for what is lost; SEED=2 draws other points
+	@KILLS=$(KILLS) SEED=$(SEED) $(PYTEST) -m slow tests/test_crash.py $(ARGS)
 
 lint: install  ## ruff and pyright
 	@$(BIN)/ruff check .

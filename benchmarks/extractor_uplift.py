@@ -40,7 +40,7 @@ class OneEntry(NoBank):
     def __init__(self) -> None:
         self.entry: dict[str, Experience] = {}
 
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None) -> Any:
+    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
         """The entry set for this task."""
         return [Hit(experience=self.entry[query], score=1.0)]
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -51,11 +51,12 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
     """Seconds per rollout of both arms, alternating; with ``think`` the actor writes so many tokens a turn, else it chooses an action."""
     actor, extractor = build_runtimes(settings, None, (OptimSettings(), OptimSettings()))
     prompts = prompt_set_name(settings)
+    place: Literal["system", "observation"] = "system" if prompts == "brief" else "observation"
     env, options = ENVIRONMENTS[name]
     source = TaskSource(env, world_count(env.id, env.kwargs | env.train), 0)
 
     def make_actor() -> ActorAgent:
-        return ActorAgent(actor, prompts=prompts, constrain=not think, max_tokens=think or 32, **options)
+        return ActorAgent(actor, prompts=prompts, constrain=not think, max_tokens=think or 32, advice=place, **options)
 
     seconds: dict[str, list[float]] = {"without": [], "with": []}
     between: list[float] = []

@@ -89,6 +89,7 @@ class ActorSettings(Settings):
     constrain: bool = Field(default=True, description="restrict answers to the admissible actions when the env names them")
     history: int | None = Field(default=None, ge=0, description="past turns kept in the prompt; None keeps all")
     keep_first: bool = Field(default=True, description="keep the first observation when history drops turns")
+    advice: Literal["system", "observation"] = Field(default="system", description="in the system message, or behind the first observation")
     search_and_ask: int = Field(default=0, ge=0, description="calls of search_and_ask per guided episode; 0 leaves the tool out")
     warmup_steps: int = Field(default=0, ge=0, description="steps before the bank is used")
     optim: OptimSettings = Field(default_factory=lambda: OptimSettings(lr=3e-4))
@@ -126,7 +127,12 @@ class RetrievalSettings(Settings):
     pool: int = Field(default=4, gt=0, description="N: candidate sets of size K that are oversampled")
     diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
     recency: int = Field(default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off")
-    floor: float = Field(default=0.3, ge=-1.0, le=1.0, description="cosine below which nothing is returned")
+    floor: float = Field(
+        default=0.3, ge=-1.0, le=1.0, description="cosine below which nothing is returned; with hybrid, a share of words this high will do"
+    )
+    hybrid: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="weight of the words that query and entry share, beside their cosine; 0 leaves words out"
+    )
     tie: float = Field(default=0.001, ge=0.0, description="cosines this close share a rank: eq. 6 then chooses by use")
     exploration: float = Field(default=0.0, ge=0.0, description="temperature of the draw over eq. 6 scores; 0 takes the best")
     batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
@@ -140,6 +146,7 @@ class BankSettings(Settings):
     path: str | None = Field(default=None, description="an existing bank folder to start from; None starts empty")
     namespace: str = "default"
     embedder: str | None = Field(default=None, description="sentence-transformers name or folder, 'hashing', or None for the default")
+    chroma: str | None = Field(default=None, description="address of a Chroma server that holds the index; None keeps it in the folder")
     retrieval: RetrievalSettings = Field(default_factory=RetrievalSettings)
     text_limit: int = Field(default=2000, gt=0, description="characters that the text of an entry may have")
     merge_every: int = Field(default=5, ge=0, description="actor updates between merges; 0 never merges")
@@ -149,6 +156,16 @@ class BankSettings(Settings):
     distill_timeout: float = Field(default=120.0, gt=0.0)
     retries: int = Field(default=2, ge=0)
     cap: int = Field(default=0, ge=0, description="entries above which some are evicted after distillation; 0 never evicts")
+    dedupe_every: int = Field(default=0, ge=0, description="actor updates between two-level deduplications; 0 never does")
+    dedupe_threshold: float = Field(
+        default=0.85, gt=0.0, le=1.0, description="cosine of two texts from which on the extractor is asked whether they are one"
+    )
+    trust_after: int = Field(
+        default=0, ge=0, description="M: independent tasks on which an entry must have helped to be trusted; 0 trusts every entry"
+    )
+    provisional_share: float = Field(
+        default=0.5, ge=0.0, le=1.0, description="share of the guided episodes that may see entries not trusted yet"
+    )
     eviction: Literal["lru", "fifo", "random", "utility"] = Field(
         default="utility", description="who goes: least recently used, oldest, any, or lowest Laplace score"
     )

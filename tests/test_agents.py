@@ -133,9 +133,9 @@ def test_experience_for_the_system_message_goes_there_and_later_advice_before_it
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_full_prompts_put_advice_behind_the_observation_unless_it_would_be_dropped_with_it(stays: bool) -> None:
+def test_advice_goes_behind_the_observation_unless_it_would_be_dropped_with_it(stays: bool) -> None:
     llm = scripted("wait")
-    agent = ActorAgent(llm, keep_first=stays, history=0 if not stays else None)
+    agent = ActorAgent(llm, keep_first=stays, history=0 if not stays else None, advice="observation")
     early = experience_block(["Knock."])
     for observation in ("A door.", "Still shut."):
         agent.act(observation, {"experience_prompt": early})

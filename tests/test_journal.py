@@ -1,4 +1,4 @@
-"""The journal survives kill -9, and the bank agrees with a dictionary whatever is done to it."""
+"""The journal survives kill -9."""
 
 import os
 import signal
@@ -8,16 +8,11 @@ import textwrap
 import time
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.journal import Journal
 from experiential.errors import BankError
 from experiential.types import Trajectory
-
-WORDS = st.sampled_from(["door", "key", "red", "bread", "oven", "walk north", "ünï", "a\nb"])
 
 
 def run_until_killed(code, lines, tmp_path):
@@ -143,86 +138,3 @@ def test_a_copy_beside_a_busy_writer_is_whole(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-class BankAgainstDict(RuleBasedStateMachine):
-    """Whatever is done to a bank, it holds what a dictionary would; every commit can be looked at again."""
-
-    @initialize()
-    def start(self):
-        import tempfile
-
-        self.folder = tempfile.TemporaryDirectory()
-        self.bank = ExperienceBank(self.folder.name, embedder="hashing")
-        self.model = {}
-        self.past = {0: {}}
-
-    def done(self):
-        self.past[self.bank.head] = dict(self.model)
-
-    @rule(text=WORDS)
-    def add(self, text):
-        self.model[self.bank.add(text).id] = text
-        self.done()
-
-    @rule(texts=st.lists(WORDS, min_size=2, max_size=3))
-    def add_many(self, texts):
-        self.model.update({entry.id: entry.text for entry in self.bank.add_many(texts)})
-        self.done()
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), text=WORDS)
-    def update(self, data, text):
-        id = data.draw(st.sampled_from(sorted(self.model)))
-        self.bank.update(id, text)
-        self.model[id] = text
-        self.done()
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def remove(self, data):
-        id = data.draw(st.sampled_from(sorted(self.model)))
-        self.bank.remove(id)
-        del self.model[id]
-        self.done()
-
-    @rule(data=st.data())
-    def rollback(self, data):
-        commit = data.draw(st.sampled_from(sorted(self.past)))
-        self.bank.rollback(commit)
-        self.model = dict(self.past[commit])
-        self.done()
-
-    @rule()
-    def reopen(self):
-        before, head = list(self.bank.entries()), self.bank.head
-        self.bank.close()
-        self.bank = ExperienceBank(self.folder.name)
-        assert list(self.bank.entries()) == before and self.bank.head == head
-
-    @rule(data=st.data())
-    def look_back(self, data):
-        commit = data.draw(st.sampled_from(sorted(self.past)))
-        assert {entry.id: entry.text for entry in self.bank.at(commit)} == self.past[commit]
-
-    @rule(query=WORDS)
-    def search(self, query):
-        found = self.bank.search(query, k=100)
-        assert sorted(hit.experience.id for hit in found) == sorted(self.model)
-        if query in self.model.values():
-            assert found[0].experience.text == query and found[0].score > 0.999
-
-    @invariant()
-    def same_entries(self):
-        if hasattr(self, "bank"):
-            assert {entry.id: entry.text for entry in self.bank.entries()} == self.model
-            assert len(self.bank) == len(self.model)
-
-    def teardown(self):
-        if hasattr(self, "bank"):
-            self.bank.close()
-            self.folder.cleanup()
-
-
-TestBankAgainstDict = BankAgainstDict.TestCase
-TestBankAgainstDict.settings = settings(max_examples=10, stateful_step_count=15, deadline=None)

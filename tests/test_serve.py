@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-import inspect
 import json
 import os
 import pickle
@@ -25,20 +24,16 @@ import pytest
 import uvicorn
 
 import experiential as xp
-from experiential.bank import remote, wire
-from experiential.bank.queue import DistillationQueue
+from experiential.bank import wire
 from experiential.bank.remote import RemoteBank
 from experiential.bank.service import create_app
-from experiential.bank.view import BankView
 from experiential.cli import main
 from experiential.cli.errors import run_app
 from experiential.cli.serve import is_loopback
-from experiential.types import Generation, ParsedOperations, Use
+from experiential.types import Use
 from tests.wrapper_worlds import CorridorEnv
 
 InProcess = Callable[..., tuple[int, str]]
-DERIVED = {"import_", "snapshot", "RESIDENT_LIMIT", "text_limit"}
-"""Methods made of others, and constants of the class."""
 
 
 @contextmanager
@@ -112,91 +107,7 @@ def trajectory(entry: xp.Experience | None = None, **values: Any) -> xp.Trajecto
     )
 
 
-def distillation(*operations: Any) -> xp.Distillation:
-    return xp.Distillation(parsed=ParsedOperations(operations=operations), generation=Generation(text="raw", policy_version=3))
-
-
-# The drop-in client
-
-
-def story(bank: xp.ExperienceBank, folder: Path) -> list[Any]:
-    """Everything a bank can be asked, with what cannot be equal twice (ids, times, commits) left out."""
-    seen: list[Any] = []
-    a = bank.add("use the brass key", task="open the door", kind="warning", metadata={"n": 1, "deep": {"x": [1, None]}})
-    b, c = bank.add_many(text for text in ("bake bread", "push the lever"))
-    seen.append([(e.text, e.version, e.task, e.kind, e.metadata, e.provenance.author, e.provenance.cause) for e in (a, b, c)])
-    first = bank.head
-    a2 = bank.update(a.id, "use the silver key")
-    seen += [a2.version, a2.text, bank.version(a.id, 1) == a, bank.version(a.id, 9), bank.get("nobody")]
-    bank.remove(b.id)
-    seen += [texts(bank), [e.text for e in bank], len(bank), bank.get(b.id), bank.get(a.id) == a2]
-    hits = bank.search("silver key door", k=2)
-    seen.append([(hit.experience.text, round(hit.score, 5), hit.rank) for hit in hits])
-    seen.append([[hit.experience.text for hit in row] for row in bank.search(["lever", "key"], k=1)])
-    seen += [bank.search([]), bank.search(("lever",), exclude_instance="door#1")[0][0].experience.text]
-    view = bank.at(first)
-    seen += [texts(view), len(view), view.get(b.id).text, view.search("key", k=1)[0].experience.text, view.commit == first]
-    seen += [texts(bank.at(0)), texts(bank.snapshot())]
-    ended = trajectory(a2, success=True)
-    seen += [bank.record(ended), bank.record(ended), bank.submit(ended), bank.submit(ended), bank.queue.waiting() == [ended.id]]
-    seen += [bank.trajectory(ended.id) == ended, bank.trajectory("nobody"), bank.outcomes(a.id, 2), bank.get(a.id).statistics]
-    told = distillation(
-        xp.Add(text="pull, do not push", span=(3, 9)), xp.Update(entry=1, text="oil the key", span=(10, 12)), xp.Update(entry=7, text="x")
-    )
-    wrote = bank.apply(told, trajectory=ended, shown=[a2], item=ended.id)
-    seen += [[(e.text, e.version, e.provenance.span, e.provenance.instance, e.provenance.extractor_version) for e in wrote]]
-    seen += [bank.apply(told, trajectory=ended, shown=[a2], item=ended.id), dict(bank.refused), bank.queue.state(ended.id)]
-    seen += [bank.generation(told.generation.id) == told.generation, bank.search("pull", exclude_instance="door#1", k=1)[0].experience.text]
-    merged = bank.consolidate(distillation(xp.Merge(entries=(1, 2), text="key and lever", span=(0, 4))), shown=[wrote[1], c])
-    seen += [[(e.text, e.provenance.span, e.statistics) for e in merged], len(bank.lineage(merged[0].id, 1))]
-    bank.keep_generation(kept := Generation(text="refined", response_ids=(1, 2), logprobs=(-0.5, -0.25)))
-    seen.append(bank.generation(kept.id) == kept)
-    bank.note_retrievals([c.id, merged[0].id, merged[0].id])
-    bank.save_counters()
-    seen += [bank.get(merged[0].id).statistics.retrievals, bank.read(merged[0]).statistics]
-    later = trajectory()
-    seen += [
-        bank.submit(later),
-        bank.queue.fail(later.id, "timeout", last=True),
-        bank.queue.attempts(later.id),
-        bank.queue.requeue("nobody"),
-    ]
-    seen += [[(d.id == later.id, d.attempts, d.reason) for d in bank.queue.dead_letters()], bank.queue.requeue(later.id)]
-    seen += [bank.export(folder / "out.jsonl"), bank.rollback(first).cause, texts(bank), bank.import_(folder / "out.jsonl"), texts(bank)]
-    seen.append([(commit.author, commit.cause) for commit in bank.commits()])
-    seen.append(bank.embedder(["red door", "key"]).round(5).tolist())
-    return seen
-
-
-def test_a_served_bank_tells_the_same_story_as_a_folder(bank: xp.ExperienceBank, tmp_path: Path) -> None:
-    with xp.ExperienceBank(tmp_path / "local", embedder="hashing") as local:
-        told = story(local, tmp_path)
-        assert isinstance(bank, RemoteBank) and story(bank, tmp_path) == told
-        assert all(text in str(told) for text in ("oil the key", "push the lever", "merge", "rollback"))  # told to its end
-
-
-def test_errors_are_those_of_a_folder(bank: xp.ExperienceBank, tmp_path: Path) -> None:
-    calls: list[Callable[[Any], Any]] = [
-        lambda bank: bank.add(" "),
-        lambda bank: bank.add("x", kind=""),
-        lambda bank: bank.add_many("text"),
-        lambda bank: bank.get(" "),
-        lambda bank: bank.search(""),
-        lambda bank: bank.search("x", k=0),
-        lambda bank: bank.update("nobody", "x"),
-        lambda bank: bank.remove("nobody"),
-        lambda bank: bank.at(99),
-        lambda bank: bank.at("first"),
-        lambda bank: bank.rollback(99),
-        lambda bank: bank.import_(tmp_path / "missing.jsonl"),
-    ]
-    with xp.ExperienceBank(tmp_path / "local", embedder="hashing") as local:
-        for call in calls:
-            with pytest.raises((xp.BankError, ValueError)) as expected:
-                call(local)
-            with pytest.raises(expected.type) as got:
-                call(bank)
-            assert str(got.value) == str(expected.value)
+# The drop-in client; tests/test_remote_same.py compares it with a folder, method by method
 
 
 @pytest.mark.parametrize("value", [5, None, ["a"]])
@@ -207,19 +118,8 @@ def test_wrong_types_are_refused_before_anything_is_sent(bank: xp.ExperienceBank
     assert len(bank) == 0
 
 
-def test_every_public_name_of_a_bank_is_made_for_a_server_too() -> None:
-    """A method that was inherited by oversight would look for a folder that is not there."""
-    for own, base in ((RemoteBank, xp.ExperienceBank), (remote.RemoteQueue, DistillationQueue), (remote.RemoteView, BankView)):
-        public = {name for name in vars(base) if not name.startswith("_")}
-        assert public - set(vars(own)) == (DERIVED if base is xp.ExperienceBank else set())
-        for name in public & set(vars(own)):
-            if callable(getattr(base, name)):
-                assert inspect.signature(getattr(base, name)) == inspect.signature(getattr(own, name)), name
-
-
-def test_what_only_a_folder_can_do_says_so(bank: xp.ExperienceBank, tmp_path: Path) -> None:
-    calls = [lambda: bank.fork(tmp_path / "x"), bank.rebuild, bank.flush_index, bank.queue.clear]
-    for call in [*calls, lambda: bank.queue.put("x"), lambda: bank.queue.finish("x")]:
+def test_a_client_does_not_touch_the_queue_of_all(bank: xp.ExperienceBank) -> None:
+    for call in (bank.queue.clear, lambda: bank.queue.put("x"), lambda: bank.queue.finish("x")):
         with pytest.raises(xp.BankError, match="Expected"):
             call()
 
@@ -346,6 +246,19 @@ def test_a_manager_with_an_extractor_distils_through_a_server(url: str, bank: xp
     assert bank.queue.state(ended.id) == "done"
 
 
+def test_a_manager_over_a_server_holds_back_what_is_not_trusted(url: str, bank: xp.ExperienceBank) -> None:
+    proven, new = bank.add_many(["Pull the red door.", "Pull the red door hard."], task="open the red door")
+    for task in ("a", "b", "c"):
+        for entry, success in ((proven, True), (None, False)):
+            condition = xp.Condition.FREE if entry is None else xp.Condition.GUIDED
+            bank.record(trajectory(entry, success=success, condition=condition, group=task, task_id=task))
+    with xp.ExperienceManager(xp.ExperienceBank(url), trust_after=2, provisional_share=0.0) as manager:
+        hits = manager.search("open the red door", k=2, episode="e1")
+        assert [hit.experience.id for hit in hits] == [proven.id]
+        assert (manager.stats()["trusted"], manager.stats()["provisional"]) == (1, 1)
+    assert bank.trust_after == 2 and [entry.id for entry in bank.trusted()] == [proven.id] != [new.id]
+
+
 def test_what_is_set_at_the_server_is_not_taken_by_a_client(url: str, bank: xp.ExperienceBank) -> None:
     with pytest.raises(xp.BankError, match="at the server"):
         xp.ExperienceManager(bank, text_limit=10)
@@ -445,6 +358,7 @@ def test_an_unreadable_address_is_refused(address: str) -> None:
 # Each write once
 
 
+TWIN = "f" * 32
 WRITES: list[tuple[str, Callable[[xp.Experience], dict[str, Any]]]] = [
     ("add", lambda e: {"text": "new"}),
     ("add_many", lambda e: {"texts": ["new", "newer"], "task": "t"}),
@@ -463,6 +377,10 @@ WRITES: list[tuple[str, Callable[[xp.Experience], dict[str, Any]]]] = [
             "trajectory": json.loads(trajectory().model_dump_json()),
         },
     ),
+    ("prune", lambda e: {"score": 0.6, "min_uses": 0}),
+    ("evict", lambda e: {"cap": 0, "policy": "random"}),
+    ("deduplicate", lambda e: {"threshold": 0.99}),
+    ("merge_duplicates", lambda e: {"groups": [[{"id": e.id, "version": 1}, {"id": TWIN, "version": 1}]], "ref": "mine"}),
     ("note_retrievals", lambda e: {"ids": [e.id]}),
 ]
 
@@ -472,6 +390,7 @@ def test_a_key_is_carried_out_once_and_answers_the_same_again(folder: Path, name
     """The same server, then one started over the same folder."""
     with serving(folder, embedder="hashing") as url, xp.ExperienceBank(url) as bank:
         body = make(bank.add("there before"))
+        bank.import_entries([xp.Experience(id=TWIN, text="There before!")], "a file")
         first = _post(url, name, body, **{"Idempotency-Key": "k1"})
         head, listed = bank.head, list(bank)
         assert _post(url, name, body, **{"Idempotency-Key": "k1"}) == first
@@ -619,56 +538,6 @@ def test_killed_nothing_acknowledged_is_lost_and_nothing_is_written_twice(folder
     with xp.ExperienceBank(folder) as bank:
         assert sorted(texts(bank)) == sorted(f"{number}: {i}" for number in range(4) for i in range(40))
         assert all(bank.get(entry.id) == entry for entry in [*before, *acknowledged])
-
-
-CLIENT = """
-import sys, threading
-import experiential as xp
-from experiential.bank.remote import RemoteBank
-url, process = sys.argv[1], sys.argv[2]
-bank = xp.ExperienceBank(url)
-wrong, said = [], []
-
-def work(thread):
-    for i in range(3):
-        name = f"{process}.{thread}.{i}"
-        entries = bank.add_many([f"{name}.{part}" for part in range(3)])
-        said.extend(entry.id for entry in entries)
-        found = bank.search(f"{name}.1", k=20)
-        if f"{name}.1" not in [hit.experience.text for hit in found]:
-            wrong.append(f"{name} not found")
-        whole(hit.experience.text for hit in bank.search("entry", k=10_000))
-        whole(entry.text for entry in bank.entries())
-
-def whole(texts):
-    parts = {}
-    for text in texts:
-        name, _, part = text.rpartition(".")
-        parts.setdefault(name, set()).add(part)
-    wrong.extend(f"half of {name}: {sorted(found)}" for name, found in parts.items() if len(found) != 3)
-
-threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-print(*said)
-assert not wrong, wrong
-"""
-
-
-def test_eight_processes_of_eight_threads_lose_nothing_and_see_whole_commits(folder: Path) -> None:
-    with serve_command(folder) as (_, url):
-        clients = [
-            subprocess.Popen([sys.executable, "-c", CLIENT, url, str(n)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for n in range(8)
-        ]
-        said = [client.communicate(timeout=120) for client in clients]
-        assert [client.returncode for client in clients] == [0] * 8, said
-        acknowledged = [id for out, _ in said for id in out.split()]
-        with xp.ExperienceBank(url) as bank:
-            entries = list(bank)
-            assert len(bank.commits()) == 8 * 8 * 3
-    assert sorted(entry.id for entry in entries) == sorted(acknowledged) and len(acknowledged) == 8 * 8 * 3 * 3
-    assert len({entry.text for entry in entries}) == len(entries)
 
 
 # The command

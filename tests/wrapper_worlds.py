@@ -59,13 +59,13 @@ class CountingManager:
     def _hits(self, k: int) -> list[Hit]:
         return [Hit(experience=entry, score=0.5, rank=rank) for rank, entry in enumerate(self.entries[:k])]
 
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: str | None = None) -> Any:
+    def search(self, query: Any, *, k: int | None = None, exclude_instance: str | None = None, episode: Any = "") -> Any:
         self.searches.append((query, k, exclude_instance))
         if self.error is not None:
             raise self.error
         return self._hits(k or 1) if isinstance(query, str) else [self._hits(k or 1) for _ in query]
 
-    async def asearch(self, query: Any, *, k: int | None = None, exclude_instance: str | None = None) -> Any:
+    async def asearch(self, query: Any, *, k: int | None = None, exclude_instance: str | None = None, episode: Any = "") -> Any:
         return self.search(query, k=k, exclude_instance=exclude_instance)
 
     def ask(self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None) -> Any:

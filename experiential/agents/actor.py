@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from experiential.agents.dialogue import Dialogue, MessageDialogue
 from experiential.agents.prompts import escape_control, prompt_set
@@ -49,11 +49,14 @@ class ActorAgent:
         history: past turns shown beside the first observation and the current one; None shows all.
         keep_first: False drops the first observation with the turns that ``history`` leaves out, for environments whose
             every observation is complete.
+        advice: where ``info["experience_prompt"]`` goes: into the ``system`` message, or behind the first ``observation``, so
+            that all that start from it share the prompt before the advice. Advice stays in the system message where the
+            first observation does not stay in the prompt.
         seed: makes every request repeatable; it is mixed with the turn.
         priority: of the requests, lower runs first.
 
     Raises:
-        ValueError: the prompt set does not exist, or ``history`` is negative.
+        ValueError: the prompt set or the place of advice does not exist, or ``history`` is negative.
     """
 
     def __init__(
@@ -68,15 +71,19 @@ class ActorAgent:
         constrain: bool = False,
         history: int | None = None,
         keep_first: bool = True,
+        advice: Literal["system", "observation"] = "system",
         seed: int | None = None,
         priority: int = 0,
     ) -> None:
+        if advice not in ("system", "observation"):
+            raise ValueError(f"Expected advice to be 'system' or 'observation', got {advice!r}")
         self.llm = llm
         self.prompts = prompt_set(prompts)
         self.instruction = instruction
         self.constrain = constrain
         self.history = history
         self.keep_first = keep_first
+        self.advice = advice
         self.seed = seed
         self._sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=STOP, priority=priority)
         self.dialogue: Dialogue | MessageDialogue
@@ -119,10 +126,10 @@ class ActorAgent:
             return generation.text if generation.text in choices else extract_action(generation.text)
 
     def _observe(self, observation: str, advice: str | None, constrained: bool) -> str | None:
-        """Add what the agent sees now, and its advice where it is new: behind the observation, or as the prompt set has it."""
+        """Add what the agent sees now, and its advice where it is new; advice that comes later stands before its observation."""
         content = escape_control(observation)
         new = advice if advice and advice != self._experience else None
-        last = self.prompts.advice_last and (self.history is None or self.keep_first)  # else the message may be dropped
+        last = self.advice == "observation" and (self.history is None or self.keep_first)  # else the message may be dropped
         if not self.generations:
             system = self.prompts.actor_system(self.instruction, None if last else new, constrained=constrained)
             self.dialogue.add({"role": "system", "content": system})

@@ -50,9 +50,8 @@ def entry_text(entry: EntryLike) -> str:
 class PromptSet:
     r"""One versioned set of templates.
 
-    The ``brief`` set stays as the bundled tiny model was taught it: ``structured`` says whether operations are asked for under
-    a JSON schema where the backend has it, ``advice_last`` whether advice stands behind the first observation, so that all
-    members of a group share the prompt before it, or in the system message.
+    ``structured`` says whether operations are asked for under a JSON schema where the backend has it; the bundled tiny model
+    was taught the tagged form alone.
 
     >>> prompt_set("brief").judge_messages("Wait for green.", "Go on green.")[1]["content"]
     'A: Wait for green.\nB: Go on green.'
@@ -62,7 +61,6 @@ class PromptSet:
     version: str
     texts: Mapping[str, str]
     structured: bool = True
-    advice_last: bool = True
 
     def actor_system(self, instruction: str, experience: str | None = None, *, constrained: bool = False) -> str:
         """The actor's system message.
@@ -165,7 +163,7 @@ def prompt_set(name: str) -> PromptSet:
 
 _SETS = {
     "full": PromptSet("full", "2", MappingProxyType(FULL)),
-    "brief": PromptSet("brief", "1", MappingProxyType(BRIEF), structured=False, advice_last=False),
+    "brief": PromptSet("brief", "1", MappingProxyType(BRIEF), structured=False),
 }
 
 

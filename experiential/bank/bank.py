@@ -6,14 +6,16 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from experiential.bank import bundle, credit
+from experiential.bank.checks import checked_folder, checked_text
+from experiential.bank.chroma_server import FOLDER, place_of
 from experiential.bank.embed import (
     CachedEmbedder,
     Embedder,
@@ -24,6 +26,7 @@ from experiential.bank.embed import (
     recorded_embedder,
     resolve_embedder,
 )
+from experiential.bank.group_commit import Group, GroupCommit
 from experiential.bank.history import Commit, History, Stored
 from experiential.bank.index import IndexFollower
 from experiential.bank.journal import JOURNAL_NAME, Journal
@@ -32,16 +35,21 @@ from experiential.bank.nearest import Nearest
 from experiential.bank.operations import Consolidator, Distiller, keys_to_embed, source_of
 from experiential.bank.queue import DistillationQueue
 from experiential.bank.receipts import Receipts
+from experiential.bank.searchable import Searchable, scopes_of
 from experiential.bank.state import Draft, State, origins_of, unknown_entry
 from experiential.bank.text import TEXT_LIMIT, Gate
 from experiential.bank.upkeep import Upkeep
 from experiential.bank.vectors import Scored, Vector
-from experiential.bank.view import BankView, checked_queries
+from experiential.bank.view import BankView
+from experiential.bank.where import Where
 from experiential.errors import BankError, ReadOnlyBankError
-from experiential.types import Distillation, Experience, Generation, Hit, Provenance, Trajectory, new_id
+from experiential.types import Distillation, Experience, Generation, Provenance, Statistics, Trajectory, new_id
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
-class ExperienceBank(Upkeep):
+class ExperienceBank(Searchable, Upkeep):
     """A folder of experience: a journal that is the truth, and an index made from it.
 
     A write is on the disk when its method returns. One process writes a folder at a time; any number may open it with
@@ -60,6 +68,7 @@ class ExperienceBank(Upkeep):
         embedder: a callable, a sentence-transformers name or folder, "hashing", or None: the one that the bank was made
             with, or the default model for a new bank.
         read_only: open a picture of the bank as it is now.
+        chroma: address of a Chroma server that holds the index; None is where it was before, "folder" the bank's own folder.
 
     Raises:
         BankLockedError: another writer has the folder.
@@ -82,27 +91,33 @@ class ExperienceBank(Upkeep):
             return super().__new__(cls)
 
     def __init__(
-        self, path: str | os.PathLike[str], *, namespace: str = "default", embedder: Embedder | str | None = None, read_only: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        namespace: str = "default",
+        embedder: Embedder | str | None = None,
+        read_only: bool = False,
+        chroma: str | None = None,
     ) -> None:
-        self.path = _checked_folder(path)
-        self.namespace = _checked_text(namespace, "namespace")
+        self.path = checked_folder(path)
+        self.namespace = checked_text(namespace, "namespace")
         self.read_only = read_only
         self.refused: Counter[str] = Counter()
         self._lock = threading.RLock()
-        self._tally = threading.Lock()
-        self._unsaved: set[str] = set()
         self._pid = os.getpid()
         lock = self._claim()
         with ExitStack() as undo:  # what was opened is closed again when a later part fails
             undo.callback(_release, lock)
             self._journal = Journal.open_copy(self.path) if read_only else Journal.open(self.path)
-            undo.pop_all()
+            undo.callback(self._journal.close)
             self._history = History(self._journal, namespace)
             self._ledger = credit.Ledger(self._journal, namespace)
             self.queue = DistillationQueue(self._journal, namespace)
             self.receipts = Receipts(self._journal, namespace)
-            self._follower = None if read_only else IndexFollower(self.path, namespace, self._history)
+            self._writes = GroupCommit(self._journal, self._transaction)
+            self._follower = None if read_only else IndexFollower(self._history, place_of(self.path, namespace, self._history, chroma))
             self._finalizer = weakref.finalize(self, _shut, self._follower, self._journal, lock, False)
+            undo.pop_all()
             undo.callback(self._finalizer)
             self._close_arguments = (self._follower, self._journal, lock, True)
             self._load(embedder)
@@ -123,27 +138,28 @@ class ExperienceBank(Upkeep):
         entries = self._history.live(self._head)
         self._state = State(entries, self._ledger.statistics(), self._searcher(entries))
         if self._follower is not None:
-            settle = weakref.WeakMethod(self._settle)
-            self._follower.on_advance = lambda seq: (settle() or _ignore)(seq)
+            self._follower.on_advance = _weak(self._settle)
             if self._follower.is_behind() or self._state.nearest.is_large:
                 self._follower.wake()
 
     def _searcher(self, entries: Sequence[Stored]) -> Nearest:
         follower = self._follower
-        limit = len(entries) if follower is None else self.RESIDENT_LIMIT
-        return Nearest(entries, limit=limit, chroma=None if follower is None else follower.opened)
+        if follower is None:
+            return Nearest(entries, limit=len(entries), chroma=None)
+        behind = self._history.last_seq() if follower.is_behind() else None
+        return Nearest(entries, limit=self.RESIDENT_LIMIT, chroma=follower.searchable, lost=_weak(self._reside), behind=behind)
 
     def _chosen_embedder(self, embedder: Embedder | str | None) -> Embedder:
-        recorded = None if self._history.is_empty() else self._history.meta("embedder")
+        recorded = self._history.meta("embedder")
         if recorded is not None and embedder is None:
             return recorded_embedder(recorded)
         chosen = resolve_embedder(embedder)
-        if recorded is not None and embedder_id(chosen) != recorded:
+        if recorded not in (None, embedder_id(chosen)) and not self._history.is_empty():
             raise BankError(
                 f"Expected the embedder {recorded!r} that this bank was made with, got {embedder_id(chosen)!r}; "
                 "pass that one, or export the bank and import it into a new one"
             )
-        if recorded is None and not self.read_only:
+        if recorded != embedder_id(chosen) and not self.read_only:
             self._history.set_meta("embedder", embedder_id(chosen))
         return chosen
 
@@ -185,16 +201,18 @@ class ExperienceBank(Upkeep):
     def close(self) -> None:
         """Save counters, let Chroma catch up, give the folder back; safe to call twice."""
         if self._finalizer.alive and os.getpid() == self._pid:
-            if not self.read_only:
-                self.save_counters()
-            self._finalizer.detach()
-            _shut(*self._close_arguments)
+            try:
+                if not self.read_only:
+                    self.save_counters()
+            finally:
+                self._finalizer.detach()
+                _shut(*self._close_arguments)
 
     # Reading
 
     def get(self, id: str) -> Experience | None:
         """The entry with this id as it stands now, or None."""
-        live = self._state.entries.get(_checked_text(id, "id"))
+        live = self._state.entries.get(checked_text(id, "id"))
         return None if live is None else self._state.read(live.experience)
 
     def entries(self) -> Iterator[Experience]:
@@ -207,38 +225,25 @@ class ExperienceBank(Upkeep):
         stored = self._history.stored(id, version)
         return None if stored is None else self._state.read(stored.experience)
 
-    @overload
-    def search(self, query: str, *, k: int = 1, exclude_instance: str | None = None) -> list[Hit]: ...
-
-    @overload
-    def search(self, query: list[str] | tuple[str, ...], *, k: int = 1, exclude_instance: str | None = None) -> list[list[Hit]]: ...
-
-    def search(
-        self, query: str | list[str] | tuple[str, ...], *, k: int = 1, exclude_instance: str | None = None
-    ) -> list[Hit] | list[list[Hit]]:
-        """The ``k`` most similar entries of one query, or of each of several; no counter changes.
-
-        Args:
-            query: one text or a list of texts.
-            k: how many hits for each.
-            exclude_instance: leave out entries that were made from this task instance, by whatever updates and merges.
-        """
-        queries = checked_queries(query, k)
-        rows = self.nearest(queries, k, [exclude_instance] * len(queries))
-        hits = [[Hit(experience=self.read(s.item), score=s.score, rank=i) for i, s in enumerate(row)] for row in rows]
-        return hits[0] if isinstance(query, str) else hits
-
-    def nearest(self, queries: Sequence[str], n: int, exclude: Sequence[str | None]) -> list[list[Scored[Experience]]]:
-        """The ``n`` nearest entries of each query with their cosines, one excluded task instance (or None) per query."""
-        state = self._state
+    def nearest(
+        self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None] = (), words: bool = False
+    ) -> list[list[Scored[Experience]]]:
+        """The ``n`` nearest entries of each query, with ``words`` those its words find too; see ``Searchable.nearest``."""
+        state, scopes = self._state, scopes_of(queries, exclude, where)
+        if words:
+            state.nearest.index_words(lambda: state.entries)
         if not state.entries or not queries:
             self._journal_must_be_open()
             return [[] for _ in queries]
-        return state.nearest.search(self._embed(queries), n, state.entries, exclude)
+        return state.nearest.search(self._embed(queries), n, lambda: state.entries, scopes, queries if words else ())
 
     def read(self, experience: Experience) -> Experience:
         """The same version with its counters as they are now."""
         return self._state.read(experience)
+
+    def counters(self, experience: Experience) -> Statistics:
+        """The counters of an entry that ``nearest`` gave, as they are now."""
+        return self._state.counted(experience.id) or Statistics()
 
     def commits(self) -> list[Commit]:
         """Every commit, oldest first."""
@@ -290,8 +295,8 @@ class ExperienceBank(Upkeep):
         if not entries:
             return []
         vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
-        with self._draft("human", "add", gate=gate) as draft:
-            return [draft.put(entry, vector, frozenset()) for entry, vector in zip(entries, vectors, strict=True)]
+        pairs = list(zip(entries, vectors, strict=True))
+        return self._commit("human", "add", lambda draft: [draft.put(entry, vector, frozenset()) for entry, vector in pairs], gate=gate)
 
     def update(self, id: str, text: str) -> Experience:
         """Write the next version of an entry; the old one stays in its history."""
@@ -302,14 +307,13 @@ class ExperienceBank(Upkeep):
         if known is None:
             raise unknown_entry(id)
         vector = self._embed_entries([EntryKey(text, known.task)])[0]
-        with self._draft("human", "update", ref=id, gate=gate) as draft:
-            return self.read(draft.revise(id, text, Provenance(cause="update"), vector))
+        source = Provenance(cause="update")
+        return self.read(self._commit("human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate))
 
     def remove(self, id: str) -> None:
         """Take an entry out; ``at`` and ``rollback`` still know it."""
-        _checked_text(id, "id")
-        with self._draft("human", "remove", ref=id) as draft:
-            draft.remove(id)
+        checked_text(id, "id")
+        self._commit("human", "remove", lambda draft: draft.remove(id), id)
 
     def rollback(self, commit: int) -> Commit:
         """Let the bank stand as it stood after ``commit``, by a new commit; nothing is erased, counters stay."""
@@ -330,23 +334,26 @@ class ExperienceBank(Upkeep):
     def record(self, trajectory: Trajectory) -> bool:
         """Journal the outcome and the uses of a trajectory and update counters; False when it was recorded before."""
         self._check_writable()
-        with self._lock:
-            if self._ledger.is_recorded(trajectory.id):
-                return False
-            with self._draft("run", "record", ref=trajectory.id) as draft:
-                self._record(draft, trajectory)
-            return True
+        return self._writes.run(partial(self._submitted, trajectory, False))
 
     def submit(self, trajectory: Trajectory) -> bool:
         """Record a trajectory and queue it for distillation in one commit; False when it was queued before."""
         self._check_writable()
-        with self._lock:
-            if self.queue.state(trajectory.id) is not None:
-                return False
-            with self._draft("run", "record", ref=trajectory.id) as draft:
-                if not self._ledger.is_recorded(trajectory.id):
-                    self._record(draft, trajectory)
-                return self.queue.put(trajectory.id)
+        return self._writes.run(partial(self._submitted, trajectory, True))
+
+    def submit_many(self, trajectories: Sequence[Trajectory], *, distil: bool = True) -> list[bool | Exception]:
+        """``submit`` each, or ``record`` it when not ``distil``, all in one transaction; gives for each what it gave or raised."""
+        self._check_writable()
+        return self._writes.run_all([partial(self._submitted, trajectory, distil) for trajectory in trajectories])
+
+    def _submitted(self, trajectory: Trajectory, distil: bool, group: Group) -> bool:
+        is_recorded = self._ledger.is_recorded(trajectory.id)
+        if self.queue.state(trajectory.id) is not None if distil else is_recorded:
+            return False
+        with group.draft("run", "record", trajectory.id) as draft:
+            if not is_recorded:
+                self._record(draft, trajectory)
+            return not distil or self.queue.put(trajectory.id)
 
     def _record(self, draft: Draft, trajectory: Trajectory) -> None:
         self._ledger.record(trajectory, draft.commit)
@@ -376,17 +383,15 @@ class ExperienceBank(Upkeep):
         distillation, task = gate.distillation(distillation), gate.task(trajectory.task)
         vectors = self._vectors(keys_to_embed(distillation, shown, task))
         source = source_of(distillation, trajectory, extractor_version)
-        with self._lock:
-            if item is not None and self.queue.state(item) != "queued":
+
+        def write(group: Group) -> list[Experience]:
+            if item is not None and not self.queue.finish(item):
                 return []
-            with self._draft("extractor", "trajectory", ref=trajectory.id, gate=gate) as draft:
+            with group.draft("extractor", "trajectory", trajectory.id, gate) as draft:
                 self._keep(distillation.generation)
-                distiller = Distiller(draft, vectors, source, task, shown)
-                written = distiller.apply(distillation)
-                if item is not None:
-                    self.queue.finish(item)
-            self.refused.update(distiller.refused)
-            return [self.read(entry) for entry in written]
+                return Distiller(draft, vectors, source, task, shown).apply(distillation)
+
+        return [self.read(entry) for entry in self._writes.run(write)]
 
     def consolidate(
         self, distillation: Distillation, *, shown: Sequence[Experience], extractor_version: int | None = None
@@ -400,18 +405,17 @@ class ExperienceBank(Upkeep):
         distillation = gate.distillation(distillation)
         vectors = self._vectors(keys_to_embed(distillation, shown))
         source = source_of(distillation, None, extractor_version)
-        with self._lock:
-            with self._draft("extractor", "merge", gate=gate) as draft:
-                self._keep(distillation.generation)
-                consolidator = Consolidator(draft, vectors, source, shown)
-                written = consolidator.apply(distillation)
-            self.refused.update(consolidator.refused)
-            return [self.read(entry) for entry in written]
+
+        def merge(draft: Draft) -> list[Experience]:
+            self._keep(distillation.generation)
+            return Consolidator(draft, vectors, source, shown).apply(distillation)
+
+        return [self.read(entry) for entry in self._commit("extractor", "merge", merge, gate=gate)]
 
     def keep_generation(self, generation: Generation) -> None:
         """Journal a generation that wrote no entry (a refinement), so that it can be trained on."""
         self._check_writable()
-        self._keep(generation)
+        self._writes.run(lambda group: self._keep(generation))
 
     def _keep(self, generation: Generation | None) -> None:
         if generation is not None:
@@ -421,21 +425,12 @@ class ExperienceBank(Upkeep):
         """Count retrievals; they are journalled with the next commit or at ``close``, so that reading costs no write."""
         if self.read_only:
             raise ReadOnlyBankError("Expected a writable bank to count retrievals in, got one opened with read_only=True")
-        with self._tally:
-            for id in ids:
-                self._state.retrieved[id] += 1
-                self._unsaved.add(id)
+        self._state.note(ids)
 
     def save_counters(self) -> None:
         """Journal the retrieval counts now."""
-        with self._lock, self._journal.transaction():
-            self._save_counters()
-
-    def _save_counters(self) -> None:
-        with self._tally:
-            unsaved, self._unsaved = self._unsaved, set()
-        counted = {id: self._state.counted(id) for id in unsaved}
-        self._ledger.save({id: known for id, known in counted.items() if known is not None})
+        with self._lock, self._state.unsaved() as counters, self._journal.transaction():
+            self._ledger.save(counters)
 
     # Moving
 
@@ -472,7 +467,7 @@ class ExperienceBank(Upkeep):
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> ExperienceBank:
         """A writable copy in another folder, with all history; its distillation queue is empty unless ``keep_queue``."""
-        folder = _checked_folder(path)
+        folder = checked_folder(path)
         if (folder / JOURNAL_NAME).exists():
             raise BankError(f"Expected a folder without a bank to fork into, got {str(folder)!r}; choose another or remove it")
         folder.mkdir(parents=True, exist_ok=True)
@@ -480,7 +475,8 @@ class ExperienceBank(Upkeep):
             self.save_counters()
         self._journal.backup(folder)
         embedder = self._embedder.wrapped
-        copy = ExperienceBank(folder, namespace=self.namespace, embedder=None if isinstance(embedder, UnknownEmbedder) else embedder)
+        embedder = None if isinstance(embedder, UnknownEmbedder) else embedder
+        copy = ExperienceBank(folder, namespace=self.namespace, embedder=embedder, chroma=FOLDER)
         if not keep_queue:
             copy.queue.clear()
         return copy
@@ -489,6 +485,7 @@ class ExperienceBank(Upkeep):
         """Make the Chroma index again from the journal; gives the number of entries indexed."""
         self._check_writable()
         assert self._follower is not None
+        self._reside()
         return self._follower.rebuild()
 
     def flush_index(self) -> None:
@@ -499,21 +496,47 @@ class ExperienceBank(Upkeep):
 
     # Inside
 
+    def _commit(self, author: str, cause: str, work: Callable[[Draft], T], ref: str | None = None, gate: Gate | None = None) -> T:
+        """One commit, in one transaction with those of other threads that come at the same moment."""
+
+        def write(group: Group) -> T:
+            with group.draft(author, cause, ref, gate) as draft:
+                return work(draft)
+
+        self._check_writable()
+        return self._writes.run(write)
+
     @contextmanager
     def _draft(self, author: str, cause: str, ref: str | None = None, gate: Gate | None = None) -> Generator[Draft]:
+        """One commit in a transaction of its own."""
         self._check_writable()
+        with self._transaction() as group, group.member(), group.draft(author, cause, ref, gate) as draft:
+            yield draft
+
+    @contextmanager
+    def _transaction(self) -> Generator[Group]:
         with self._lock:
-            with self._journal.transaction():
-                self._save_counters()
-                draft = Draft(self._state, self._history, self._ledger, self._history.begin(author, cause, ref))
-                yield draft
-            self._state.publish(draft.changes, draft.statistics)
-            self._head = draft.commit
-            if gate is not None:
-                self.refused.update(gate.refused)
-                self.redacted.update(gate.redacted)
+            with self._state.unsaved() as counters, self._journal.transaction():
+                self._ledger.save(counters)
+                group = Group(self._state, self._journal, self._history, self._ledger)
+                yield group
+            for draft in group.drafts:
+                self._show(draft)
+
+    def _show(self, draft: Draft) -> None:
+        self._state.publish(draft.changes, draft.statistics)
+        self._head = draft.commit
+        self.refused.update(draft.refused)
+        self.redacted.update(draft.redacted)
         if self._follower is not None:
             self._follower.note(len(draft.changes))
+
+    def _reside(self) -> None:
+        """Search a large bank in memory, until Chroma holds all of the journal."""
+        with self._lock:
+            if self._follower is not None and self._state.nearest.is_large:
+                self._state.nearest.reside(self._history.live(self._head), self._history.last_seq())
+                self._follower.lose()
 
     def _settle(self, seq: int) -> None:
         with self._lock:
@@ -565,22 +588,12 @@ def _release(lock: WriterLock | None) -> None:
         lock.release()
 
 
-def _ignore(seq: int) -> None:
-    """What a follower tells a bank that is gone."""
+def _weak(method: Callable[P, None]) -> Callable[P, None]:
+    """A method of a bank that others keep: it does not keep the bank alive, and does nothing when that is gone."""
+    known = weakref.WeakMethod(method)
 
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        if (alive := known()) is not None:
+            alive(*args, **kwargs)
 
-def _checked_folder(path: object) -> Path:
-    if isinstance(path, str) and "://" in path:
-        raise BankError(f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with http:// or https://")
-    if not isinstance(path, (str, os.PathLike)) or not str(path):  # pyright: ignore[reportUnknownArgumentType]
-        raise ValueError(f"Expected path to be a folder name, got {path!r}")
-    folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]
-    if folder.exists() and not folder.is_dir():
-        raise BankError(f"Expected a folder, got the file {str(folder)!r}; choose another path")
-    return folder
-
-
-def _checked_text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"Expected {name} to be non-empty text, got {value!r}")
-    return value
+    return call

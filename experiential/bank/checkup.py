@@ -16,8 +16,9 @@ from typing import Literal
 
 import numpy as np
 
+from experiential.bank.chroma_server import FOLDER, ServerIndex, recorded
 from experiential.bank.history import History
-from experiential.bank.index import CHROMA_NAME, ChromaIndex
+from experiential.bank.index import CHROMA_NAME, ChromaIndex, IndexLostError
 from experiential.bank.journal import JOURNAL_NAME, Journal
 from experiential.bank.lock import LOCK_NAME
 from experiential.errors import BankError
@@ -153,6 +154,8 @@ def _index(folder: Path, history: History, namespace: str, rebuild: str) -> Find
     name = f"{namespace}: index"
     if not history.last_seq():
         return Finding(what=name, status="ok", found="nothing to index")
+    if (server := recorded(history, namespace)) is not None:
+        return _index_at_server(history, name, *server, rebuild)
     if not (folder / CHROMA_NAME).is_dir():
         return Finding(what=name, status="wrong", found="the Chroma folder is missing", mend=rebuild)
     with TemporaryDirectory(prefix="experiential-doctor-") as scratch:
@@ -165,6 +168,20 @@ def _index(folder: Path, history: History, namespace: str, rebuild: str) -> Find
     if wrong:
         return Finding(what=name, status="wrong", found=wrong, mend=rebuild)
     return Finding(what=name, status="ok", found=f"{history.live_count()} entries at position {history.last_seq()}, as in the journal")
+
+
+def _index_at_server(history: History, name: str, url: str, collection: str, rebuild: str) -> Finding:
+    try:
+        index = ServerIndex(url, collection, make=False)
+        try:
+            wrong = _disagreement(index, history)
+        finally:
+            index.close()
+    except IndexLostError as error:
+        mend = f"start it (chroma run), or have the index in the folder again: {rebuild} --chroma {FOLDER}"
+        return Finding(what=name, status="wrong", found=str(error), mend=mend)
+    found = wrong or f"{history.live_count()} entries at position {history.last_seq()}, as in the journal"
+    return Finding(what=name, status="wrong" if wrong else "ok", found=f"at {url}: {found}", mend=rebuild if wrong else "")
 
 
 def _opened_disagreement(copy: Path, history: History, namespace: str) -> str:

@@ -6,21 +6,35 @@ there. Here texts alone are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
 from experiential.bank.credit import total
 from experiential.bank.embed import EntryKey, embed_entries
+from experiential.bank.extractor import LaterJudge
 from experiential.bank.history import History
 from experiential.bank.operations import common_task
 from experiential.bank.state import Draft, State
 from experiential.bank.vectors import Vector
 from experiential.types import Experience, Record, Statistics
 
+if TYPE_CHECKING:
+    from experiential.bank.bank import ExperienceBank
+
 Judge = Callable[[Experience, Experience], bool]
 """Whether two entries, the older first, teach the same: ``ExtractorAgent.judge`` is one."""
 Embed = Callable[[Sequence[str]], Vector]
+Pair = tuple[Experience, Experience]
+"""Two entries that may say the same, the older first."""
+Q = TypeVar("Q")
+T = TypeVar("T")
+Asking = Generator[Q, bool, T]
+"""A search that asks yes-or-no questions on its way to a result; whoever drives it may take its time to answer."""
 BLOCK = 512
 """Rows compared at a time."""
 _COLUMNS = 4096
@@ -33,6 +47,11 @@ class Duplicates(Record):
 
     survivor: Experience
     merged: tuple[Experience, ...]
+
+
+Write = Callable[[Sequence[Duplicates], str], Awaitable[list[Duplicates]]]
+"""Merges groups in one commit that refers to a text: ``merge_duplicates`` of a bank, awaited."""
+Attempt = Callable[[Awaitable[list[Duplicates]]], Awaitable[list[Duplicates] | None]]
 
 
 def find(
@@ -62,33 +81,82 @@ def find(
     Raises:
         ValueError: the threshold is not in (0, 1].
     """
+    batch = None if among is None else frozenset(among)
+    shelves = comparable(entries, threshold, across_tasks=across_tasks)
+    return [
+        found
+        for shelf in shelves
+        for found in answered(compare(shelf, embed, threshold, batch), lambda pair: judge is None or judge(*pair))
+    ]
+
+
+def comparable(entries: Iterable[Experience], threshold: float, *, across_tasks: bool = False) -> list[list[Experience]]:
+    """The entries of one kind, and of one task unless ``across_tasks``, in order; those that have nothing to be compared with are left out.
+
+    Raises:
+        ValueError: the threshold is not in (0, 1].
+    """
     if not 0 < threshold <= 1:
         raise ValueError(f"Expected a threshold above 0 and up to 1, got {threshold}")
-    batch = None if among is None else frozenset(among)
-    groups: dict[tuple[str | None, str], list[Experience]] = {}
+    shelves: dict[tuple[str | None, str], list[Experience]] = {}
     for entry in entries:
-        groups.setdefault((None if across_tasks else entry.task, entry.kind), []).append(entry)
-    return [found for group in groups.values() if len(group) > 1 for found in _within(group, embed, threshold, judge, batch)]
+        shelves.setdefault((None if across_tasks else entry.task, entry.kind), []).append(entry)
+    return [shelf for shelf in shelves.values() if len(shelf) > 1]
 
 
-def _within(
-    group: Sequence[Experience], embed: Embed, threshold: float, judge: Judge | None, batch: frozenset[str] | None
-) -> list[Duplicates]:
-    new = [i for i, entry in enumerate(group) if batch is None or entry.id in batch]
+def compare(
+    shelf: Sequence[Experience], embed: Embed, threshold: float, batch: frozenset[str] | None = None
+) -> Asking[Pair, list[Duplicates]]:
+    """Find the near-duplicates among comparable entries; see ``find``. Asks about pairs with different texts, the older first."""
+    new = [i for i, entry in enumerate(shelf) if batch is None or entry.id in batch]
     if not new:
         return []
-    vectors = _vectors([entry.text for entry in group], embed)
-
-    def accept(older: int, newer: int) -> bool:
-        a, b = group[older], group[newer]
-        return judge is None or a.text == b.text or judge(a, b)
-
-    joins = leaders(vectors, threshold, accept, new)
+    vectors = _vectors([entry.text for entry in shelf], embed)
+    joins = yield from _judged(leaders(vectors, threshold, new), shelf)
     if batch is not None:
-        old = sorted(set(range(len(group))) - set(new))
-        left = [i for i in new if joins[i] == i]
-        joins |= older_twins(vectors, threshold, accept, left, old)
-    return _grouped(group, joins)
+        old = sorted(set(range(len(shelf))) - set(new))
+        joins |= yield from _judged(older_twins(vectors, threshold, [i for i in new if joins[i] == i], old), shelf)
+    return _grouped(shelf, joins)
+
+
+def _judged(asking: Asking[tuple[int, int], T], shelf: Sequence[Experience]) -> Asking[Pair, T]:
+    """Rows asked about as entries; equal texts are the same without a question."""
+    verdict: bool | None = None
+    while True:
+        try:
+            older, newer = asking.send(verdict) if verdict is not None else next(asking)
+        except StopIteration as end:
+            return end.value
+        a, b = shelf[older], shelf[newer]
+        verdict = a.text == b.text or (yield a, b)
+
+
+def answered(asking: Asking[Q, T], answer: Callable[[Q], bool]) -> T:
+    """The result of a search that asks, with the answers that a function gives."""
+    try:
+        question = next(asking)
+        while True:
+            question = asking.send(answer(question))
+    except StopIteration as end:
+        return end.value
+
+
+async def answered_later(asking: Asking[Q, T], answer: Callable[[Q], Awaitable[bool]], threads: Executor) -> T:
+    """The result of a search that asks, with awaited answers; between them it works on a thread beside the event loop."""
+    verdict: bool | None = None
+    while True:
+        question, result = await asyncio.get_running_loop().run_in_executor(threads, partial(_next_of, asking, verdict))
+        if question is None:
+            return cast("T", result)
+        verdict = await answer(question)
+
+
+def _next_of(asking: Asking[Q, T], verdict: bool | None) -> tuple[Q | None, T | None]:
+    """The next question, or the result; a StopIteration would not come through a future."""
+    try:
+        return (next(asking) if verdict is None else asking.send(verdict)), None
+    except StopIteration as end:
+        return None, end.value
 
 
 def _vectors(texts: Sequence[str], embed: Embed) -> Vector:
@@ -109,15 +177,14 @@ def _grouped(group: Sequence[Experience], joins: dict[int, int]) -> list[Duplica
     return [Duplicates(survivor=group[i], merged=tuple(group[j] for j in those)) for i, those in merged.items()]
 
 
-def leaders(vectors: Vector, threshold: float, accept: Callable[[int, int], bool], rows: Sequence[int]) -> dict[int, int]:
-    """For each row the earlier survivor that it joins, or itself when it survives.
+def leaders(vectors: Vector, threshold: float, rows: Sequence[int]) -> Asking[tuple[int, int], dict[int, int]]:
+    """For each row the earlier survivor that it joins, or itself when it survives; asks whether a pair (survivor, row) is one.
 
     Compares ``BLOCK`` rows at a time with the survivors so far, which are compared ``_COLUMNS`` at a time.
 
     Args:
         vectors: unit vectors, shape (n, d), float32.
         threshold: cosine from which on a pair is a candidate.
-        accept: whether a candidate pair (survivor, row) is one.
         rows: which rows to look at, in order.
     """
     joins: dict[int, int] = {}
@@ -131,21 +198,20 @@ def leaders(vectors: Vector, threshold: float, accept: Callable[[int, int], bool
         for i, row in enumerate(block):
             fresh = [(float(inside[i, place[other]]), other) for other in kept[before:]]
             found[i].extend(pair for pair in fresh if pair[0] >= threshold - _ROUNDING)
-            joins[row] = _first_accepted(found[i], row, accept)
+            joins[row] = yield from _first_accepted(found[i], row)
             if joins[row] == row:
                 kept.append(row)
     return joins
 
 
-def older_twins(
-    vectors: Vector, threshold: float, accept: Callable[[int, int], bool], rows: Sequence[int], others: Sequence[int]
-) -> dict[int, int]:
-    """For each row the other row before it that it joins, or itself."""
+def older_twins(vectors: Vector, threshold: float, rows: Sequence[int], others: Sequence[int]) -> Asking[tuple[int, int], dict[int, int]]:
+    """For each row the other row before it that it joins, or itself; asks as ``leaders`` does."""
     joins: dict[int, int] = {}
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK]
         found = near(vectors, block, others, threshold)
-        joins |= {row: _first_accepted([pair for pair in found[i] if pair[1] < row], row, accept) for i, row in enumerate(block)}
+        for i, row in enumerate(block):
+            joins[row] = yield from _first_accepted([pair for pair in found[i] if pair[1] < row], row)
     return joins
 
 
@@ -160,9 +226,71 @@ def near(vectors: Vector, rows: Sequence[int], others: Sequence[int], threshold:
     return found
 
 
-def _first_accepted(candidates: list[tuple[float, int]], row: int, accept: Callable[[int, int], bool]) -> int:
-    ordered = sorted(candidates, key=lambda pair: (-pair[0], pair[1]))
-    return next((other for _, other in ordered if accept(other, row)), row)
+def _first_accepted(candidates: list[tuple[float, int]], row: int) -> Asking[tuple[int, int], int]:
+    for _, other in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
+        if (yield other, row):
+            return other
+    return row
+
+
+def since(entries: Iterable[Experience], commit: int) -> tuple[list[Experience], frozenset[str]]:
+    """Entries in the order in which their present texts were written, and the ids of those written after a commit.
+
+    A survivor of a deduplication has the text it had before: it is no news.
+    """
+    ordered = sorted(entries, key=lambda entry: entry.provenance.commit or 0)
+    news = (e.id for e in ordered if (e.provenance.commit or 0) > commit and e.provenance.cause != "dedupe")
+    return ordered, frozenset(news)
+
+
+class Passes:
+    """Two-level deduplication pass after pass, as a manager runs it beside its other work; lives on one event loop.
+
+    A pass compares what was written since the last one that had no failure with each other, then with what is older (EvolveR); the first
+    one compares all. Entries of one task and kind are one piece of work: what is found there is written in one commit at once, and a
+    failure loses that piece only. Passes come one after the other; one that is cancelled leaves what it has written.
+
+    Args:
+        bank: whose entries are compared.
+        threshold: cosine of two texts from which on the judge is asked.
+    """
+
+    def __init__(self, bank: ExperienceBank, threshold: float) -> None:
+        self._bank = bank
+        self._threshold = threshold
+        self._since = 0
+        self._turn = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="experiential-dedupe")
+
+    async def make(self, judge: LaterJudge, write: Write, attempt: Attempt) -> list[Duplicates]:
+        """One pass; gives the groups merged.
+
+        Args:
+            judge: says whether two entries, the older first, teach the same; what it raises ends the piece of work.
+            write: merges groups in one commit.
+            attempt: the groups merged in one piece of work, or None when that failed.
+        """
+        async with self._turn:
+            head = self._bank.head
+            shelves, news = await asyncio.get_running_loop().run_in_executor(self._threads, self._plan)
+            pieces = await asyncio.gather(*(attempt(self._piece(shelf, news, judge, write)) for shelf in shelves))
+            if None not in pieces:
+                self._since = head
+            return [group for piece in pieces for group in piece or ()]
+
+    def _plan(self) -> tuple[list[list[Experience]], frozenset[str]]:
+        ordered, news = since(self._bank.entries(), self._since)
+        shelves = comparable(ordered, self._threshold) if news else []
+        return [shelf for shelf in shelves if any(entry.id in news for entry in shelf)], news
+
+    async def _piece(self, shelf: Sequence[Experience], news: frozenset[str], judge: LaterJudge, write: Write) -> list[Duplicates]:
+        asking = compare(shelf, self._bank.embedder, self._threshold, news)
+        found = await answered_later(asking, lambda pair: judge(*pair), self._threads)
+        return await write(found, f"judged from cosine {self._threshold:g} on") if found else []
+
+    def close(self) -> None:
+        """Wait for the comparison that runs, and end the thread."""
+        self._threads.shutdown(wait=True)
 
 
 class Merger:

@@ -124,6 +124,11 @@ class History:
         """Position of the last change, for whoever follows the journal."""
         return self._journal.value("SELECT MAX(seq) FROM changes WHERE namespace = ?", self._namespace) or 0
 
+    def stamp(self, seq: int) -> str:
+        """What tells the change at a position from one at the same position of another journal."""
+        statement = "SELECT n.id || ' ' || c.time FROM changes n JOIN commits c ON c.id = n.commit_id WHERE n.namespace = ? AND n.seq = ?"
+        return self._journal.value(statement, self._namespace, seq) or ""
+
     def changes_after(self, seq: int, limit: int) -> list[tuple[int, str, Stored | None]]:
         """The next ``limit`` changes after position ``seq``: position, entry id, and what it became (None: removed)."""
         rows = self._journal.rows(

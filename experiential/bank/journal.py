@@ -7,13 +7,14 @@ history: the queue's state column, counters, and ``meta``.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ CREATE TABLE IF NOT EXISTS receipts (
     namespace TEXT, key TEXT, digest TEXT NOT NULL, commit_id INTEGER NOT NULL, PRIMARY KEY (namespace, key));
 """
 
+Footnote = tuple[str, tuple[Any, ...]]
+"""A statement and its arguments, written at the end of a transaction that somebody else makes."""
+
 
 class Journal:
     """One connection to the journal, shared by all threads of a bank; every statement holds ``lock``."""
@@ -60,7 +64,7 @@ class Journal:
         self.lock = threading.RLock()
         self._connection = connection
         self._open = True
-        self._footnotes: dict[int, tuple[str, tuple[Any, ...]]] = {}
+        self._footnotes: dict[int, Footnote] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Journal:
@@ -104,18 +108,45 @@ class Journal:
         """Run one statement; gives the id of the row it inserted."""
         with self.lock:
             self._check_open()
-            return self._connection.execute(statement, arguments).lastrowid or 0
+            try:
+                return self._connection.execute(statement, arguments).lastrowid or 0
+            except sqlite3.DatabaseError as error:
+                raise _explained(error) from error
 
     @contextmanager
     def transaction(self) -> Generator[None]:
         """All statements inside become durable together when the block ends, or none does."""
         with self.lock:
             self._check_open()
-            with self._connection:  # commits at its end, rolls back on an error
+            try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
-                if note := self._footnotes.pop(threading.get_ident(), None):
-                    self._connection.execute(*note)
+                self.write_footnote(self.take_footnote())
+                self._connection.execute("COMMIT")
+            except BaseException as error:
+                if self.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                if isinstance(error, sqlite3.DatabaseError):
+                    raise _explained(error) from error
+                raise
+
+    @contextmanager
+    def savepoint(self) -> Generator[None]:
+        """Inside a transaction: when the block fails, its own statements are undone and the others stay."""
+        self._connection.execute("SAVEPOINT member")
+        try:
+            yield
+        except BaseException:
+            if self.in_transaction:
+                self._connection.execute("ROLLBACK TO member")
+                self._connection.execute("RELEASE member")
+            raise
+        self._connection.execute("RELEASE member")
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open; SQLite gives one up by itself over some errors, a full disk among them."""
+        return self._connection.in_transaction
 
     @contextmanager
     def footnote(self, statement: str, *arguments: Any) -> Generator[None]:
@@ -124,17 +155,29 @@ class Journal:
         try:
             yield
         finally:
-            self._footnotes.pop(threading.get_ident(), None)
+            self.take_footnote()
+
+    def take_footnote(self) -> Footnote | None:
+        """What ``footnote`` holds for this thread; from here on the caller has to write it."""
+        return self._footnotes.pop(threading.get_ident(), None)
+
+    def write_footnote(self, note: Footnote | None) -> None:
+        """Write a footnote that was taken; None writes nothing."""
+        if note is not None:
+            self._connection.execute(*note)
 
     def backup(self, folder: Path) -> None:
-        """Write a consistent copy of the whole journal into another folder."""
-        target = _connect(folder / JOURNAL_NAME)
+        """Write a consistent copy of the whole journal into another folder; it has its name there once it is whole."""
+        part = folder / f"{JOURNAL_NAME}.part"
+        part.unlink(missing_ok=True)
         try:
-            with self.lock:
+            with closing(_connect(part)) as target, self.lock:
                 self._check_open()
                 self._connection.backup(target)
-        finally:
-            target.close()
+        except sqlite3.DatabaseError as error:
+            raise _explained(error) from error
+        os.replace(part, folder / JOURNAL_NAME)
+        _sync_folder(folder)
 
     def close(self) -> None:
         """Close the connection; the write-ahead log is folded into the file."""
@@ -148,8 +191,27 @@ class Journal:
             raise BankError("Expected an open bank, got a closed one; open it again with ExperienceBank(path)")
 
 
+def _explained(error: sqlite3.DatabaseError) -> Exception:
+    """What to raise for an error of a write: what the disk is to blame for says what to do, a fault of this program stays as it is."""
+    if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
+        return error
+    return BankError(
+        f"Expected to write the journal, got {error} ({error.sqlite_errorname}); nothing of this write was kept: "
+        "make room on its disk or see what ails it, then write again"
+    )
+
+
 def _connect(file: Path) -> sqlite3.Connection:
     return sqlite3.connect(file, timeout=30.0, isolation_level=None, check_same_thread=False)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let a new name in a folder outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _check_schema(connection: sqlite3.Connection, folder: Path) -> None:

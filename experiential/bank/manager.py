@@ -8,48 +8,31 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
-from pydantic import ValidationError
 
+from experiential.bank.arrivals import Arrivals
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.consolidate import merge_group, recent_groups
+from experiential.bank.dedupe import Duplicates, Passes
 from experiential.bank.embed import EntryKey, texts_to_embed
+from experiential.bank.extractor import Extractor, judge_of
 from experiential.bank.gather import Gatherer
 from experiential.bank.operations import keys_to_embed
+from experiential.bank.options import bank_settings
 from experiential.bank.queue import DeadLetter
 from experiential.bank.retrieval import find_strategy
+from experiential.bank.searchable import checked_queries
 from experiential.bank.searcher import Searcher
-from experiential.bank.view import checked_queries
-from experiential.config import BankSettings
-from experiential.errors import BankError, ConfigError, ReadOnlyBankError
+from experiential.bank.trust import Episodes, checked_episodes, probation_of
+from experiential.bank.where import Filter, Where
+from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import EventLoopThread
-from experiential.types import Answer, Distillation, Experience, Generation, Hit, Trajectory, Use
+from experiential.types import Answer, Distillation, Experience, Generation, Hit, Trajectory
 
 T = TypeVar("T")
 _LONGEST_BACKOFF = 30.0
-
-
-class Extractor(Protocol):
-    """What a manager needs of an extractor agent; ``version`` counts the optimiser steps that its weights have seen."""
-
-    @property
-    def version(self) -> int:
-        """Optimiser steps the weights have seen."""
-        ...
-
-    async def adistill(self, trajectory: Trajectory, shown: Sequence[Experience]) -> Distillation:
-        """Say what a trajectory teaches beyond the entries that were shown in it."""
-        ...
-
-    async def arefine(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
-        """Fit an entry to a question."""
-        ...
-
-    async def amerge(self, experiences: Sequence[Experience]) -> Distillation:
-        """Say which of these entries to keep, merge or discard."""
-        ...
 
 
 class ExperienceManager:
@@ -95,7 +78,7 @@ class ExperienceManager:
             raise ValueError(f"Expected bank to be an ExperienceBank, got {type(bank).__name__}; open one with ExperienceBank(path)")
         self.bank = bank
         self.extractor = extractor
-        self.settings = _settings(options)
+        self.settings = bank_settings(options)
         if "text_limit" in options:
             bank.text_limit = self.settings.text_limit
         find_strategy(self.settings.retrieval.strategy)
@@ -111,13 +94,17 @@ class ExperienceManager:
         self._merged = 0  # head at the start of the last pass of merging that had no failure
         self._merge_failures = 0
         self._closed = False
+        self._probation = probation_of(bank, self.settings, seed)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="experiential-writer")
         self._thread = EventLoopThread("experiential-manager")
         self._thread.run(self._start(seed))
 
     async def _start(self, seed: int) -> None:
-        self._searcher = Searcher(self.bank, self.settings.retrieval, seed)
+        self._searcher = Searcher(self.bank, self.settings.retrieval, seed, self._probation)
         self._gather = Gatherer(self.bank.embedder)
+        self._arrivals = Arrivals(self._recorded)
+        self._passes = Passes(self.bank, self.settings.dedupe_threshold)
+        self._judging = asyncio.Semaphore(self.settings.distill_workers)
         self._changed = asyncio.Condition()
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -143,15 +130,29 @@ class ExperienceManager:
     # Retrieval
 
     @overload
-    def search(self, query: str, *, k: int | None = None, exclude_instance: str | None = None) -> list[Hit]: ...
+    def search(
+        self, query: str, *, k: int | None = None, exclude_instance: str | None = None, episode: str = "", where: Filter | None = None
+    ) -> list[Hit]: ...
 
     @overload
     def search(
-        self, query: list[str] | tuple[str, ...], *, k: int | None = None, exclude_instance: str | None = None
+        self,
+        query: list[str] | tuple[str, ...],
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: Episodes = "",
+        where: Filter | None = None,
     ) -> list[list[Hit]]: ...
 
     def search(
-        self, query: str | list[str] | tuple[str, ...], *, k: int | None = None, exclude_instance: str | None = None
+        self,
+        query: str | list[str] | tuple[str, ...],
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: Episodes = "",
+        where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
         """Diversified hits of one query, or of each of several (eq. 6); counts and recency advance.
 
@@ -159,22 +160,42 @@ class ExperienceManager:
             query: what the actor faces, in words; blank text gets no hits.
             k: how many hits; the setting ``retrieval.k`` by default.
             exclude_instance: leave out entries made from this task instance.
+            episode: id of the episode that asks, or one for each query: all its searches may see provisional entries, or none may.
+            where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        rows = self._run(self._search(query, k, exclude_instance))
+        rows = self._run(self._search(query, k, exclude_instance, episode, Where.of(where)))
         return rows[0] if isinstance(query, str) else rows
 
     async def asearch(
-        self, query: str | list[str] | tuple[str, ...], *, k: int | None = None, exclude_instance: str | None = None
+        self,
+        query: str | list[str] | tuple[str, ...],
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: Episodes = "",
+        where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
         """``search``, awaitable on any event loop."""
-        rows = await self._bridge(self._search(query, k, exclude_instance))
+        rows = await self._bridge(self._search(query, k, exclude_instance, episode, Where.of(where)))
         return rows[0] if isinstance(query, str) else rows
 
-    async def _search(self, query: str | list[str] | tuple[str, ...], k: int | None, exclude: str | None) -> list[list[Hit]]:
+    async def _search(
+        self, query: str | list[str] | tuple[str, ...], k: int | None, exclude: str | None, episode: Episodes, where: Where | None
+    ) -> list[list[Hit]]:
         wanted = self.settings.retrieval.k if k is None else k
-        return await self._searcher.search(checked_queries(query, wanted, blank=True), wanted, exclude)
+        queries = checked_queries(query, wanted, blank=True)
+        return await self._searcher.search(queries, wanted, exclude, checked_episodes(episode, len(queries)), where)
 
-    def ask(self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None) -> Answer:
+    def ask(
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        episode: str = "",
+        turn: int = 0,
+        exclude_instance: str | None = None,
+        where: Filter | None = None,
+    ) -> Answer:
         """Retrieve for a question and let the extractor fit the best hit to it; no hit gives an answer without text.
 
         Args:
@@ -183,30 +204,30 @@ class ExperienceManager:
             episode: id of the asking episode, for credit.
             turn: turn of the asking episode.
             exclude_instance: leave out entries made from this task instance.
+            where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        return self._run(self._ask(query, k, episode, turn, exclude_instance))
+        return self._run(self._ask(query, k, episode, turn, exclude_instance, Where.of(where)))
 
-    async def aask(self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None) -> Answer:
+    async def aask(
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        episode: str = "",
+        turn: int = 0,
+        exclude_instance: str | None = None,
+        where: Filter | None = None,
+    ) -> Answer:
         """``ask``, awaitable on any event loop."""
-        return await self._bridge(self._ask(query, k, episode, turn, exclude_instance))
+        return await self._bridge(self._ask(query, k, episode, turn, exclude_instance, Where.of(where)))
 
-    async def _ask(self, query: str, k: int, episode: str, turn: int, exclude: str | None) -> Answer:
-        hits = (await self._search([query], k, exclude))[0]
+    async def _ask(self, query: str, k: int, episode: str, turn: int, exclude: str | None, where: Where | None) -> Answer:
+        hits = (await self._search([query], k, exclude, episode, where))[0]
         if not hits:
             return Answer()
         hit = hits[0]
         text, generation = await self._refined(query, hit.experience)
-        use = Use(
-            experience_id=hit.experience.id,
-            experience_version=hit.experience.version,
-            rank=hit.rank,
-            score=hit.score,
-            propensity=hit.propensity,
-            episode=episode,
-            turn=turn,
-            how="search_and_ask",
-            refinement=generation.id if generation else None,
-        )
+        use = hit.use("search_and_ask", episode=episode, turn=turn, refinement=generation.id if generation else None)
         return Answer(text=text, hit=hit, generation=generation, use=use)
 
     async def _refined(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
@@ -239,18 +260,25 @@ class ExperienceManager:
         if self.bank.read_only:
             return None
         if not self._distils:
-            await self._write(self.bank.record, trajectory)
+            await self._arrivals(trajectory)
             return None
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._open) + self._reserved < self.settings.queue_size)
             self._reserved += 1
         try:
-            if await self._write(self.bank.submit, trajectory):
-                self._enqueue(trajectory.id)
+            await self._arrivals(trajectory)
         finally:
             self._reserved -= 1
             await self._notify()
         return trajectory.id
+
+    async def _recorded(self, trajectories: list[Trajectory]) -> list[bool | Exception]:
+        """Submit what arrived together in one transaction."""
+        outcomes = await self._write(partial(self.bank.submit_many, trajectories, distil=self._distils))
+        for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+            if outcome is True and self._distils:
+                self._enqueue(trajectory.id)
+        return outcomes
 
     def _enqueue(self, id: str) -> None:
         self._open.add(id)
@@ -310,8 +338,10 @@ class ExperienceManager:
         self._counts["failed"] += 1
         attempts = self.bank.queue.attempts(id) + 1
         last = attempts > self.settings.retries
-        await self._write(partial(self.bank.queue.fail, id, reason, last=last))
-        if last:
+        noted, why = await self._attempt(self._write(partial(self.bank.queue.fail, id, reason, last=last)), limit=None)
+        if noted is None:  # the journal cannot be written: the item is still queued there, and tried again here
+            self._failures[f"queue: {why}"] += 1
+        if last and noted is not None:
             self._open.discard(id)
         else:
             delay = min(self._backoff * 2 ** (attempts - 1), _LONGEST_BACKOFF)
@@ -375,6 +405,8 @@ class ExperienceManager:
             await asyncio.wait_for(idle(), timeout)
         except TimeoutError:
             raise TimeoutError(f"Expected the distillation queue to drain within {timeout} s, {len(self._open)} items are left") from None
+        if self._probation is not None:
+            await self._probation.settle()
 
     # Merging
 
@@ -420,6 +452,40 @@ class ExperienceManager:
         write = partial(self.bank.consolidate, distillation, shown=shown, extractor_version=self._version())
         return distillation, await self._write(write)
 
+    def deduplicate(self) -> int:
+        """One pass of two-level deduplication, with the extractor's judgement; gives the number of entries merged into others.
+
+        The first pass of a manager compares the whole bank; a later one what was written since the last that had no failure, within
+        itself and then with older entries. ``bank.dedupe_threshold`` says from which cosine on the extractor is asked.
+        """
+        return self._run(self._deduplicate())
+
+    async def adeduplicate(self) -> int:
+        """``deduplicate``, awaitable on any event loop."""
+        return await self._bridge(self._deduplicate())
+
+    async def _deduplicate(self) -> int:
+        if self.bank.read_only:
+            raise ReadOnlyBankError("Expected a writable bank to deduplicate, got one opened with read_only=True")
+        if self.extractor is None:
+            return 0
+        ask = judge_of(self.extractor)
+
+        async def judge(older: Experience, newer: Experience) -> bool:
+            async with self._judging:
+                return await asyncio.wait_for(ask(older, newer), self.settings.distill_timeout)
+
+        groups = await self._passes.make(judge, partial(self._write, self.bank.merge_duplicates), self._merge_piece)
+        merged = sum(len(group.merged) for group in groups)
+        self._counts["deduplicated"] += merged
+        return merged
+
+    async def _merge_piece(self, work: Awaitable[list[Duplicates]]) -> list[Duplicates] | None:
+        groups, reason = await self._attempt(work, limit=None)
+        if groups is None:
+            self._failures[f"deduplicate: {reason}"] += 1
+        return groups
+
     # Watching
 
     def stats(self) -> dict[str, Any]:
@@ -436,11 +502,12 @@ class ExperienceManager:
             "failed": self._counts["failed"],
             "dead": len(self.bank.queue.dead_letters()),
             "merges": self._counts["merges"],
+            "deduplicated": self._counts["deduplicated"],
             "evicted": self._counts["evicted"],
             "operations": dict(self._operations),
             "refused": dict(self._refused + self.bank.refused),
             "redacted": dict(self.bank.redacted),
-            "failures": dict(self._failures),
+            "failures": dict(self._failures if self._probation is None else self._failures + self._probation.failures),
             "searches": counts.queries,
             "retrievals": counts.retrievals,
             "abstentions": counts.abstentions,
@@ -448,6 +515,7 @@ class ExperienceManager:
             "search_p50_ms": float(np.percentile(seconds, 50)),
             "search_p99_ms": float(np.percentile(seconds, 99)),
             "cache_hit_rate": embedder.hits / asked if asked else 0.0,
+            **({} if self._probation is None else self._probation.stats(self.bank.entries())),
         }
 
     def _tally(self, distillation: Distillation) -> None:
@@ -461,7 +529,10 @@ class ExperienceManager:
         self._closed = True
         self._thread.run(self._stop())
         self._thread.close()
+        self._passes.close()
         self._writer.shutdown(wait=True)
+        if self._probation is not None:
+            self._probation.close()
         if not self.bank.read_only and not self.bank.closed:
             self.bank.save_counters()
 
@@ -519,15 +590,3 @@ class ExperienceManager:
         if self._closed:
             work.close()
             raise BankError("Expected an open manager, got a closed one; make a new ExperienceManager")
-
-
-def _settings(options: dict[str, Any]) -> BankSettings:
-    try:
-        return BankSettings(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(sorted(BankSettings.model_fields))
-        raise ConfigError(
-            f"Expected options of ExperienceManager among: {known}; got {name}={first['input']!r} ({first['msg']})"
-        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from experiential.bank.embed import EntryKey
@@ -30,10 +29,9 @@ def keys_to_embed(distillation: Distillation, shown: Sequence[Experience], task:
 
 
 class Distiller:
-    """Applies the operations of one distillation to a draft; what cannot be done is counted in ``refused`` by reason."""
+    """Applies the operations of one distillation to a draft; what cannot be done is counted in its ``refused`` by reason."""
 
     def __init__(self, draft: Draft, vectors: Vectors, source: Provenance, task: str | None, shown: Sequence[Experience]) -> None:
-        self.refused: Counter[str] = Counter()
         self._draft = draft
         self._vectors = vectors
         self._source = source
@@ -50,7 +48,7 @@ class Distiller:
             elif isinstance(operation, Update):
                 entry = self._update(operation)
             elif operation.op != "return":
-                self.refused["not_a_distillation"] += 1
+                self._draft.refused["not_a_distillation"] += 1
             if entry is not None:
                 written.append(entry)
         return written
@@ -66,11 +64,11 @@ class Distiller:
 
     def _update(self, operation: Update) -> Experience | None:
         if operation.entry > len(self._shown):
-            self.refused["entry_out_of_range"] += 1
+            self._draft.refused["entry_out_of_range"] += 1
             return None
         entry = self._shown[operation.entry - 1]
         if self._draft.live(entry.id) is None:
-            self.refused["entry_gone"] += 1
+            self._draft.refused["entry_gone"] += 1
             return None
         provenance = self._source.model_copy(update={"cause": "update", "span": operation.span})
         return self._draft.revise(entry.id, operation.text, provenance, self._vectors[EntryKey(operation.text, entry.task)])
@@ -80,7 +78,6 @@ class Consolidator:
     """Applies the operations of one merge to a draft: an entry that changed since it was shown takes its merge down, and no other."""
 
     def __init__(self, draft: Draft, vectors: Vectors, source: Provenance, shown: Sequence[Experience]) -> None:
-        self.refused: Counter[str] = Counter()
         self._draft = draft
         self._vectors = vectors
         self._source = source
@@ -96,13 +93,13 @@ class Consolidator:
             elif isinstance(operation, Discard) and self._may_change((operation.entry,)):
                 self._draft.remove(self._shown[operation.entry - 1].id)
             elif operation.op not in ("keep", "merge", "discard"):
-                self.refused["not_a_consolidation"] += 1
+                self._draft.refused["not_a_consolidation"] += 1
         return written
 
     def _may_change(self, numbers: Sequence[int]) -> bool:
         reason = self._objection(numbers)
         if reason is not None:
-            self.refused[reason] += 1
+            self._draft.refused[reason] += 1
             return False
         self._settled.update(numbers)
         return True

@@ -40,3 +40,11 @@ class Receipts:
         """Id and version of every entry version that a commit made to stand, in the order of writing."""
         statement = "SELECT id, version FROM changes WHERE namespace = ? AND commit_id = ? AND version IS NOT NULL ORDER BY seq"
         return [(row[0], row[1]) for row in self._journal.rows(statement, self._namespace, commit)]
+
+    def removed(self, commit: int) -> list[tuple[str, int]]:
+        """Id and last standing version of every entry that a commit took out, in the order of removing."""
+        statement = (
+            "SELECT n.id, (SELECT o.version FROM changes o WHERE o.namespace = n.namespace AND o.id = n.id AND o.seq < n.seq "
+            "ORDER BY o.seq DESC LIMIT 1) FROM changes n WHERE n.namespace = ? AND n.commit_id = ? AND n.version IS NULL ORDER BY n.seq"
+        )
+        return [(row[0], row[1]) for row in self._journal.rows(statement, self._namespace, commit)]

@@ -1,31 +1,43 @@
-"""A bank behind a server, with the methods of ``ExperienceBank``."""
+"""A bank behind a server, with the methods of ``ExperienceBank``.
+
+A method that is one operation is a line: ``_asks`` gives it the signature and the words of the local one.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 from pydantic import ValidationError
 
-from experiential.bank import bundle, wire
+from experiential.bank import bundle, dedupe, wire
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.connection import Connection
+from experiential.bank.dedupe import Duplicates, Judge
 from experiential.bank.embed import CachedEmbedder, Embedder, embedder_id, resolve_embedder
+from experiential.bank.group_commit import attempted
 from experiential.bank.history import Commit
-from experiential.bank.queue import DeadLetter, DistillationQueue
+from experiential.bank.log import Difference, Logged
+from experiential.bank.queue import DistillationQueue
+from experiential.bank.trust import Book, Standing
 from experiential.bank.vectors import Scored, Vector
-from experiential.bank.view import BankView, checked_queries
+from experiential.bank.view import BankView
+from experiential.bank.where import Scope, Where
 from experiential.bank.wire import At, Body, Operation
 from experiential.errors import BankError, ReadOnlyBankError
-from experiential.types import Distillation, Experience, Generation, Hit, Trajectory
+from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory
 
 B = TypeVar("B", bound=Body)
 R = TypeVar("R")
+C = TypeVar("C", bound=Commit)
+M = TypeVar("M", bound=Callable[..., Any])
 
 
 class Caller:
@@ -38,33 +50,68 @@ class Caller:
 
     def ask(self, operation: Operation[B, R], **values: Any) -> R:
         """The result of one operation, its body made of ``values``; what is no value for it is a ``ValueError``."""
+        if issubclass(operation.body, wire.Reading):
+            values["at"] = self.at
         try:
             body = operation.body(**values)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"Expected {name} of {operation.name!r} to be right, got {first['input']!r}: {first['msg']}") from error
+            raise _named(error, operation.name) from error
         return self.connection.call(operation, self.namespace, body)
 
     def entries(self) -> Iterator[Experience]:
         """Every entry of one moment, oldest first; the first page is fetched now, the others as they are needed."""
-        return self._following(self.ask(wire.ENTRIES, at=self.at))
+        return self._following(self.ask(wire.ENTRIES))
 
     def _following(self, page: wire.Page) -> Iterator[Experience]:
         yield from page.entries
         while page.cursor is not None:
-            page = self.ask(wire.ENTRIES, at=self.at, cursor=page.cursor)
+            page = self.ask(wire.ENTRIES, cursor=page.cursor)
             yield from page.entries
 
-    def search(self, query: object, k: int, exclude_instance: str | None) -> Any:
-        """Hits of one query, or a list of them for each of several."""
-        queries = checked_queries(query, k)
-        rows = self.ask(wire.SEARCH, queries=queries, k=k, exclude_instance=exclude_instance, at=self.at) if queries else []
-        return rows[0] if isinstance(query, str) else rows
+    def search(self, queries: list[str], k: int, scope: Scope) -> list[list[Hit]]:
+        """Hits of each query."""
+        asked = {"queries": queries, "k": k, "exclude_instance": scope.exclude, "where": _plain(scope.where)}
+        return self.ask(wire.SEARCH, **asked) if queries else []
+
+    def nearest(
+        self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None], words: bool
+    ) -> list[list[Scored[Experience]]]:
+        """The nearest entries of each query with their counters; without queries only the index of words is asked for."""
+        if not queries and not words:
+            return []
+        filters = [_plain(one) for one in where]
+        rows = self.ask(wire.NEAREST, queries=list(queries), n=n, exclude=list(exclude), where=filters, words=words)
+        return [[Scored(hit.experience, hit.score, hit.words) for hit in row] for row in rows]
 
     def count(self) -> int:
         """How many entries there are."""
-        return self.ask(wire.INFO, at=self.at).entries
+        return self.ask(wire.INFO).entries
+
+
+def _plain(where: Where | None) -> dict[str, Any] | None:
+    return None if where is None else where.to_json()
+
+
+def _named(error: ValidationError, operation: str) -> ValueError:
+    first = error.errors()[0]
+    if first["type"] == "value_error":  # raised by a validator of ours, with all that is to be said
+        return ValueError(str(first.get("ctx", {}).get("error")))
+    name = ".".join(str(part) for part in first["loc"])
+    return ValueError(f"Expected {name} of {operation!r} to be right, got {first['input']!r}: {first['msg']}")
+
+
+def _asks(operation: Operation[Any, Any], method: M) -> M:
+    """A method that asks the server for an operation, with the arguments that the local ``method`` takes."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def ask(self: RemoteBank | RemoteQueue | RemoteView, /, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        _, *values = bound.arguments.items()
+        return self.ask(operation, **dict(values))
+
+    return cast("M", ask)
 
 
 class RemoteView(BankView):
@@ -81,21 +128,24 @@ class RemoteView(BankView):
         """Every entry, oldest first."""
         return self._caller.entries()
 
-    def get(self, id: str) -> Experience | None:
-        """The entry with this id, or None."""
-        return self._caller.ask(wire.GET, id=id, at=self._caller.at)
+    def ask(self, operation: Operation[B, R], **values: Any) -> R:
+        """The result of one operation, of this state."""
+        return self._caller.ask(operation, **values)
 
-    @overload
-    def search(self, query: str, *, k: int = 1, exclude_instance: str | None = None) -> list[Hit]: ...
+    get = _asks(wire.GET, BankView.get)
 
-    @overload
-    def search(self, query: list[str] | tuple[str, ...], *, k: int = 1, exclude_instance: str | None = None) -> list[list[Hit]]: ...
+    def _hits(self, queries: list[str], k: int, scope: Scope) -> list[list[Hit]]:
+        return self._caller.search(queries, k, scope)
 
-    def search(
-        self, query: str | list[str] | tuple[str, ...], *, k: int = 1, exclude_instance: str | None = None
-    ) -> list[Hit] | list[list[Hit]]:
-        """The ``k`` most similar entries of one query, or of each of several."""
-        return self._caller.search(query, k, exclude_instance)
+    def nearest(
+        self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None] = (), words: bool = False
+    ) -> list[list[Scored[Experience]]]:
+        """The ``n`` nearest entries of each query, as ``ExperienceBank.nearest`` gives them."""
+        return self._caller.nearest(queries, n, exclude, where, words)
+
+    def read(self, experience: Experience) -> Experience:
+        """The same version with the counters of this picture: it came with them."""
+        return experience
 
 
 class RemoteEmbedder(CachedEmbedder):
@@ -134,29 +184,35 @@ class RemoteQueue(DistillationQueue):
         """Refuse: nobody forgets the items of all clients."""
         raise BankError("Expected a bank folder to clear the queue of, got a bank behind a server, where others may wait for it")
 
-    def state(self, id: str) -> str | None:
-        """'queued', 'done', 'dead', or None for a stranger."""
-        return self._caller.ask(wire.QUEUE_STATE, id=id)
+    def ask(self, operation: Operation[B, R], **values: Any) -> R:
+        """The result of one operation on the queue."""
+        return self._caller.ask(operation, **values)
 
-    def waiting(self) -> list[str]:
-        """Ids still to be distilled, oldest first."""
-        return self._caller.ask(wire.QUEUE_WAITING)
+    state = _asks(wire.QUEUE_STATE, DistillationQueue.state)
+    waiting = _asks(wire.QUEUE_WAITING, DistillationQueue.waiting)
+    fail = _asks(wire.QUEUE_FAIL, DistillationQueue.fail)
+    attempts = _asks(wire.QUEUE_ATTEMPTS, DistillationQueue.attempts)
+    dead_letters = _asks(wire.QUEUE_DEAD, DistillationQueue.dead_letters)
+    requeue = _asks(wire.QUEUE_REQUEUE, DistillationQueue.requeue)
 
-    def fail(self, id: str, reason: str, *, last: bool) -> int:
-        """Count a failed attempt, the last one ends among the dead letters; gives the attempts so far."""
-        return self._caller.ask(wire.QUEUE_FAIL, id=id, reason=reason, last=last)
 
-    def attempts(self, id: str) -> int:
-        """Failed attempts so far."""
-        return self._caller.ask(wire.QUEUE_ATTEMPTS, id=id)
+class RemoteBook(Book):
+    """Which entry versions of a bank behind a server are trusted."""
 
-    def dead_letters(self) -> list[DeadLetter]:
-        """Items that were given up, oldest first."""
-        return self._caller.ask(wire.QUEUE_DEAD)
+    def __init__(self, caller: Caller, after: int) -> None:
+        if after < 1:
+            raise ValueError(f"Expected a positive number of tasks to trust an entry after, got {after}")
+        self.after = after
+        self.trusted = frozenset()
+        self._caller = caller
 
-    def requeue(self, id: str) -> bool:
-        """Give a dead letter a new life with all its attempts; False when it is not dead."""
-        return self._caller.ask(wire.QUEUE_REQUEUE, id=id)
+    def standing(self, id: str, version: int) -> Standing:
+        """Refuse: ``standing`` of the bank judges an entry."""
+        raise BankError("Expected bank.standing(id), which judges an entry at the server, got standing of its book")
+
+    def refresh(self) -> None:
+        """Ask the server anew."""
+        self.trusted = frozenset(self._caller.ask(wire.TRUSTED_VERSIONS, after=self.after))
 
 
 class RemoteBank(ExperienceBank):
@@ -251,38 +307,56 @@ class RemoteBank(ExperienceBank):
         """Close the connections; the server goes on. Safe to call twice."""
         self._present.connection.close()
 
+    def ask(self, operation: Operation[B, R], **values: Any) -> R:
+        """The result of one operation of the server; of a read-only bank it may be no write."""
+        if self.read_only and operation.writes and not values.get("dry_run"):
+            raise ReadOnlyBankError("Expected a writable bank, got one opened with read_only=True; open it without")
+        return self._caller.ask(operation, **values)
+
     # Reading
 
-    def get(self, id: str) -> Experience | None:
-        """The entry with this id as it stands now, or None."""
-        return self._caller.ask(wire.GET, id=id, at=self._caller.at)
+    get = _asks(wire.GET, ExperienceBank.get)
+    version = _asks(wire.VERSION, ExperienceBank.version)
+    generation = _asks(wire.GENERATION, ExperienceBank.generation)
+    trajectory = _asks(wire.TRAJECTORY, ExperienceBank.trajectory)
+    outcomes = _asks(wire.OUTCOMES, ExperienceBank.outcomes)
+    lineage = _asks(wire.LINEAGE, ExperienceBank.lineage)
+    uplift = _asks(wire.UPLIFT, ExperienceBank.uplift)
+    why = _asks(wire.WHY, ExperienceBank.why)
+    standing = _asks(wire.STANDING, ExperienceBank.standing)
+    trusted = _asks(wire.TRUSTED, ExperienceBank.trusted)
+
+    @property
+    def trust_after(self) -> int:
+        """``bank.trust_after`` of the last manager that had one and could write; 0 when there was none."""
+        return self.ask(wire.TRUST_AFTER)
+
+    @trust_after.setter
+    def trust_after(self, after: int) -> None:
+        self.ask(wire.SET_TRUST_AFTER, after=after)
+
+    def trust_book(self, after: int, *, at: int | None = None) -> Book:
+        """Which entry versions are trusted on the evidence of now; not refreshed yet. Earlier evidence is asked for by ``trusted``."""
+        if at is not None:
+            self._refuse("trust_book(at=...)")
+        return RemoteBook(self._present, after)
 
     def entries(self) -> Iterator[Experience]:
         """Every entry as it stands now, oldest first; fetched page by page, all of one moment."""
         return self._caller.entries()
 
-    def version(self, id: str, version: int) -> Experience | None:
-        """One version of one entry, whether it stands now or not; None when there never was one."""
-        return self._present.ask(wire.VERSION, id=id, version=version)
+    def _hits(self, queries: list[str], k: int, scope: Scope) -> list[list[Hit]]:
+        return self._caller.search(queries, k, scope)
 
-    @overload
-    def search(self, query: str, *, k: int = 1, exclude_instance: str | None = None) -> list[Hit]: ...
+    def nearest(
+        self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None] = (), words: bool = False
+    ) -> list[list[Scored[Experience]]]:
+        """The ``n`` nearest entries of each query with their counters, with ``words`` those its words find too."""
+        return self._caller.nearest(queries, n, exclude, where, words)
 
-    @overload
-    def search(self, query: list[str] | tuple[str, ...], *, k: int = 1, exclude_instance: str | None = None) -> list[list[Hit]]: ...
-
-    def search(
-        self, query: str | list[str] | tuple[str, ...], *, k: int = 1, exclude_instance: str | None = None
-    ) -> list[Hit] | list[list[Hit]]:
-        """The ``k`` most similar entries of one query, or of each of several; no counter changes."""
-        return self._caller.search(query, k, exclude_instance)
-
-    def nearest(self, queries: Sequence[str], n: int, exclude: Sequence[str | None]) -> list[list[Scored[Experience]]]:
-        """The ``n`` nearest entries of each query with their cosines, one excluded task instance (or None) per query."""
-        if not queries:
-            return []
-        rows = self._caller.ask(wire.NEAREST, queries=list(queries), n=n, exclude=list(exclude), at=self._caller.at)
-        return [[Scored(hit.experience, hit.score) for hit in row] for row in rows]
+    def counters(self, experience: Experience) -> Statistics:
+        """The counters of an entry that ``nearest`` gave: it came with them."""
+        return experience.statistics
 
     def read(self, experience: Experience) -> Experience:
         """The same version with its counters as they are now; those it has already when this bank is read-only."""
@@ -292,8 +366,19 @@ class RemoteBank(ExperienceBank):
 
     def commits(self) -> list[Commit]:
         """Every commit, oldest first."""
-        last = None if self._caller.at is None else self._caller.at.commit
-        return [commit for commit in self._present.ask(wire.COMMITS) if last is None or commit.id <= last]
+        return self._until_here(self.ask(wire.COMMITS))
+
+    def history(self, id: str | None = None) -> list[Logged]:
+        """Every commit with the number of entries that it changed, or those that changed one entry; oldest first."""
+        return self._until_here(self.ask(wire.HISTORY, id=id))
+
+    def _until_here(self, commits: list[C]) -> list[C]:
+        at = self._caller.at
+        return [commit for commit in commits if at is None or commit.id <= at.commit]
+
+    def diff(self, a: int, b: int) -> Difference:
+        """What was added, removed and changed from commit ``a`` to commit ``b``; 0 is before the first."""
+        return self.ask(wire.DIFF, a=self._checked_commit(a), b=self._checked_commit(b))
 
     def at(self, commit: int) -> BankView:
         """The bank as it stood after one commit; 0 is before the first."""
@@ -305,60 +390,29 @@ class RemoteBank(ExperienceBank):
             raise BankError(f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them with bank.commits()")
         return commit
 
-    def generation(self, id: str) -> Generation | None:
-        """A journalled generation with its token ids and log-probabilities, or None."""
-        return self._present.ask(wire.GENERATION, id=id)
-
-    def trajectory(self, id: str) -> Trajectory | None:
-        """A recorded trajectory, or None."""
-        return self._present.ask(wire.TRAJECTORY, id=id)
-
-    def outcomes(self, id: str, version: int) -> list[int]:
-        """1 or 0 for every recorded use of one entry version, oldest first."""
-        return self._present.ask(wire.OUTCOMES, id=id, version=version)
-
-    def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
-        """Every (id, version) that earns the outcome of a use of this version: itself and all it was merged from."""
-        return self._present.ask(wire.LINEAGE, id=id, version=version)
-
     # Writing
 
-    def _write(self, operation: Operation[B, R], **values: Any) -> R:
-        if self.read_only:
-            raise ReadOnlyBankError("Expected a writable bank, got one opened with read_only=True; open it without")
-        return self._present.ask(operation, **values)
+    add = _asks(wire.ADD, ExperienceBank.add)
+    add_many = _asks(wire.ADD_MANY, ExperienceBank.add_many)
+    update = _asks(wire.UPDATE, ExperienceBank.update)
+    remove = _asks(wire.REMOVE, ExperienceBank.remove)
+    record = _asks(wire.RECORD, ExperienceBank.record)
+    submit = _asks(wire.SUBMIT, ExperienceBank.submit)
 
-    def add(self, text: str, *, task: str | None = None, kind: str = "lesson", metadata: Mapping[str, Any] | None = None) -> Experience:
-        """Write a new entry; it is durable when this returns."""
-        return self._write(wire.ADD, text=text, task=task, kind=kind, metadata=_plain(metadata))
+    def submit_many(self, trajectories: Sequence[Trajectory], *, distil: bool = True) -> list[bool | Exception]:
+        """``submit`` each, or ``record`` it when not ``distil``; gives for each what it gave or raised."""
+        write = self.submit if distil else self.record
+        return [attempted(partial(write, trajectory)) for trajectory in trajectories]
 
-    def add_many(
-        self, texts: Iterable[str], *, task: str | None = None, kind: str = "lesson", metadata: Mapping[str, Any] | None = None
-    ) -> list[Experience]:
-        """Write several entries in one commit."""
-        if isinstance(texts, str) or not isinstance(texts, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
-            raise ValueError(f"Expected texts to be a list of texts, got {texts!r}")
-        return self._write(wire.ADD_MANY, texts=list(texts), task=task, kind=kind, metadata=_plain(metadata))
-
-    def update(self, id: str, text: str) -> Experience:
-        """Write the next version of an entry; the old one stays in its history."""
-        return self._write(wire.UPDATE, id=id, text=text)
-
-    def remove(self, id: str) -> None:
-        """Take an entry out; ``at`` and ``rollback`` still know it."""
-        self._write(wire.REMOVE, id=id)
+    keep_generation = _asks(wire.KEEP_GENERATION, ExperienceBank.keep_generation)
+    save_counters = _asks(wire.SAVE_COUNTERS, ExperienceBank.save_counters)
+    import_entries = _asks(wire.IMPORT, ExperienceBank.import_entries)
+    prune = _asks(wire.PRUNE, ExperienceBank.prune)
+    evict = _asks(wire.EVICT, ExperienceBank.evict)
 
     def rollback(self, commit: int) -> Commit:
         """Let the bank stand as it stood after ``commit``, by a new commit; nothing is erased, counters stay."""
-        return self._write(wire.ROLLBACK, commit=self._checked_commit(commit))
-
-    def record(self, trajectory: Trajectory) -> bool:
-        """Journal the outcome and the uses of a trajectory and update counters; False when it was recorded before."""
-        return self._write(wire.RECORD, trajectory=trajectory)
-
-    def submit(self, trajectory: Trajectory) -> bool:
-        """Record a trajectory and queue it for distillation in one commit; False when it was queued before."""
-        return self._write(wire.SUBMIT, trajectory=trajectory)
+        return self.ask(wire.ROLLBACK, commit=self._checked_commit(commit))
 
     def apply(
         self,
@@ -387,32 +441,44 @@ class RemoteBank(ExperienceBank):
         asked: Mapping[str, Any],
     ) -> list[Experience]:
         spans = [None if one.span is None else list(one.span) for one in distillation.parsed.operations]
-        written = self._write(operation, distillation=distillation, spans=spans, shown=list(shown), **asked)
+        written = self.ask(operation, distillation=distillation, spans=spans, shown=list(shown), **asked)
         self.refused.update(written.refused)
         return written.entries
-
-    def keep_generation(self, generation: Generation) -> None:
-        """Journal a generation that wrote no entry (a refinement), so that it can be trained on."""
-        self._write(wire.KEEP_GENERATION, generation=generation)
 
     def note_retrievals(self, ids: Iterable[str]) -> None:
         """Count retrievals; the server journals them with the next commit or when it stops, so that reading costs no write."""
         if named := list(ids):
-            self._write(wire.NOTE_RETRIEVALS, ids=named)
+            self.ask(wire.NOTE_RETRIEVALS, ids=named)
 
-    def save_counters(self) -> None:
-        """Journal the retrieval counts now."""
-        self._write(wire.SAVE_COUNTERS)
+    def deduplicate(
+        self,
+        threshold: float = 0.95,
+        judge: Judge | None = None,
+        *,
+        across_tasks: bool = False,
+        among: Iterable[str] | None = None,
+        dry_run: bool = False,
+    ) -> list[Duplicates]:
+        """Merge near-duplicates into the oldest of each group, in one commit; gives the groups.
+
+        A ``judge`` cannot travel, so it is asked here: all texts and their vectors are then fetched, and the groups sent back. With
+        none all happens at the server; what takes longer than ``timeout`` ends with an error here and goes on there.
+        """
+        if judge is None:
+            return self.ask(wire.DEDUPLICATE, threshold=threshold, across_tasks=across_tasks, among=among, dry_run=dry_run)
+        found = dedupe.find(list(self.entries()), self.embedder, threshold, judge, across_tasks=across_tasks, among=among)
+        return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
+
+    def merge_duplicates(self, found: Sequence[Duplicates], ref: str = "groups given") -> list[Duplicates]:
+        """Merge the groups that ``deduplicate(dry_run=True)`` found, or some of them, in one commit; gives those merged."""
+        groups = [[{"id": entry.id, "version": entry.version} for entry in (group.survivor, *group.merged)] for group in found]
+        return self.ask(wire.MERGE_DUPLICATES, groups=groups, ref=ref)
 
     # Moving
 
     def export(self, file: str | os.PathLike[str]) -> int:
         """Write every entry with its provenance and counters to a JSON Lines file on this side; gives their number."""
         return bundle.write(Path(file), list(self.entries()), self.namespace, self._embedder.id)
-
-    def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
-        """``import_`` of entries that are read already; the commit refers to ``ref``."""
-        return self._write(wire.IMPORT, entries=list(entries), ref=ref)
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> ExperienceBank:
         """Refuse: a journal is copied where it is."""
@@ -428,10 +494,6 @@ class RemoteBank(ExperienceBank):
 
     def _refuse(self, name: str) -> NoReturn:
         raise BankError(f"Expected a bank folder for {name}(), got the server at {self.url}; open the folder, or export() the entries")
-
-
-def _plain(metadata: Mapping[str, Any] | None) -> Any:
-    return dict(metadata) if isinstance(metadata, Mapping) else metadata
 
 
 def _reopened(url: str, options: dict[str, Any]) -> RemoteBank:

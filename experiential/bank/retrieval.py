@@ -23,10 +23,19 @@ from experiential.errors import ConfigError
 
 
 class Candidate(NamedTuple):
-    """One entry near a query: its id and its cosine similarity."""
+    """One entry near a query: its id, its cosine similarity, and with hybrid retrieval the share of the query's words that it has."""
 
     id: str
     cosine: float
+    words: float = 0.0
+
+    def relevance(self, hybrid: float) -> float:
+        """By what candidates are ranked: (1 - w) cosine + w words; the cosine when w, ``bank.retrieval.hybrid``, is 0."""
+        return (1.0 - hybrid) * self.cosine + hybrid * self.words
+
+    def reaches(self, floor: float, hybrid: float) -> bool:
+        """Whether the cosine is at or above the floor or, with hybrid retrieval, the share of words is."""
+        return self.cosine >= floor or (hybrid > 0.0 and 0.0 < self.words >= floor)
 
 
 class Pick(NamedTuple):
@@ -76,7 +85,7 @@ class Retrievals:
 
 
 def shared_ranks(cosines: Sequence[float], tie: float = 1e-3) -> list[int]:
-    """0-based ranks of cosines given in falling order; a run within ``tie`` of its first member shares that member's rank.
+    """0-based ranks of cosines (or relevances) given in falling order; a run within ``tie`` of its first member shares that member's rank.
 
     >>> shared_ranks([0.9, 0.8995, 0.7, 0.5])
     [0, 0, 2, 3]
@@ -95,12 +104,19 @@ def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float
     return -rank - weight * math.log1p(count) - float(recent)
 
 
-def cut_pool(candidates: Sequence[Candidate], seen: Retrievals, size: int, floor: float, tie: float = 1e-3) -> list[Candidate]:
-    """The top ``size`` candidates at or above the floor; of those tied at the border, the least retrieved come first."""
-    above = sorted((c for c in candidates if c.cosine >= floor), key=lambda c: -c.cosine)
-    ranks = shared_ranks([c.cosine for c in above], tie)
+def above_floor(candidates: Sequence[Candidate], floor: float, hybrid: float = 0.0) -> list[Candidate]:
+    """The candidates that reach the floor, the most relevant first."""
+    return sorted((c for c in candidates if c.reaches(floor, hybrid)), key=lambda c: -c.relevance(hybrid))
+
+
+def cut_pool(
+    candidates: Sequence[Candidate], seen: Retrievals, size: int, floor: float, tie: float = 1e-3, hybrid: float = 0.0
+) -> list[Candidate]:
+    """The top ``size`` candidates that reach the floor; of those tied at the border, the least retrieved come first."""
+    above = above_floor(candidates, floor, hybrid)
+    ranks = shared_ranks([c.relevance(hybrid) for c in above], tie)
     order = sorted(range(len(above)), key=lambda place: (ranks[place], seen.count(above[place].id)))
-    return sorted((above[place] for place in order[:size]), key=lambda c: -c.cosine)
+    return sorted((above[place] for place in order[:size]), key=lambda c: -c.relevance(hybrid))
 
 
 def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random) -> list[Pick]:
@@ -125,7 +141,7 @@ def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random
 
 
 Strategy = Callable[[Sequence[Candidate], Retrievals, RetrievalSettings, random.Random, int], list[tuple[Candidate, float]]]
-"""Takes candidates (best cosine first), what was retrieved so far, the settings, a source of draws and k; gives picks with propensities."""
+"""Takes candidates (most relevant first), what was retrieved so far, settings, a source of draws and k; gives picks with propensities."""
 STRATEGIES: dict[str, Strategy] = {}
 """By name, what ``bank.retrieval.strategy`` may say."""
 
@@ -159,9 +175,10 @@ def select(
     """The entries that one query receives, each with its propensity; noted in ``seen``, so that the next query sees them taken.
 
     Calling this for the queries of a micro-batch one after the other is the reservation: a group of identical queries
-    spreads over the pool. Empty when nothing reaches the similarity floor.
+    spreads over the pool. Empty when nothing reaches the floor: an entry does if its cosine is at least ``settings.floor`` or, with
+    hybrid retrieval, if the share of the query's words that it has is. So words only ever let more entries in.
     """
-    above = sorted((c for c in candidates if c.cosine >= settings.floor), key=lambda c: -c.cosine)
+    above = above_floor(candidates, settings.floor, settings.hybrid)
     picks = find_strategy(settings.strategy)(above, seen, settings, rng, settings.k if k is None else k)
     for candidate, _ in picks:
         seen.note(candidate.id)
@@ -172,9 +189,9 @@ def select(
 def diverse(
     candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
 ) -> list[tuple[Candidate, float]]:
-    """Eq. 6 over the nearest ``pool * k`` candidates."""
-    pool = cut_pool(candidates, seen, settings.pool * k, settings.floor, settings.tie)
-    ranks = shared_ranks([candidate.cosine for candidate in pool], settings.tie)
+    """Eq. 6 over the ``pool * k`` most relevant candidates."""
+    pool = cut_pool(candidates, seen, settings.pool * k, settings.floor, settings.tie, settings.hybrid)
+    ranks = shared_ranks([candidate.relevance(settings.hybrid) for candidate in pool], settings.tie)
     scores = [
         diversity_score(rank, seen.count(candidate.id), seen.is_recent(candidate.id), settings.diversity)
         for rank, candidate in zip(ranks, pool, strict=True)
@@ -194,9 +211,9 @@ def nearest(
 def by_utility(
     candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
 ) -> list[tuple[Candidate, float]]:
-    """Of the nearest ``pool * k``, those with the best cosine times Laplace score (s + 1)/(u + 2) (EvolveR's score)."""
+    """Of the nearest ``pool * k``, those with the best relevance times Laplace score (s + 1)/(u + 2) (EvolveR's score)."""
     pool = candidates[: settings.pool * k]
-    scores = [candidate.cosine * seen.utility(candidate.id) for candidate in pool]
+    scores = [candidate.relevance(settings.hybrid) * seen.utility(candidate.id) for candidate in pool]
     return [(pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)]
 
 

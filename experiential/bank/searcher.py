@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.retrieval import Candidate, Retrievals, select
+from experiential.bank.trust import Probation
 from experiential.bank.vectors import Scored
+from experiential.bank.where import Where
 from experiential.config import RetrievalSettings
-from experiential.types import Experience, Hit
+from experiential.types import Experience, Hit, Statistics
 
 _TIED = 4
 """Candidates fetched for each place of the pool, so that ties at its border can rotate."""
@@ -26,6 +28,8 @@ class Request(NamedTuple):
     query: str
     k: int
     exclude: str | None
+    where: Where | None
+    admitted: bool | None
     future: asyncio.Future[list[Hit]]
     since: float
 
@@ -48,9 +52,10 @@ class Searcher:
     arrival: a run with one seed gives the same hits again. A caller that is cancelled is skipped and holds nobody up.
     """
 
-    def __init__(self, bank: ExperienceBank, settings: RetrievalSettings, seed: int) -> None:
+    def __init__(self, bank: ExperienceBank, settings: RetrievalSettings, seed: int, probation: Probation | None = None) -> None:
         self.counts = SearchCounts()
         self._bank = bank
+        self._probation = probation
         self._settings = settings
         self._rng = random.Random(seed)
         # A writable bank knows all counts; beside a read-only one they are kept here, and are forgotten with the searcher.
@@ -61,28 +66,41 @@ class Searcher:
         self._batches: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="experiential-search")
         self._journalled: dict[str, int] = {}
+        self._found: dict[str, Scored[Experience]] = {}  # the candidates of the query that is being answered
+        if settings.hybrid:
+            bank.nearest([], 1, [], words=True)  # indexes the words now, before somebody waits
 
     def _earlier(self, id: str) -> int:
         if id not in self._journalled:
-            entry = self._bank.get(id)
-            self._journalled[id] = entry.statistics.retrievals if entry is not None else 0
+            self._journalled[id] = self._counters(id).retrievals
         return self._journalled[id]
 
     def _utility(self, id: str) -> float:
-        entry = self._bank.get(id)
-        return entry.statistics.score if entry is not None else 0.5
+        return self._counters(id).score
 
-    async def search(self, queries: Sequence[str], k: int, exclude: str | None) -> list[list[Hit]]:
-        """The hits of each query; a query of nothing but blanks gets none."""
+    def _counters(self, id: str) -> Statistics:
+        found = self._found.get(id)
+        return Statistics() if found is None else self._bank.counters(found.item)
+
+    async def search(
+        self, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None = None
+    ) -> list[list[Hit]]:
+        """The hits of each query, asked in the episode of the same place; a query of nothing but blanks gets none."""
         loop = asyncio.get_running_loop()
         now = time.perf_counter()
-        requests = [Request(query, k, exclude, loop.create_future(), now) for query in queries]
+        requests = [
+            Request(query, k, exclude, where, self._admitted(episode), loop.create_future(), now)
+            for query, episode in zip(queries, episodes, strict=True)
+        ]
         for request in requests:
             if request.query.strip():
                 self._enqueue(request, loop)
             else:
                 request.future.set_result([])
         return list(await asyncio.gather(*(request.future for request in requests)))
+
+    def _admitted(self, episode: str) -> bool | None:
+        return None if self._probation is None else self._probation.admits(episode)
 
     def _enqueue(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
         self._waiting.append(request)
@@ -97,6 +115,8 @@ class Searcher:
             self._timer = None
         batch = [request for request in self._waiting if not request.future.done()]
         self._waiting.clear()
+        if self._probation is not None:
+            self._probation.wake()
         if batch:
             before, self._turn = self._turn, asyncio.Event()
             task = asyncio.get_running_loop().create_task(self._serve(batch, before, self._turn))
@@ -119,7 +139,16 @@ class Searcher:
 
     def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:
         wanted = max(request.k for request in batch) * self._settings.pool * _TIED
-        return self._bank.nearest([request.query for request in batch], wanted, [request.exclude for request in batch])
+        rows = self._nearest(batch, wanted)
+        if self._probation is not None:
+            admitted = [request.admitted is True for request in batch]
+            floor = -1.0 if self._settings.hybrid else self._settings.floor  # words may lift an entry of any cosine over the floor
+            self._probation.sift(rows, admitted, wanted, floor, lambda at, n: self._nearest([batch[i] for i in at], n))
+        return rows
+
+    def _nearest(self, batch: list[Request], wanted: int) -> list[list[Scored[Experience]]]:
+        queries, exclude, where = zip(*((one.query, one.exclude, one.where) for one in batch), strict=True)
+        return self._bank.nearest(queries, wanted, exclude, where, words=self._settings.hybrid > 0.0)
 
     def _answer(self, batch: list[Request], rows: list[list[Scored[Experience]]]) -> None:
         self.counts.batches += 1
@@ -134,15 +163,17 @@ class Searcher:
             request.future.set_result(hits)
 
     def _choose(self, request: Request, row: list[Scored[Experience]]) -> list[Hit]:
-        found = {scored.item.id: scored for scored in row}
-        candidates = [Candidate(id, scored.score) for id, scored in found.items()]
+        found = self._found = {scored.item.id: scored for scored in row}
+        candidates = [Candidate(id, scored.score, scored.words) for id, scored in found.items()]
         chosen = select(candidates, self._seen, self._settings, self._rng, request.k)
         if not self._bank.read_only:
             self._bank.note_retrievals(candidate.id for candidate, _ in chosen)
-        return [
-            Hit(experience=self._bank.read(found[candidate.id].item), score=candidate.cosine, rank=rank, propensity=propensity)
-            for rank, (candidate, propensity) in enumerate(chosen)
+        hybrid = self._settings.hybrid
+        hits = [
+            Hit(experience=self._bank.read(found[one.id].item), score=one.relevance(hybrid), rank=rank, propensity=propensity)
+            for rank, (one, propensity) in enumerate(chosen)
         ]
+        return hits if self._probation is None or request.admitted is None else self._probation.mark(hits, request.admitted)
 
     def close(self) -> None:
         """Let the callers that still wait go, and end the threads."""

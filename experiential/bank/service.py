@@ -9,14 +9,16 @@ import json
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from experiential.bank import wire
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.dedupe import Duplicates
 from experiential.bank.embed import Embedder
 from experiential.bank.history import Commit
 from experiential.bank.shelf import ServedBank, Shelf
-from experiential.bank.view import BankView
+from experiential.bank.where import Where
 from experiential.bank.wire import Body, Operation
 from experiential.errors import BankError, BankLockedError, ExperientialError, MissingExtraError, ReadOnlyBankError
 from experiential.types import Distillation, Experience, Hit, Statistics
@@ -81,8 +83,8 @@ def create_app(
     app.add_middleware(Door, token=token, max_body=max_body)
     _answer_errors(app)
     _add_health(app, shelf)
-    for operation, (do, again) in _HANDLERS.items():
-        _add_route(app, shelf, operation, do, again)
+    for operation in wire.OPERATIONS:
+        _add_route(app, shelf, operation, _OWN.get(operation) or _method(operation), _AGAIN.get(operation))
     return app
 
 
@@ -221,71 +223,48 @@ def _add_route(app: FastAPI, shelf: Shelf, operation: Operation[Any, Any], do: D
     )
 
 
-# What each operation does, and for a write what it gave when it made a certain commit. A write without the second is harmless when
-# repeated.
+# What the operations do that are not one method of a bank, and what a keyed write gave when it made a certain commit. A write that the
+# second table lacks is harmless when repeated.
 
-_HANDLERS: dict[Operation[Any, Any], tuple[Do, Again | None]] = {}
+_OWN: dict[Operation[Any, Any], Do] = {}
+_AGAIN: dict[Operation[Any, Any], Again] = {
+    wire.ADD: lambda served, body, commit: served.written(commit)[0],
+    wire.ADD_MANY: lambda served, body, commit: served.written(commit),
+    wire.UPDATE: lambda served, body, commit: served.written(commit)[0],
+    wire.REMOVE: lambda served, body, commit: None,
+    wire.ROLLBACK: lambda served, body, commit: _commit(served.bank, commit),
+    wire.IMPORT: lambda served, body, commit: len(served.written(commit)),
+    wire.RECORD: lambda served, body, commit: True,
+    wire.SUBMIT: lambda served, body, commit: True,
+    wire.APPLY: lambda served, body, commit: wire.Written(entries=served.written(commit), refused={}),
+    wire.CONSOLIDATE: lambda served, body, commit: wire.Written(entries=served.written(commit), refused={}),
+    wire.QUEUE_FAIL: lambda served, body, commit: served.bank.queue.attempts(body.id),
+    wire.QUEUE_REQUEUE: lambda served, body, commit: True,
+    wire.PRUNE: lambda served, body, commit: served.removed(commit),
+    wire.EVICT: lambda served, body, commit: served.removed(commit),
+    wire.DEDUPLICATE: lambda served, body, commit: served.merged(commit),
+    wire.MERGE_DUPLICATES: lambda served, body, commit: served.merged(commit),
+}
 
 
-def _serves(
-    operation: Operation[B, R], again: Callable[[ServedBank, B, int], R] | None = None
-) -> Callable[[Callable[[ServedBank, B], R]], Callable[[ServedBank, B], R]]:
+def _serves(operation: Operation[B, R]) -> Callable[[Callable[[ServedBank, B], R]], Callable[[ServedBank, B], R]]:
     def register(do: Callable[[ServedBank, B], R]) -> Callable[[ServedBank, B], R]:
-        _HANDLERS[operation] = (do, again)
+        _OWN[operation] = do
         return do
 
     return register
 
 
-def _serve_reads() -> None:
-    """Reads that are one call."""
-    _serves(wire.GET)(lambda served, body: served.reader(body.at).get(body.id))
-    _serves(wire.READ)(lambda served, body: _counters(served.bank, body.id))
-    _serves(wire.ENTRIES)(lambda served, body: served.page(body.at, body.cursor, body.limit))
-    _serves(wire.VERSION)(lambda served, body: served.bank.version(body.id, body.version))
-    _serves(wire.COMMITS)(lambda served, body: served.bank.commits())
-    _serves(wire.GENERATION)(lambda served, body: served.bank.generation(body.id))
-    _serves(wire.TRAJECTORY)(lambda served, body: served.bank.trajectory(body.id))
-    _serves(wire.OUTCOMES)(lambda served, body: served.bank.outcomes(body.id, body.version))
-    _serves(wire.LINEAGE)(lambda served, body: served.bank.lineage(body.id, body.version))
-    _serves(wire.EMBED)(lambda served, body: served.bank.embedder(body.texts).tolist() if body.texts else [])
-    _serves(wire.QUEUE_STATE)(lambda served, body: served.bank.queue.state(body.id))
-    _serves(wire.QUEUE_WAITING)(lambda served, body: served.bank.queue.waiting())
-    _serves(wire.QUEUE_ATTEMPTS)(lambda served, body: served.bank.queue.attempts(body.id))
-    _serves(wire.QUEUE_DEAD)(lambda served, body: served.bank.queue.dead_letters())
+def _method(operation: Operation[Any, Any]) -> Do:
+    """Calls the method that an operation names with the fields of its body; of an earlier state when it may be asked of one."""
+    find = attrgetter(operation.method)
 
+    def do(served: ServedBank, body: Body) -> Any:
+        values = {name: getattr(body, name) for name in type(body).model_fields}
+        source = served.reader(values.pop("at")) if isinstance(body, wire.Reading) else served.bank
+        return find(source)(**values)
 
-def _serve_writes() -> None:
-    """Writes that are one call."""
-    _serves(wire.ADD, lambda served, body, commit: served.written(commit)[0])(
-        lambda served, body: served.bank.add(body.text, task=body.task, kind=body.kind, metadata=body.metadata)
-    )
-    _serves(wire.ADD_MANY, lambda served, body, commit: served.written(commit))(
-        lambda served, body: served.bank.add_many(body.texts, task=body.task, kind=body.kind, metadata=body.metadata)
-    )
-    _serves(wire.UPDATE, lambda served, body, commit: served.written(commit)[0])(
-        lambda served, body: served.bank.update(body.id, body.text)
-    )
-    _serves(wire.REMOVE, lambda served, body, commit: None)(lambda served, body: served.bank.remove(body.id))
-    _serves(wire.ROLLBACK, lambda served, body, commit: _commit(served.bank, commit))(
-        lambda served, body: served.bank.rollback(body.commit)
-    )
-    _serves(wire.IMPORT, lambda served, body, commit: len(served.written(commit)))(
-        lambda served, body: served.bank.import_entries(body.entries, body.ref)
-    )
-    _serves(wire.RECORD, lambda served, body, commit: True)(lambda served, body: served.bank.record(body.trajectory))
-    _serves(wire.SUBMIT, lambda served, body, commit: True)(lambda served, body: served.bank.submit(body.trajectory))
-    _serves(wire.KEEP_GENERATION)(lambda served, body: served.bank.keep_generation(body.generation))
-    _serves(wire.NOTE_RETRIEVALS)(lambda served, body: served.bank.note_retrievals(body.ids))
-    _serves(wire.SAVE_COUNTERS)(lambda served, body: served.bank.save_counters())
-    _serves(wire.QUEUE_FAIL, lambda served, body, commit: served.bank.queue.attempts(body.id))(
-        lambda served, body: served.bank.queue.fail(body.id, body.reason, last=body.last)
-    )
-    _serves(wire.QUEUE_REQUEUE, lambda served, body, commit: True)(lambda served, body: served.bank.queue.requeue(body.id))
-
-
-_serve_reads()
-_serve_writes()
+    return do
 
 
 @_serves(wire.INFO)
@@ -302,27 +281,40 @@ def _at(served: ServedBank, body: wire.Committed) -> wire.At:
     return at
 
 
+@_serves(wire.READ)
+def _read(served: ServedBank, body: wire.Identified) -> Statistics:
+    return served.bank.read(Experience(id=body.id, text="-")).statistics
+
+
+@_serves(wire.ENTRIES)
+def _entries(served: ServedBank, body: wire.Paged) -> wire.Page:
+    return served.page(body.at, body.cursor, body.limit)
+
+
+@_serves(wire.EMBED)
+def _embed(served: ServedBank, body: wire.Texts) -> list[list[float]]:
+    return served.bank.embedder(body.texts).tolist() if body.texts else []
+
+
 @_serves(wire.SEARCH)
 def _search(served: ServedBank, body: wire.Searched) -> list[list[Hit]]:
-    return served.reader(body.at).search(body.queries, k=body.k, exclude_instance=body.exclude_instance)
+    return served.reader(body.at).search(body.queries, k=body.k, exclude_instance=body.exclude_instance, where=body.where)
 
 
 @_serves(wire.NEAREST)
-def _nearest(served: ServedBank, body: wire.Compared) -> list[list[Hit]]:
+def _nearest(served: ServedBank, body: wire.Compared) -> list[list[wire.Near]]:
     if len(body.exclude) != len(body.queries) or body.n < 1:
         raise ValueError(f"Expected one excluded instance (or null) per query and a positive n, got {len(body.exclude)} and {body.n}")
+    if len(body.where) not in (0, len(body.queries)):
+        raise ValueError(f"Expected one filter (or null) per query or none at all, got {len(body.where)} for {len(body.queries)} queries")
     reader = served.reader(body.at)
-    if isinstance(reader, BankView):
-        return [reader.search(query, k=body.n, exclude_instance=hidden) for query, hidden in zip(body.queries, body.exclude, strict=True)]
-    rows = reader.nearest(body.queries, body.n, body.exclude)
-    return [[Hit(experience=reader.read(s.item), score=s.score, rank=rank) for rank, s in enumerate(row)] for row in rows]
+    rows = reader.nearest(body.queries, body.n, body.exclude, [Where.of(one) for one in body.where], body.words)
+    return [
+        [wire.Near(experience=reader.read(s.item), score=s.score, rank=rank, words=s.words) for rank, s in enumerate(row)] for row in rows
+    ]
 
 
-def _apply_again(served: ServedBank, body: wire.Distilled, commit: int) -> wire.Written:
-    return wire.Written(entries=served.written(commit), refused={})
-
-
-@_serves(wire.APPLY, _apply_again)
+@_serves(wire.APPLY)
 def _apply(served: ServedBank, body: wire.Distilled) -> wire.Written:
     if body.trajectory is None:
         raise ValueError("Expected the trajectory that was distilled, got none")
@@ -337,7 +329,7 @@ def _apply(served: ServedBank, body: wire.Distilled) -> wire.Written:
     return wire.Written(entries=entries, refused=dict(served.bank.refused - before))
 
 
-@_serves(wire.CONSOLIDATE, _apply_again)
+@_serves(wire.CONSOLIDATE)
 def _consolidate(served: ServedBank, body: wire.Distilled) -> wire.Written:
     before = served.bank.refused.copy()
     entries = served.bank.consolidate(_with_spans(body), shown=body.shown, extractor_version=body.extractor_version)
@@ -353,8 +345,27 @@ def _with_spans(body: wire.Distilled) -> Distillation:
     return body.distillation.model_copy(update={"parsed": parsed.model_copy(update={"operations": operations})})
 
 
-def _counters(bank: ExperienceBank, id: str) -> Statistics:
-    return bank.read(Experience(id=id, text="-")).statistics
+@_serves(wire.MERGE_DUPLICATES)
+def _merge_duplicates(served: ServedBank, body: wire.Judged) -> list[Duplicates]:
+    known = ([served.bank.version(one.id, one.version) for one in group] for group in body.groups)
+    groups = ([entry for entry in group if entry is not None] for group in known)
+    found = [Duplicates(survivor=survivor, merged=tuple(merged)) for survivor, *merged in groups if merged]
+    return served.bank.merge_duplicates(found, body.ref)
+
+
+@_serves(wire.TRUSTED_VERSIONS)
+def _trusted_versions(served: ServedBank, body: wire.After) -> list[tuple[str, int]]:
+    return served.trusted_versions(body.after)
+
+
+@_serves(wire.TRUST_AFTER)
+def _trust_after(served: ServedBank, body: wire.Nothing) -> int:
+    return served.bank.trust_after
+
+
+@_serves(wire.SET_TRUST_AFTER)
+def _set_trust_after(served: ServedBank, body: wire.After) -> None:
+    served.bank.trust_after = body.after
 
 
 def _commit(bank: ExperienceBank, id: int) -> Commit:

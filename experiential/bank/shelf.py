@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.chroma_server import checked_place
+from experiential.bank.dedupe import Duplicates
 from experiential.bank.embed import Embedder
 from experiential.bank.journal import Journal
 from experiential.bank.lock import WriterLock
+from experiential.bank.trust import Book
 from experiential.bank.view import BankView
 from experiential.bank.wire import At, Page
 from experiential.errors import BankError
@@ -24,6 +27,7 @@ T = TypeVar("T")
 _VIEWS = 8
 _LISTINGS = 64
 _KEYS = 4096
+_BOOKS = 4
 _SERVER = "\0server"
 """The name under which a shelf holds the folder's lock; no namespace of a user is called so."""
 
@@ -60,6 +64,7 @@ class ServedBank:
         self.bank = bank
         self._views: Recent[BankView] = Recent(_VIEWS)
         self._listings: Recent[list[Experience]] = Recent(_LISTINGS)
+        self._books: Recent[Book] = Recent(_BOOKS)
         self._counted: Recent[bool] = Recent(_KEYS)
         self._stripes = [threading.Lock() for _ in range(64)]
 
@@ -115,6 +120,25 @@ class ServedBank:
         found = (self.bank.version(id, version) for id, version in self.bank.receipts.written(commit))
         return [entry for entry in found if entry is not None]
 
+    def removed(self, commit: int) -> list[Experience]:
+        """The entries that a commit took out, as they stood before it, in the order of removing."""
+        found = (self.bank.version(id, version) for id, version in self.bank.receipts.removed(commit))
+        return [entry for entry in found if entry is not None]
+
+    def trusted_versions(self, after: int) -> list[tuple[str, int]]:
+        """Every entry version that is trusted now, with ``after`` tasks asked for."""
+        book = self._books.get(after) or self._books.put(after, self.bank.trust_book(after))
+        book.refresh()
+        return sorted(book.trusted)
+
+    def merged(self, commit: int) -> list[Duplicates]:
+        """The groups of near-duplicates that a commit merged."""
+        groups: list[Duplicates] = []
+        for survivor in self.written(commit):
+            family = (self.bank.version(*parent) for parent in survivor.provenance.parents if parent[0] != survivor.id)
+            groups.append(Duplicates(survivor=survivor, merged=tuple(entry for entry in family if entry is not None)))
+        return groups
+
 
 class Shelf:
     """The namespaces of one folder, or banks that somebody else opened and will close.
@@ -123,6 +147,7 @@ class Shelf:
         source: a folder, which this takes the writer's lock of at once, or open banks of different namespaces.
         namespaces: those that may be asked for; none named allows all.
         embedder: for namespaces that were never written.
+        chroma: where the index of a folder's namespaces is, see ``ExperienceBank``.
 
     Raises:
         BankLockedError: another process writes the folder.
@@ -135,11 +160,13 @@ class Shelf:
         *,
         namespaces: Sequence[str] = (),
         embedder: Embedder | str | None = None,
+        chroma: str | None = None,
     ) -> None:
         self._lock = threading.RLock()
         self._open: dict[str, ServedBank] = {}
         self._allowed = tuple(dict.fromkeys(namespaces))
         self._embedder = embedder
+        self._chroma = checked_place(chroma)
         self._folder: Path | None = None
         self._claim: WriterLock | None = None
         self._journal: Journal | None = None
@@ -184,7 +211,7 @@ class Shelf:
         if self._folder is None or (self._allowed and namespace not in self._allowed):
             served = ", ".join(map(repr, self.namespaces()))
             raise BankError(f"Expected a namespace served here ({served}), got {namespace!r}; start the server with --namespace for it")
-        return ExperienceBank(self._folder, namespace=namespace, embedder=self._embedder_for(namespace))
+        return ExperienceBank(self._folder, namespace=namespace, embedder=self._embedder_for(namespace), chroma=self._chroma)
 
     def _embedder_for(self, namespace: str) -> Embedder | str | None:
         assert self._journal is not None

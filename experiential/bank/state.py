@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 from experiential.bank.credit import Ledger, total
 from experiential.bank.history import History, Live, Stored
@@ -17,6 +19,27 @@ Content = tuple[str | None, str, str]
 """Task, kind and text: two entries that share them say the same."""
 
 
+class Ground(Protocol):
+    """What a commit is drafted on: the entries and counters that stand before it."""
+
+    @property
+    def retrieved(self) -> Mapping[str, int]:
+        """Retrievals since opening, by entry."""
+        ...
+
+    def live(self, id: str) -> Live | None:
+        """The entry as it stands, or None."""
+        ...
+
+    def twin(self, content: Content) -> str | None:
+        """The newest live entry that says exactly this."""
+        ...
+
+    def saved(self, id: str) -> Statistics | None:
+        """The counters of one entry without the retrievals since opening; None when it has none."""
+        ...
+
+
 class State:
     """The live entries, their counters and the search structure; readers take what they find without a lock."""
 
@@ -25,6 +48,8 @@ class State:
         self.statistics = statistics
         self.retrieved: Counter[str] = Counter()
         self.nearest = nearest
+        self._tally = threading.Lock()
+        self._unsaved: set[str] = set()
         self._contents: dict[Content, dict[str, None]] = {}
         for stored in entries:
             self._enter(self.entries, stored)
@@ -36,11 +61,34 @@ class State:
 
     def counted(self, id: str) -> Statistics | None:
         """The counters of one entry, retrievals since opening included; None when it was never met."""
-        known, retrieved = self.statistics.get(id), self.retrieved.get(id, 0)
-        if not retrieved:
-            return known
-        known = known or Statistics()
-        return known.model_copy(update={"retrievals": known.retrievals + retrieved})
+        return _with_retrievals(self.statistics.get(id), self.retrieved.get(id, 0))
+
+    def saved(self, id: str) -> Statistics | None:
+        """The counters of one entry without the retrievals since opening; None when it has none."""
+        return self.statistics.get(id)
+
+    def note(self, ids: Iterable[str]) -> None:
+        """Count retrievals, in memory."""
+        with self._tally:
+            for id in ids:
+                self.retrieved[id] += 1
+                self._unsaved.add(id)
+
+    @contextmanager
+    def unsaved(self) -> Generator[dict[str, Statistics]]:
+        """Counters with retrievals that the journal lacks; inside this block they are saved, and when it fails they are still unsaved."""
+        with self._tally:
+            ids, self._unsaved = self._unsaved, set()
+        try:
+            yield {id: known for id in ids if (known := self.counted(id)) is not None}
+        except BaseException:
+            with self._tally:
+                self._unsaved |= ids
+            raise
+
+    def live(self, id: str) -> Live | None:
+        """The entry as it stands now, or None."""
+        return self.entries.get(id)
 
     def twin(self, content: Content) -> str | None:
         """The newest live entry that says exactly this."""
@@ -89,32 +137,56 @@ class Change(NamedTuple):
     seq: int
 
 
-class Draft:
-    """One commit being written: every step goes to the journal's open transaction, and to memory only after it."""
+class Overlay:
+    """What was written on a ground and is not to be seen yet; a ground for what is written next."""
 
-    def __init__(self, state: State, history: History, ledger: Ledger, commit: int) -> None:
-        self.commit = commit
+    def __init__(self, ground: Ground) -> None:
         self.changes: list[Change] = []
         self.statistics: dict[str, Statistics] = {}
-        self._state = state
-        self._history = history
-        self._ledger = ledger
+        self._ground = ground
         self._staged: dict[str, Stored | None] = {}
 
+    @property
+    def retrieved(self) -> Mapping[str, int]:
+        """Retrievals since opening, by entry."""
+        return self._ground.retrieved
+
     def live(self, id: str) -> Live | None:
-        """The entry as it stands inside this commit."""
+        """The entry as it stands here."""
         if id in self._staged:
             stored = self._staged[id]
             return None if stored is None else Live(stored.experience, stored.origins)
-        return self._state.entries.get(id)
+        return self._ground.live(id)
 
     def twin(self, content: Content) -> str | None:
-        """An entry that says exactly this, inside this commit."""
+        """An entry that says exactly this here."""
         for id, stored in reversed(self._staged.items()):
             if stored is not None and content_of(stored.experience) == content:
                 return id
-        id = self._state.twin(content)
+        id = self._ground.twin(content)
         return None if id is None or id in self._staged else id
+
+    def saved(self, id: str) -> Statistics | None:
+        """The counters of one entry here, without the retrievals since opening."""
+        return self.statistics.get(id) or self._ground.saved(id)
+
+    def lay(self, other: Overlay) -> None:
+        """Take over what was written on this one."""
+        self.changes += other.changes
+        self.statistics.update(other.statistics)
+        self._staged.update(other._staged)
+
+
+class Draft(Overlay):
+    """One commit being written: every step goes to the journal's open transaction, and to memory only after it."""
+
+    def __init__(self, ground: Ground, history: History, ledger: Ledger, commit: int) -> None:
+        super().__init__(ground)
+        self.commit = commit
+        self.refused: Counter[str] = Counter()
+        self.redacted: Counter[str] = Counter()
+        self._history = history
+        self._ledger = ledger
 
     def put(self, experience: Experience, vector: Vector, origins: frozenset[str]) -> Experience:
         """Write a new version and let its entry stand there."""
@@ -145,11 +217,11 @@ class Draft:
 
     def inherit(self, id: str, parents: Sequence[str]) -> None:
         """Let a merged entry start from the summed counters of its parents."""
-        self._count(id, total(self._state.counted(parent) or Statistics() for parent in dict.fromkeys(parents)))
+        self._count(id, total(self._counted(parent) for parent in dict.fromkeys(parents)))
 
     def credit(self, id: str, success: bool) -> None:
         """Count one use of an entry and how it ended."""
-        known = self.statistics.get(id) or self._state.statistics.get(id) or Statistics()
+        known = self.saved(id) or Statistics()
         self._count(id, known.model_copy(update={"uses": known.uses + 1, "successes": known.successes + success}))
 
     def start_from(self, id: str, statistics: Statistics) -> None:
@@ -158,13 +230,22 @@ class Draft:
 
     def _count(self, id: str, known: Statistics) -> None:
         self.statistics[id] = known
-        retrieved = self._state.retrieved.get(id, 0)
-        self._ledger.save({id: known.model_copy(update={"retrievals": known.retrievals + retrieved})})
+        self._ledger.save({id: self._counted(id)})
+
+    def _counted(self, id: str) -> Statistics:
+        return _with_retrievals(self.saved(id), self.retrieved.get(id, 0)) or Statistics()
 
     def _stage(self, id: str, stored: Stored | None, version: int | None) -> None:
         seq = self._history.point(id, version, self.commit)
         self._staged[id] = stored
         self.changes.append(Change(id, stored, seq))
+
+
+def _with_retrievals(known: Statistics | None, retrieved: int) -> Statistics | None:
+    if not retrieved:
+        return known
+    known = known or Statistics()
+    return known.model_copy(update={"retrievals": known.retrievals + retrieved})
 
 
 def content_of(experience: Experience) -> Content:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from experiential.bank import dedupe, forget
+from experiential.bank import dedupe, forget, trust
 from experiential.bank.dedupe import Duplicates, Judge
 from experiential.bank.embed import CachedEmbedder
 from experiential.bank.explain import Explainer, Explanation
@@ -16,6 +16,7 @@ from experiential.bank.history import History
 from experiential.bank.journal import Journal
 from experiential.bank.log import Difference, Log, Logged, difference
 from experiential.bank.state import Draft, State
+from experiential.bank.trust import Book, Standing
 from experiential.bank.uplift import Evidence
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.types import Experience, Generation, Trajectory, Uplift
@@ -82,13 +83,59 @@ class Upkeep(ABC):
         Raises:
             BankError: there is no such entry or version.
         """
-        journal = self._own_journal("uplift")
         if version is None:
             live = self.get(id)
-            version = History(journal, self.namespace).last_version(id) if live is None else live.version
+            version = History(self._journal, self.namespace).last_version(id) if live is None else live.version
         if self.version(id, version) is None:
             raise BankError(f"Expected an entry version that this bank knows, got {id!r} version {version}; list them with bank.history()")
-        return Evidence(journal, self.namespace).uplift(id, version)
+        return Evidence(self._journal, self.namespace).uplift(id, version)
+
+    @property
+    def trust_after(self) -> int:
+        """``bank.trust_after`` of the last manager that had one and could write; 0 when there was none."""
+        return trust.recorded(self._journal, self.namespace)
+
+    @trust_after.setter
+    def trust_after(self, after: int) -> None:
+        trust.record(self._journal, self.namespace, after)
+
+    def trust_book(self, after: int, *, at: int | None = None) -> Book:
+        """Which entry versions are trusted on the evidence of now, or of commit ``at``; not refreshed yet.
+
+        Args:
+            after: independent tasks on which an entry must have helped; at least 1.
+            at: the last commit whose outcomes count.
+        """
+        return Book(self._journal, self.namespace, after, *(() if at is None else (at,)))
+
+    def standing(self, id: str, *, after: int | None = None) -> Standing:
+        """How far the present version of an entry is trusted, and on what evidence.
+
+        Args:
+            id: of a live entry.
+            after: independent tasks asked for; ``trust_after`` by default.
+
+        Raises:
+            BankError: there is no such entry.
+        """
+        if (entry := self.get(id)) is None:
+            raise BankError(f"Expected the id of a live entry, got {id!r}; list them with bank.entries()")
+        return trust.standing(self._journal, self.namespace, entry, self.trust_after if after is None else after)
+
+    def trusted(self, *, after: int | None = None, at: int | None = None) -> list[Experience]:
+        """The entries that are trusted, oldest first: now, or those of commit ``at`` on the evidence of then.
+
+        Args:
+            after: independent tasks asked for; ``trust_after`` by default. 0 trusts all.
+            at: a commit.
+        """
+        after = self.trust_after if after is None else after
+        entries = list(self.entries() if at is None else self.at(at).entries())
+        if not after:
+            return entries
+        book = self.trust_book(after, at=at)
+        book.refresh()
+        return [entry for entry in entries if book.is_trusted(entry)]
 
     def why(self, trajectory: Trajectory | str) -> Explanation:
         """What an episode was shown, how it ended, how those entries are doing now, and which entries were written from it.
@@ -99,12 +146,11 @@ class Upkeep(ABC):
         Raises:
             BankError: no trajectory with this id was recorded.
         """
-        journal = self._own_journal("why")
         known = self.trajectory(trajectory) if isinstance(trajectory, str) else trajectory
         if known is None:
             raise BankError(f"Expected the id of a recorded trajectory, got {trajectory!r}; bank.history() lists them as refs")
-        explainer = Explainer(self.version, self.generation, Evidence(journal, self.namespace).uplift)
-        return explainer.explain(known, Log(journal, self.namespace).written_from(known.id))
+        explainer = Explainer(self.version, self.generation, Evidence(self._journal, self.namespace).uplift)
+        return explainer.explain(known, Log(self._journal, self.namespace).written_from(known.id))
 
     def history(self, id: str | None = None) -> list[Logged]:
         """Every commit with the number of entries that it changed, or those that changed one entry; oldest first.
@@ -112,7 +158,7 @@ class Upkeep(ABC):
         Raises:
             BankError: there never was an entry with this id.
         """
-        log = Log(self._own_journal("history"), self.namespace)
+        log = Log(self._journal, self.namespace)
         if id is None:
             return log.commits()
         if not (found := log.of(id)):
@@ -136,7 +182,8 @@ class Upkeep(ABC):
             min_uses: counted uses that an entry must have had before it may be taken out, by either bound.
             dry_run: change nothing, only say what would go.
         """
-        evidence = Evidence(self._own_journal("prune", writes=not dry_run), self.namespace)
+        self._may_change("prune", dry_run)
+        evidence = Evidence(self._journal, self.namespace)
         doomed = forget.prunable(list(self.entries()), evidence.uplift, score=score, uplift_below=uplift_below, min_uses=min_uses)
         bounds = {"score": score, "uplift": uplift_below}
         ref = ", ".join(f"{name} < {bound:g}" for name, bound in bounds.items() if bound is not None)
@@ -156,13 +203,13 @@ class Upkeep(ABC):
             dry_run: change nothing, only say what would go.
             author: written into the commit.
         """
-        journal = self._own_journal("evict", writes=not dry_run)
+        self._may_change("evict", dry_run)
         doomed = forget.evictable(
             list(self.entries()),
             cap,
             policy,
             seed=f"{seed}:{self.head}",
-            last_use=lambda: forget.last_uses(journal, self.namespace),
+            last_use=lambda: forget.last_uses(self._journal, self.namespace),
         )
         return doomed if dry_run else self._take_out(doomed, author, "evict", f"{policy} to {cap}")
 
@@ -190,25 +237,34 @@ class Upkeep(ABC):
 
         Args:
             threshold: cosine of two texts from which on they may say the same.
-            judge: asked whether a pair (older, newer) says the same; ``ExtractorAgent.judge`` is one. None takes every pair.
+            judge: asked whether a pair (older, newer) says the same; ``ExtractorAgent.judge`` is one. None takes every pair. Of a
+                bank behind a server it is asked here, and so the texts and their vectors travel here.
             across_tasks: compare entries of different tasks too; a survivor of several tasks has no task.
             among: ids of new entries: compared with each other first, then with older entries; None compares all.
             dry_run: change nothing, only say what would be merged.
         """
-        journal = self._own_journal("deduplicate", writes=not dry_run)
-        entries, embed = list(self.entries()), self.embedder
-        found = dedupe.find(entries, embed, threshold, judge, across_tasks=across_tasks, among=among)
-        if dry_run or not found:
-            return found
-        vectors = dedupe.vectors_needed(found, embed)
-        with self._draft("human", "dedupe", f"cosine >= {threshold:g}") as draft:
-            merger = dedupe.Merger(draft, self._state, History(journal, self.namespace), vectors)
+        self._may_change("deduplicate", dry_run)
+        found = dedupe.find(list(self.entries()), self.embedder, threshold, judge, across_tasks=across_tasks, among=among)
+        return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
+
+    def merge_duplicates(self, found: Sequence[Duplicates], ref: str = "groups given") -> list[Duplicates]:
+        """Merge the groups that ``deduplicate(dry_run=True)`` found, or some of them, in one commit; gives those merged.
+
+        An entry that changed since, or is gone, stays out.
+
+        Args:
+            found: groups; no entry may be in two of them.
+            ref: written into the commit.
+        """
+        self._may_change("merge_duplicates", dry_run=False)
+        if not found:
+            return []
+        vectors = dedupe.vectors_needed(found, self.embedder)
+        with self._draft("human", "dedupe", ref) as draft:
+            merger = dedupe.Merger(draft, self._state, History(self._journal, self.namespace), vectors)
             return [merged for group in found if (merged := merger.merge(group)) is not None]
 
-    def _own_journal(self, name: str, *, writes: bool = False) -> Journal:
-        journal: Journal | None = getattr(self, "_journal", None)
-        if journal is None:
-            raise BankError(f"Expected a bank folder for {name}(), got a bank behind a server; call it where the folder is")
-        if writes and self.read_only:
-            raise ReadOnlyBankError(f"Expected a writable bank for {name}(), got one opened with read_only=True; pass dry_run=True")
-        return journal
+    def _may_change(self, name: str, dry_run: bool) -> None:
+        if self.read_only and not dry_run:
+            hint = "open it without" if name == "merge_duplicates" else "open it without, or pass dry_run=True"
+            raise ReadOnlyBankError(f"Expected a writable bank for {name}(), got one opened with read_only=True; {hint}")

@@ -25,11 +25,14 @@ _DIFFERENCES = """  -- CROSS JOIN keeps this order: from the uses of one entry t
         SELECT DISTINCT t.id, t.grp, t.success FROM named n
         CROSS JOIN uses u ON u.namespace = ?1 AND u.experience = n.experience AND u.version = n.version
         CROSS JOIN trajectories t ON t.namespace = ?1 AND t.id = u.trajectory
-        WHERE t.condition = 'guided' AND t.error IS NULL AND t.grp <> ''),
+        WHERE t.condition = 'guided' AND t.error IS NULL AND t.grp <> ''{guided}),
     rates AS (SELECT grp, AVG(success) AS rate FROM guided GROUP BY grp)
-    SELECT g.rate - AVG(f.success) FROM rates g
-    CROSS JOIN trajectories f ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL
+    SELECT g.grp, g.rate - AVG(f.success) FROM rates g
+    CROSS JOIN trajectories f ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL{free}
     GROUP BY g.grp ORDER BY g.grp"""
+_TASK = "SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL ORDER BY commit_id, id LIMIT 1"
+ALWAYS = 2**62
+"""A commit after every other."""
 
 
 class Evidence:
@@ -38,6 +41,7 @@ class Evidence:
     def __init__(self, journal: Journal, namespace: str) -> None:
         self._journal = journal
         self._namespace = namespace
+        self._tasks: dict[str, str] = {}
 
     def uplift(self, id: str, version: int) -> Uplift:
         """Counts and estimates of one entry version."""
@@ -59,14 +63,43 @@ class Evidence:
 
         An episode counts once however often it used them; one that failed for a technical cause does not count.
         """
-        pairs = ", ".join(f"(?{2 * i + 2}, ?{2 * i + 3})" for i in range(len(versions)))
+        return [difference for _, difference in self._by_group(versions, ALWAYS)]
+
+    def by_task(self, versions: Sequence[Ancestor], until: int = ALWAYS) -> dict[str, list[float]]:
+        """The differences of groups by the task of the group: its ``task_id``, or where the environment names none, the task in words.
+
+        Args:
+            versions: whose uses count.
+            until: the last commit whose outcomes count.
+        """
+        found: dict[str, list[float]] = {}
+        for group, difference in self._by_group(versions, until):
+            found.setdefault(self._task(group), []).append(difference)
+        return found
+
+    def _by_group(self, versions: Sequence[Ancestor], until: int) -> list[tuple[str, float]]:
+        pairs = ", ".join(f"(?{2 * i + 3}, ?{2 * i + 4})" for i in range(len(versions)))
         named = [value for version in versions for value in version]
-        return [row[0] for row in self._journal.rows(_DIFFERENCES.format(pairs=pairs), self._namespace, *named)]
+        bound = "" if until == ALWAYS else " AND {}.commit_id <= ?2"  # without it, an index holds all that is asked of the free members
+        statement = _DIFFERENCES.format(pairs=pairs, guided=bound.format("t"), free=bound.format("f"))
+        rows = self._journal.rows(statement, self._namespace, until, *named)
+        return [(row[0], row[1]) for row in rows]
+
+    def _task(self, group: str) -> str:
+        if group not in self._tasks:
+            record = json.loads(self._journal.value(_TASK, self._namespace, group))
+            self._tasks[group] = record["task_id"] or record["task"]
+        return self._tasks[group]
+
+    def ancestors(self, id: str, version: int) -> list[Ancestor]:
+        """The version itself and all versions that it was merged from."""
+        up, _ = self._edges
+        return lineage(id, version, lambda id, version: up.get((id, version), ()))
 
     def family(self, id: str, version: int) -> list[Ancestor]:
         """The version itself, all versions that it was merged from, and all that were merged from it."""
-        up, down = self._edges
-        above = lineage(id, version, lambda id, version: up.get((id, version), ()))
+        _, down = self._edges
+        above = self.ancestors(id, version)
         below = lineage(id, version, lambda id, version: down.get((id, version), ()))
         return list(dict.fromkeys([*above, *below]))
 

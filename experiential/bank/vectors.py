@@ -3,43 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Vector = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
 T = TypeVar("T")
+S = TypeVar("S", contravariant=True)
 _QUERIES_AT_ONCE = 128
+_MOST_MASKS = 32
+
+
+class Condition(Protocol[S]):
+    """What an item can be asked for; hashable, equal when it asks for the same."""
+
+    def __hash__(self) -> int: ...
+
+    def matches(self, item: S) -> bool:
+        """Whether an item passes."""
+        ...
 
 
 class Scored(NamedTuple, Generic[T]):
-    """One item found, with its cosine similarity to the query."""
+    """One item found, with its cosine similarity to the query, and the share of the query's words in it where words were asked for."""
 
     item: T
     score: float
+    words: float = 0.0
+
+
+class Masks(Generic[T]):
+    """Which of a growing list of items pass each of the last conditions; an item is looked at once for each.
+
+    Any thread may ask: what two threads work out at once is the same.
+    """
+
+    def __init__(self, items: list[T]) -> None:
+        self._items = items
+        self._known: dict[Condition[T], Mask] = {}
+
+    def get(self, condition: Condition[T], count: int) -> Mask:
+        """For each of the first ``count`` items, whether it passes."""
+        known = self._known.get(condition)
+        if known is None or len(known) < count:
+            start = 0 if known is None else len(known)
+            passed = (condition.matches(item) for item in self._items[start:count])
+            new = np.fromiter(passed, dtype=np.bool_, count=count - start)
+            known = new if known is None else np.concatenate([known, new])
+            if len(self._known) >= _MOST_MASKS:
+                self._known.clear()
+            self._known[condition] = known
+        return known[:count]
 
 
 class Snapshot(Generic[T]):
     """The index at one moment; searching it takes no lock, whatever is written meanwhile."""
 
-    def __init__(self, matrix: Vector, alive: npt.NDArray[np.bool_], items: list[T], labels: dict[str, list[int]]) -> None:
+    def __init__(self, matrix: Vector, alive: Mask, items: list[T], labels: dict[str, list[int]], masks: Masks[T]) -> None:
         self._matrix = matrix
         self._alive = alive
         self._items = items
         self._labels = labels
+        self._masks = masks
         self._dead = np.flatnonzero(~alive)
 
     def __len__(self) -> int:
         return len(self._alive) - len(self._dead)
 
-    def search(self, queries: Vector, n: int, exclude: Sequence[str | None] = ()) -> list[list[Scored[T]]]:
+    def search(
+        self, queries: Vector, n: int, exclude: Sequence[str | None] = (), where: Sequence[Condition[T] | None] = ()
+    ) -> list[list[Scored[T]]]:
         """The ``n`` nearest items of each query, best first; equal scores keep the order in which they were written.
 
         Args:
             queries: normalised, shape (m, d), float32.
             n: how many for each query.
             exclude: per query, a label whose items are left out; empty excludes nothing.
+            where: per query, what items must pass; empty lets all pass.
         """
         found: list[list[Scored[T]]] = []
         for start in range(0, len(queries), _QUERIES_AT_ONCE):
@@ -47,8 +89,15 @@ class Snapshot(Generic[T]):
             scores[:, self._dead] = -np.inf
             for row, label in zip(scores, exclude[start:] or [None] * len(scores), strict=False):
                 self._hide(row, label)
+            for row, condition in zip(scores, where[start:], strict=False):
+                if condition is not None:
+                    row[~self._masks.get(condition, len(row))] = -np.inf
             found.extend(self._best(row, n) for row in scores)
         return found
+
+    def cosines(self, query: Vector, rows: Sequence[int]) -> list[float]:
+        """The cosine of one query, shape (d,), with each of these rows."""
+        return [float(cosine) for cosine in self._matrix[list(rows)] @ query]
 
     def _hide(self, scores: Vector, label: str | None) -> None:
         for row in self._labels.get(label, ()) if label is not None else ():
@@ -84,6 +133,7 @@ class VectorIndex(Generic[T]):
         self._items: list[T] = []
         self._rows: dict[str, int] = {}
         self._labels: dict[str, list[int]] = {}
+        self._masks = Masks(self._items)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -112,11 +162,15 @@ class VectorIndex(Generic[T]):
         if len(self._items) > 64 + 2 * len(self._rows):
             self._compact()
 
+    def row(self, key: str) -> int | None:
+        """The row of ``key`` in the next snapshot, or None."""
+        return self._rows.get(key)
+
     def snapshot(self) -> Snapshot[T]:
         """The present state, fixed."""
         self._shared = True
         count = len(self._items)
-        return Snapshot(self._matrix[:count], self._alive[:count], self._items, self._labels)
+        return Snapshot(self._matrix[:count], self._alive[:count], self._items, self._labels, self._masks)
 
     def _grow(self) -> None:
         capacity = 2 * len(self._alive)

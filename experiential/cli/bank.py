@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sqlite3
 import sys
 import time
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from experiential.bank.dedupe import Duplicates
     from experiential.bank.explain import Explanation
     from experiential.bank.log import Difference
+    from experiential.bank.trust import Standing
     from experiential.types import Estimate, Experience
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the bank.")]
@@ -29,13 +32,16 @@ Namespace = Annotated[str, typer.Option(help="Namespace inside the bank.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, only show what would change.")]
 Limit = Annotated[int, typer.Option(min=0, help="Rows to show; 0 shows all.")]
+TrustAfter = Annotated[
+    int | None, typer.Option(min=0, help="Tasks on which an entry must have helped; by default what the last run asked for, 0 trusts all.")
+]
 
 app = new_app("Read and mend an experience bank.")
 
 
 @contextmanager
 def opened(
-    folder: Path, namespace: str, *, write: bool = False, make: bool = False, embedder: str | None = None
+    folder: Path, namespace: str, *, write: bool = False, make: bool = False, embedder: str | None = None, chroma: str | None = None
 ) -> Generator[ExperienceBank]:
     """The bank of a folder, read-only unless ``write``; what goes wrong inside is the user's error.
 
@@ -45,6 +51,7 @@ def opened(
         write: open it as its only writer.
         make: make it when it is not there.
         embedder: for a namespace that was never written.
+        chroma: where the index is to be from now on.
 
     Raises:
         ConfigError: there is no bank in the folder, or it refused what was asked.
@@ -56,7 +63,7 @@ def opened(
     from experiential.bank.bank import ExperienceBank
 
     try:
-        with ExperienceBank(folder, namespace=namespace, embedder=embedder, read_only=not write) as bank:
+        with ExperienceBank(folder, namespace=namespace, embedder=embedder, read_only=not write, chroma=chroma) as bank:
             yield bank
     except BankLockedError:
         raise
@@ -93,11 +100,18 @@ def summary_row(entry: Experience) -> dict[str, Any]:
 
 
 @app.command("ls")
-def list_entries(folder: Folder, namespace: Namespace = "default", limit: Limit = 50, as_json: AsJson = False) -> None:
-    """List entries, the most used first."""
+def list_entries(
+    folder: Folder, namespace: Namespace = "default", limit: Limit = 50, trust_after: TrustAfter = None, as_json: AsJson = False
+) -> None:
+    """List entries, the most used first, and tell who is trusted."""
     with opened(folder, namespace) as bank:
         entries = sorted(bank, key=lambda entry: -entry.statistics.uses)
-    show_rows([summary_row(entry) for entry in (entries[:limit] if limit else entries)], as_json)
+        trusted = {entry.id for entry in bank.trusted(after=trust_after)}
+    rows = [summary_row(entry) for entry in (entries[:limit] if limit else entries)]
+    for row in rows:
+        row["trust"] = "trusted" if row["id"] in trusted else "provisional"
+        row["text"] = row.pop("text")  # the last column
+    show_rows(rows, as_json)
 
 
 @app.command()
@@ -105,16 +119,18 @@ def show(
     folder: Folder,
     id: Annotated[str, typer.Argument(help="Id of an entry.")],
     namespace: Namespace = "default",
+    trust_after: TrustAfter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one entry with its provenance, its statistics and its uplift."""
+    """Show one entry with its provenance, its statistics, its uplift and how far it is trusted."""
     with opened(folder, namespace) as bank:
         entry = bank.get(id)
         if entry is None:
             raise ConfigError(f"Expected the id of an entry of {folder}, got {id!r}; see: experiential bank ls {folder}")
-        uplift = bank.uplift(id)
+        uplift, standing = bank.uplift(id), bank.standing(id, after=trust_after)
     if as_json:
-        show_json(entry.model_dump(mode="json") | {"score": entry.statistics.score, "uplift": uplift.model_dump(mode="json")})
+        told = {"score": entry.statistics.score, "uplift": uplift.model_dump(mode="json"), "trust": standing.model_dump(mode="json")}
+        show_json(entry.model_dump(mode="json") | told)
         return
     made = entry.provenance.model_dump(exclude_none=True, exclude_defaults=True)
     shown = {
@@ -124,6 +140,7 @@ def show(
         "score": f"{entry.statistics.score:.3f}",
         "uplift of this version": in_words(uplift),
         "uplift with its lineage": in_words(uplift.lineage),
+        "trust": standing_in_words(standing),
     }
     show_rows([{"what": name, "value": "" if value is None else value} for name, value in shown.items()], False)
 
@@ -143,19 +160,66 @@ def in_words(estimate: Estimate) -> str:
     return f"{estimate.mean:+.3f} (95 % {low:+.3f} to {high:+.3f}, {estimate.groups} groups)"
 
 
+def standing_in_words(standing: Standing) -> str:
+    """How far an entry is trusted, for people.
+
+    >>> from experiential.bank.trust import Standing
+    >>> standing_in_words(Standing(id="a", version=1, after=3, tasks=2, mean=0.5, interval=(-0.1, 1.1), trusted=False))
+    'provisional (2 of 3 tasks, +0.500, 95 % -0.100 to +1.100)'
+    """
+    if not standing.after:
+        return "trusted (no tasks asked for)"
+    name = "trusted" if standing.trusted else "provisional"
+    mean = "" if standing.mean is None else f", {standing.mean:+.3f}"
+    interval = "" if standing.interval is None else f", 95 % {standing.interval[0]:+.3f} to {standing.interval[1]:+.3f}"
+    return f"{name} ({standing.tasks} of {standing.after} tasks{mean}{interval})"
+
+
 @app.command()
 def search(
     folder: Folder,
     query: Annotated[str, typer.Argument(help="What to look for.")],
     k: Annotated[int, typer.Option(min=1, help="Hits to show.")] = 5,
+    kind: Annotated[list[str] | None, typer.Option(help="Only entries of this kind; given again, of this one too.")] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUE", help="Only entries whose task or metadata field is so; for one field again, or so."),
+    ] = None,
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
     """Search a bank; nothing is counted."""
+    fields = filter_of(kind or [], where or [])
     with opened(folder, namespace) as bank:
-        hits = bank.search(query, k=k)
+        hits = bank.search(query, k=k, where=fields)
     rows = [{"rank": hit.rank, "score": round(hit.score, 4), "id": hit.experience.id, "text": hit.experience.text} for hit in hits]
     show_rows(rows, as_json)
+
+
+def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]]:
+    """The filter that ``--kind`` and ``--where`` say. A value that reads as JSON stands for what it reads as, too.
+
+    >>> filter_of(["lesson"], ["tags=alfworld", "level=3"])
+    {'kind': ['lesson'], 'tags': ['alfworld'], 'level': ['3', 3]}
+
+    Raises:
+        ConfigError: a pair has no field or no '='.
+    """
+    fields: dict[str, list[Any]] = {"kind": list(kinds)} if kinds else {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"Expected --where FIELD=VALUE, got {pair!r}; for example: --where tags=alfworld")
+        fields.setdefault(name.strip(), []).extend((value, *_read_as_json(value)))
+    return fields
+
+
+def _read_as_json(value: str) -> tuple[Any, ...]:
+    try:
+        read = json.loads(value)
+    except ValueError:
+        return ()
+    return (read,) if read is None or isinstance(read, bool | int) or (isinstance(read, float) and math.isfinite(read)) else ()
 
 
 @app.command()
@@ -242,14 +306,16 @@ def difference_rows(found: Difference) -> list[dict[str, Any]]:
 
 
 @app.command()
-def stats(folder: Folder, namespace: Namespace = "default", as_json: AsJson = False) -> None:
-    """Count entries, commits, uses and successes."""
+def stats(folder: Folder, namespace: Namespace = "default", trust_after: TrustAfter = None, as_json: AsJson = False) -> None:
+    """Count entries, those trusted and not, commits, uses and successes."""
     with opened(folder, namespace) as bank:
-        entries, commits = list(bank), len(bank.commits())
+        entries, commits, trusted = list(bank), len(bank.commits()), len(bank.trusted(after=trust_after))
         queued, dead = len(bank.queue.waiting()), len(bank.queue.dead_letters())
     counts = [entry.statistics for entry in entries]
     numbers = {
         "entries": len(entries),
+        "trusted": trusted,
+        "provisional": len(entries) - trusted,
         "commits": commits,
         "retrievals": sum(count.retrievals for count in counts),
         "uses": sum(count.uses for count in counts),
@@ -411,9 +477,17 @@ def doctor(folder: Folder, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def rebuild(folder: Folder, namespace: Namespace = "default", yes: Yes = False, as_json: AsJson = False) -> None:
+def rebuild(
+    folder: Folder,
+    chroma: Annotated[
+        str | None, typer.Option(help="Where the index is to be from now on: address of a Chroma server, or `folder`.")
+    ] = None,
+    namespace: Namespace = "default",
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
     """Make the Chroma index again from the journal."""
-    with opened(folder, namespace, write=True) as bank:
+    with opened(folder, namespace, write=True, chroma=chroma) as bank:
         if not confirm(f"Make the index of namespace {namespace!r} in {folder} again from the journal?", yes):
             return
         show_rows([{"indexed": bank.rebuild()}], as_json)

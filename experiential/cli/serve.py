@@ -34,6 +34,9 @@ def serve(
     embedder: Annotated[
         str | None, typer.Option(help="For namespaces never written: a sentence-transformers name or folder, or hashing.")
     ] = None,
+    chroma: Annotated[
+        str | None, typer.Option(help="Address of a Chroma server that holds the index, or `folder`; where it was before by default.")
+    ] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Longest request body, in MiB.")] = 8,
 ) -> None:
     """Serve a bank to other processes: they open it with ExperienceBank("http://HOST:PORT").
@@ -47,7 +50,10 @@ def serve(
     from experiential.bank.shelf import Shelf
 
     with _listening(host, port) as listener:
-        shelf = Shelf(folder, namespaces=namespace or (), embedder=embedder)
+        try:
+            shelf = Shelf(folder, namespaces=namespace or (), embedder=embedder, chroma=chroma)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         try:
             app = create_app(shelf, token, max_body=max_body * _MEBIBYTE)
             config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_SECONDS_TO_FINISH)

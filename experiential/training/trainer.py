@@ -324,6 +324,7 @@ class Trainer:
             constrain=settings.constrain,
             history=settings.history,
             keep_first=settings.keep_first,
+            advice=settings.advice,
         )
 
     def _make_extractor(self) -> ExtractorAgent:

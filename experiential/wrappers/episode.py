@@ -10,6 +10,7 @@ import numpy as np
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.where import Filter, Where
 from experiential.errors import BackendError, BankError
 from experiential.types import Answer, Condition, Hit, Trajectory, Turn, Use, new_id
 
@@ -23,19 +24,25 @@ How = Literal["episode_start", "turn"]
 class ManagerLike(Protocol):
     """The part of ``ExperienceManager`` that wrappers call; anything that has it will do."""
 
-    def search(self, query: str, *, k: int | None = None, exclude_instance: str | None = None) -> list[Hit]:
-        """Hits of one query."""
+    def search(
+        self, query: str, *, k: int | None = None, exclude_instance: str | None = None, episode: str = "", where: Any = None
+    ) -> list[Hit]:
+        """Hits of one query; ``where`` is given by wrappers that have one."""
         ...
 
-    async def asearch(self, query: Any, *, k: int | None = None, exclude_instance: str | None = None) -> Any:
-        """Hits of one query, or a list of hits for each of a list of queries."""
+    async def asearch(
+        self, query: Any, *, k: int | None = None, exclude_instance: str | None = None, episode: Any = "", where: Any = None
+    ) -> Any:
+        """Hits of one query, or a list of hits for each of a list of queries; ``episode`` is then a list, too."""
         ...
 
     def submit(self, trajectory: Trajectory) -> str | None:
         """Queue a finished trajectory durably."""
         ...
 
-    def ask(self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None) -> Answer:
+    def ask(
+        self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None, where: Any = None
+    ) -> Answer:
         """Search and refine one entry."""
         ...
 
@@ -51,11 +58,12 @@ def connect(bank_or_manager: Any, extractor: Any | None) -> tuple[ManagerLike, b
         TypeError: neither a bank nor a manager was given.
         ValueError: an extractor was given beside a manager, which has its own.
     """
-    if hasattr(bank_or_manager, "submit") and hasattr(bank_or_manager, "ask"):
+    is_bank = isinstance(bank_or_manager, ExperienceBank)
+    if not is_bank and hasattr(bank_or_manager, "submit") and hasattr(bank_or_manager, "ask"):
         if extractor is not None:
             raise ValueError("Expected no extractor beside a manager, got one; give it to ExperienceManager(bank, extractor)")
         return cast("ManagerLike", bank_or_manager), False
-    if not isinstance(bank_or_manager, ExperienceBank):
+    if not is_bank:
         raise TypeError(
             f"Expected an ExperienceBank or an ExperienceManager, got {bank_or_manager!r}; open a folder with ExperienceBank(path)"
         )
@@ -117,20 +125,7 @@ class Episode:
 
     def use(self, hits: Sequence[Hit], how: How) -> None:
         """Note that these hits reached the actor now."""
-        for hit in hits:
-            entry = hit.experience
-            self.uses.append(
-                Use(
-                    experience_id=entry.id,
-                    experience_version=entry.version,
-                    rank=hit.rank,
-                    score=hit.score,
-                    propensity=hit.propensity,
-                    episode=self.id,
-                    turn=len(self.turns),
-                    how=how,
-                )
-            )
+        self.uses.extend(hit.use(how, episode=self.id, turn=len(self.turns)) for hit in hits)
 
     def trajectory(self, success: bool, error: str | None = None) -> Trajectory:
         """The record of this episode."""
@@ -160,8 +155,9 @@ class EpisodeLog:
         abandoned: episodes with turns that a reset or close cut off.
     """
 
-    def __init__(self, manager: ManagerLike, *, exclude_same_instance: bool = True) -> None:
+    def __init__(self, manager: ManagerLike, *, exclude_same_instance: bool = True, where: Filter | None = None) -> None:
         self.manager = manager
+        self.where = Where.of(where)
         self.exclude_same_instance = exclude_same_instance
         self.episode: Episode | None = None
         self.last_trajectory: Trajectory | None = None
@@ -175,6 +171,10 @@ class EpisodeLog:
     def excluded(self) -> str | None:
         """The instance whose entries the running episode must not see."""
         return (self.episode.instance or None) if self.episode and self.exclude_same_instance else None
+
+    def only(self) -> dict[str, Any]:
+        """The filter of every search for these episodes, as an argument; nothing where there is none."""
+        return {} if self.where is None else {"where": self.where}
 
     def record(self, action: Any, reward: float, observation: str, info: Mapping[str, Any]) -> None:
         """Add a step to the running episode, if any."""

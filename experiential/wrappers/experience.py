@@ -12,6 +12,7 @@ from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
 from experiential.agents.prompts import experience_block
+from experiential.bank.where import Filter, Where
 from experiential.envs.text_space import UnicodeText
 from experiential.types import Hit, Trajectory, Use
 from experiential.wrappers.episode import FAILURES, Episode, EpisodeLog, How, connect, reason, take_settings
@@ -149,6 +150,8 @@ class ExperienceWrapper(TextWrapper):
         inject: prepend the experience to the ``observation``, put it in ``info["experience_prompt"]`` (``system``), or ``none``.
         guided: the condition of episodes whose reset does not say.
         exclude_same_instance: hide entries that were made from the very instance being played.
+        where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see ``Where``); a
+            ``SearchAndAskWrapper`` outside does the same.
 
     Raises:
         TypeError: the environment does not give text, or the second argument is neither bank nor manager.
@@ -166,14 +169,15 @@ class ExperienceWrapper(TextWrapper):
         inject: Inject = "observation",
         guided: bool = True,
         exclude_same_instance: bool = True,
+        where: Filter | None = None,
     ) -> None:
-        options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance}
+        options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance, "where": where}
         super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
-        check_retrieval(k, when, inject)
+        check_retrieval(k, when, inject, where)
         _refuse_nesting(env)
         self.k, self.when, self.inject, self.guided = k, when, inject, guided
         self.manager, self._owned = connect(bank_or_manager, extractor)
-        self.log = EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance)
+        self.log = EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance, where=where)
         if inject == "observation":
             self.observation_space = UnicodeText()
 
@@ -238,13 +242,15 @@ class ExperienceWrapper(TextWrapper):
         if not episode.guided:
             return NO_ADVICE
         advice = guarded(
-            lambda: self.manager.search(retrieval_query(episode, how), k=self.k, exclude_instance=self.log.excluded()),
+            lambda: self.manager.search(
+                retrieval_query(episode, how), k=self.k, exclude_instance=self.log.excluded(), episode=episode.id, **self.log.only()
+            ),
         )
         episode.use(advice.hits, how)
         return advice
 
 
-def check_retrieval(k: int, when: str, inject: str) -> None:
+def check_retrieval(k: int, when: str, inject: str, where: Filter | None = None) -> None:
     """Check the arguments that say how to retrieve.
 
     Raises:
@@ -253,6 +259,7 @@ def check_retrieval(k: int, when: str, inject: str) -> None:
     if k < 1:
         raise ValueError(f"Expected k to be positive, got {k}")
     require_choice("when", when, When)  # type: ignore[arg-type]  # a Literal alias is a typing form, not a class
+    Where.of(where)
     require_choice("inject", inject, Inject)  # type: ignore[arg-type]  # as above
 
 

@@ -201,7 +201,9 @@ class SearchAndAskWrapper(TextWrapper):
     def _ask(self, query: str, episode: str, turn: int) -> tuple[str, dict[str, Any]]:
         """The text for the agent, and what to add to info."""
         try:
-            answer = self._session.manager.ask(query, episode=episode, turn=turn, exclude_instance=self._session.excluded())
+            answer = self._session.manager.ask(
+                query, episode=episode, turn=turn, exclude_instance=self._session.excluded(), **self._session.only()
+            )
         except FAILURES as error:
             return "The search failed.", {"experience_error": reason(error)}
         if answer.text is None:

@@ -11,6 +11,7 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
+from experiential.bank.where import Filter
 from experiential.envs.text_space import UnicodeText
 from experiential.sync import shared_loop
 from experiential.types import Hit, Trajectory
@@ -67,6 +68,7 @@ class ExperienceVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], RecordCons
         inject: prepend to the ``observation``, put in ``infos["experience_prompt"]`` (``system``), or ``none``.
         guided: the condition of episodes whose reset does not say, for all or one per environment.
         exclude_same_instance: hide entries that were made from the very instance being played.
+        where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see ``Where``).
 
     Raises:
         TypeError: the environment does not give text, or the second argument is neither bank nor manager.
@@ -84,17 +86,18 @@ class ExperienceVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], RecordCons
         inject: Inject = "observation",
         guided: bool | Sequence[bool] = True,
         exclude_same_instance: bool = True,
+        where: Filter | None = None,
     ) -> None:
-        options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance}
+        options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance, "where": where}
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
         VectorWrapper.__init__(self, env)
         require_text(cast("Any", env).single_observation_space)
-        check_retrieval(k, when, inject)
+        check_retrieval(k, when, inject, where)
         self.k, self.when, self.inject = k, when, inject
         self.guided = _one_each("guided", guided, env.num_envs)
         self.manager, self._owned = connect(bank_or_manager, extractor)
-        self.logs = [EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance) for _ in range(env.num_envs)]
+        self.logs = [EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance, where=where) for _ in range(env.num_envs)]
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._waiting = np.zeros(env.num_envs, dtype=np.bool_)
         if inject == "observation":
@@ -195,7 +198,7 @@ class ExperienceVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], RecordCons
                 rows.append((i, episode, how))
         if not rows:
             return {}
-        queries = [(retrieval_query(episode, how), self.logs[i].excluded()) for i, episode, how in rows]
+        queries = [(retrieval_query(episode, how), self.logs[i].excluded(), episode.id) for i, episode, how in rows]
         try:
             found = shared_loop().run(self._search(queries))
         except FAILURES as error:
@@ -204,13 +207,19 @@ class ExperienceVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], RecordCons
             episode.use(hits, how)
         return {i: Advice(hits) for (i, _, _), hits in zip(rows, found, strict=True)}
 
-    async def _search(self, queries: Sequence[tuple[str, str | None]]) -> list[list[Hit]]:
+    async def _search(self, queries: Sequence[tuple[str, str | None, str]]) -> list[list[Hit]]:
         """One call for all queries that hide the same instance; concurrent calls meet in the manager's micro-batch."""
         groups: dict[str | None, list[int]] = {}
-        for place, (_, hidden) in enumerate(queries):
+        for place, (_, hidden, _) in enumerate(queries):
             groups.setdefault(hidden, []).append(place)
         calls = [
-            self.manager.asearch([queries[place][0] for place in places], k=self.k, exclude_instance=hidden)
+            self.manager.asearch(
+                [queries[place][0] for place in places],
+                k=self.k,
+                exclude_instance=hidden,
+                episode=[queries[place][2] for place in places],
+                **self.logs[0].only(),
+            )
             for hidden, places in groups.items()
         ]
         found: list[list[Hit]] = [[] for _ in queries]

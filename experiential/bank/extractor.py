@@ -1,0 +1,53 @@
+"""What a bank's manager needs of an extractor agent."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, cast
+
+from experiential.errors import ConfigError
+from experiential.types import Distillation, Experience, Generation, Trajectory
+
+LaterJudge = Callable[[Experience, Experience], Awaitable[bool]]
+"""A judge that is awaited: ``ExtractorAgent.ajudge`` is one."""
+
+
+class Extractor(Protocol):
+    """What a manager needs of an extractor agent; ``version`` counts the optimiser steps that its weights have seen."""
+
+    @property
+    def version(self) -> int:
+        """Optimiser steps the weights have seen."""
+        ...
+
+    async def adistill(self, trajectory: Trajectory, shown: Sequence[Experience]) -> Distillation:
+        """Say what a trajectory teaches beyond the entries that were shown in it."""
+        ...
+
+    async def arefine(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
+        """Fit an entry to a question."""
+        ...
+
+    async def amerge(self, experiences: Sequence[Experience]) -> Distillation:
+        """Say which of these entries to keep, merge or discard."""
+        ...
+
+
+class Judging(Protocol):
+    """An extractor that says whether two entries teach the same: ``ExtractorAgent`` is one."""
+
+    async def ajudge(self, a: Experience, b: Experience) -> bool:
+        """Whether the two, the older first, teach the same."""
+        ...
+
+
+def judge_of(extractor: object) -> LaterJudge:
+    """What an extractor is asked by.
+
+    Raises:
+        ConfigError: it cannot be asked.
+    """
+    ask = getattr(extractor, "ajudge", None)
+    if ask is None:
+        raise ConfigError(f"Expected an extractor with ajudge(a, b) to deduplicate, got {type(extractor).__name__}; see Judging")
+    return cast("Judging", extractor).ajudge

@@ -1,0 +1,382 @@
+"""A bank behind a server does what a folder's bank does: each public method is told on both, and all that they gave is compared."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import pytest
+from pydantic import BaseModel
+
+import experiential as xp
+from experiential.bank import service, wire
+from experiential.bank.queue import DistillationQueue
+from experiential.bank.remote import RemoteBank, RemoteQueue, RemoteView
+from experiential.bank.view import BankView
+from experiential.errors import BankError
+from experiential.types import Condition, Generation, ParsedOperations, Use
+from tests.test_serve import serving
+
+ID = re.compile(r"\b[0-9a-f]{32}\b")
+NOT_OVER_HTTP = {
+    "fork": "a journal is copied where it is; export() and import_() carry entries",
+    "rebuild": "the index is the server's: experiential bank rebuild",
+    "flush_index": "the index is the server's",
+}
+NOT_METHODS = {"RESIDENT_LIMIT": "a constant of the class, of the process that has the index", "text_limit": "set where the bank is"}
+OF_A_FOLDER = {"nearest": "inside search", "counters": "inside search"} | NOT_METHODS
+
+
+class World(NamedTuple):
+    """A bank with a little history, and what a scenario needs to ask about it."""
+
+    bank: Any
+    folder: Path
+    entries: list[xp.Experience]
+    episodes: list[xp.Trajectory]
+
+    @property
+    def first(self) -> xp.Experience:
+        return self.entries[0]
+
+
+def episode(entry: xp.Experience | None, *, success: bool, group: str = "", task: str = "open the door") -> xp.Trajectory:
+    uses = () if entry is None else (Use(experience_id=entry.id, experience_version=entry.version, score=0.5),)
+    return xp.Trajectory(
+        task=task,
+        task_id=task,
+        instance=f"{task}#1",
+        group=group,
+        turns=(xp.Turn(observation="a door", action="pull"),),
+        uses=uses,
+        success=success,
+        condition=Condition.FREE if entry is None else Condition.GUIDED,
+    )
+
+
+def distillation(*operations: Any) -> xp.Distillation:
+    return xp.Distillation(parsed=ParsedOperations(operations=operations), generation=Generation(text="raw", policy_version=3))
+
+
+def world(bank: Any, folder: Path) -> World:
+    entries = [
+        bank.add("use the brass key", task="open the door", kind="warning", metadata={"n": 1, "deep": {"x": [1, None]}}),
+        *bank.add_many(text for text in ("bake bread at noon", "push the lever down", "push the lever down!")),
+    ]
+    bank.update(entries[1].id, "bake bread at night")
+    episodes = [
+        episode(entries[0], success=True, group="g1"),
+        episode(None, success=False, group="g1"),
+        episode(entries[0], success=True, group="g2", task="leave the house"),
+        episode(None, success=True, group="g2", task="leave the house"),
+        episode(entries[2], success=False),
+    ]
+    for one in episodes:
+        bank.record(one)
+    return World(bank, folder, entries, episodes)
+
+
+# Told to both, by method. What a scenario gives is compared, and so is the bank that it leaves.
+
+
+def _apply(w: World) -> Any:
+    ended, told = (
+        w.episodes[0],
+        distillation(xp.Add(text="pull", span=(3, 9)), xp.Update(entry=1, text="oil the key"), xp.Update(entry=7, text="x")),
+    )
+    queued = w.bank.submit(ended)
+    written = w.bank.apply(told, trajectory=ended, shown=[w.first], item=ended.id, extractor_version=9)
+    again = w.bank.apply(told, trajectory=ended, shown=[w.first], item=ended.id)
+    return queued, written, again, dict(w.bank.refused), w.bank.queue.state(ended.id), w.bank.generation(told.generation.id)
+
+
+def _consolidate(w: World) -> Any:
+    told = distillation(xp.Merge(entries=(1, 2), text="key and lever", span=(0, 4)), xp.Discard(entry=3))
+    return w.bank.consolidate(told, shown=[w.entries[0], w.entries[2], w.entries[3]], extractor_version=2), dict(w.bank.refused)
+
+
+def _keep_generation(w: World) -> Any:
+    w.bank.keep_generation(kept := Generation(text="refined", response_ids=(1, 2), logprobs=(-0.5, -0.25)))
+    return w.bank.generation(kept.id) == kept
+
+
+def _counted(w: World) -> Any:
+    w.bank.note_retrievals([w.first.id, w.entries[2].id, w.first.id])
+    w.bank.save_counters()
+    return w.bank.get(w.first.id).statistics, w.bank.read(w.first)
+
+
+def _moved(w: World) -> Any:
+    written = [w.bank.export(w.folder / "out.jsonl"), w.bank.export(w.folder / "out.md")]
+    w.bank.rollback(0)
+    return [*written, w.bank.import_(w.folder / "out.jsonl"), w.bank.import_(w.folder / "out.md"), list(w.bank)]
+
+
+def _deduplicate(w: World) -> Any:
+    asked: list[tuple[str, str]] = []
+
+    def judge(older: xp.Experience, newer: xp.Experience) -> bool:
+        asked.append((older.text, newer.text))
+        return True
+
+    planned = w.bank.deduplicate(0.9, dry_run=True)
+    refused = w.bank.deduplicate(0.9, lambda older, newer: False)
+    among = w.bank.deduplicate(0.9, among=(w.first.id,), across_tasks=True)
+    return planned, refused, among, w.bank.deduplicate(0.9, judge, dry_run=True), w.bank.deduplicate(0.9, judge), asked, list(w.bank)
+
+
+def _queue(w: World) -> Any:
+    ended = w.episodes[0]
+    queue = w.bank.queue
+    submitted = [w.bank.submit(ended), w.bank.submit(ended), queue.waiting() == [ended.id], queue.state("nobody")]
+    failed = [queue.fail(ended.id, "timeout", last=False), queue.fail(ended.id, "again", last=True), queue.attempts(ended.id)]
+    return submitted, failed, queue.dead_letters(), queue.requeue("nobody"), queue.requeue(ended.id), queue.state(ended.id)
+
+
+def _trust_after(w: World) -> Any:
+    before = w.bank.trust_after
+    w.bank.trust_after = 2
+    return before, w.bank.trust_after, w.bank.standing(w.first.id), w.bank.trusted()
+
+
+def _trust_book(w: World) -> Any:
+    late = w.bank.add("knock first")
+    for task in ("a", "b", "c"):
+        w.bank.record(episode(late, success=True, group=task, task=task))
+        w.bank.record(episode(None, success=False, group=task, task=task))
+    book = w.bank.trust_book(2)
+    before = book.is_trusted(late)
+    book.refresh()
+    return before, book.is_trusted(late), book.is_trusted(w.first), len(book.trusted), w.bank.trusted(after=2)
+
+
+SCENARIOS: dict[str, Callable[[World], Any]] = {
+    "add": lambda w: [w.bank.add("x"), w.bank.add("y", task="t", kind="k", metadata={"deep": {"x": [1, None]}})],
+    "add_many": lambda w: [w.bank.add_many(("x", "y"), task="t"), w.bank.add_many([])],
+    "update": lambda w: [w.bank.update(w.first.id, "use the silver key"), w.bank.version(w.first.id, 1), w.bank.get(w.first.id)],
+    "remove": lambda w: [w.bank.remove(w.first.id), w.bank.get(w.first.id), w.bank.version(w.first.id, 1)],
+    "get": lambda w: [w.bank.get(w.first.id), w.bank.get("nobody")],
+    "entries": lambda w: [w.bank.entries(), list(w.bank), len(w.bank)],
+    "version": lambda w: [w.bank.version(w.entries[1].id, 1), w.bank.version(w.entries[1].id, 9)],
+    "read": lambda w: w.bank.read(w.entries[2]),
+    "search": lambda w: [
+        w.bank.search("brass key", k=2),
+        w.bank.search(["lever", "key"], k=1),
+        w.bank.search([]),
+        w.bank.search(("lever",), exclude_instance="open the door#1"),
+    ],
+    "commits": lambda w: w.bank.commits(),
+    "head": lambda w: w.bank.head - w.bank.commits()[0].id,
+    "at": lambda w: [view := w.bank.at(w.bank.commits()[1].id), len(view), view.get(w.first.id), view.search("key"), w.bank.at(0)],
+    "snapshot": lambda w: [w.bank.snapshot(), w.bank.remove(w.first.id), len(w.bank)],
+    "rollback": lambda w: [w.bank.rollback(w.bank.commits()[0].id), list(w.bank)],
+    "generation": lambda w: w.bank.generation("nobody"),
+    "trajectory": lambda w: [w.bank.trajectory(w.episodes[0].id), w.bank.trajectory("nobody")],
+    "outcomes": lambda w: [w.bank.outcomes(w.first.id, 1), w.bank.outcomes("nobody", 1)],
+    "record": lambda w: [w.bank.record(one := episode(w.first, success=True)), w.bank.record(one), w.bank.get(w.first.id)],
+    "submit": _queue,
+    "submit_many": lambda w: [
+        w.bank.submit_many([w.episodes[0], w.episodes[0]]),
+        w.bank.submit_many([episode(w.first, success=False)], distil=False),
+        w.bank.queue.waiting(),
+    ],
+    "apply": _apply,
+    "consolidate": _consolidate,
+    "lineage": lambda w: [(new := _consolidate(w)[0][0]) and w.bank.lineage(new.id, 1), w.bank.lineage(w.first.id, 1)],
+    "keep_generation": _keep_generation,
+    "note_retrievals": _counted,
+    "save_counters": _counted,
+    "export": _moved,
+    "import_": _moved,
+    "import_entries": lambda w: [w.bank.import_entries([xp.Experience(text="brought"), w.first], "a file"), list(w.bank)],
+    "uplift": lambda w: [w.bank.uplift(w.first.id), w.bank.uplift(w.entries[1].id, 1)],
+    "why": lambda w: [w.bank.why(w.episodes[0]), w.bank.why(w.episodes[0].id), w.bank.why(w.episodes[4].id)],
+    "history": lambda w: [w.bank.history(), w.bank.history(w.entries[1].id)],
+    "diff": lambda w: [
+        w.bank.diff(0, w.bank.head),
+        w.bank.diff(w.bank.head, w.bank.commits()[0].id),
+        w.bank.diff(w.bank.head, w.bank.head),
+    ],
+    "prune": lambda w: [
+        w.bank.prune(score=0.5, min_uses=1, dry_run=True),
+        w.bank.prune(uplift_below=-0.5, min_uses=0),
+        w.bank.prune(score=0.5, min_uses=1),
+        list(w.bank),
+    ],
+    "evict": lambda w: (
+        [w.bank.evict(1, policy, seed=0, dry_run=True) for policy in ("lru", "fifo", "utility")]
+        + [w.bank.evict(2, "utility", author="me"), w.bank.evict(2), len(w.bank)]
+    ),
+    "deduplicate": _deduplicate,
+    "merge_duplicates": lambda w: [
+        w.bank.merge_duplicates(w.bank.deduplicate(0.9, dry_run=True), "looked at"),
+        w.bank.merge_duplicates([]),
+    ],
+    "standing": lambda w: [w.bank.standing(w.first.id), w.bank.standing(w.first.id, after=2)],
+    "trusted": lambda w: [w.bank.trusted(), w.bank.trusted(after=1), w.bank.trusted(after=1, at=w.bank.commits()[0].id)],
+    "trust_after": _trust_after,
+    "trust_book": _trust_book,
+    "embedder": lambda w: [w.bank.embedder.id, w.bank.embedder(["red door", "key"]).round(5)],
+    "redacted": lambda w: [dict(w.bank.redacted), w.bank.add("the token is sk-" + "a1B2c3D4" * 5), dict(w.bank.redacted)],
+    "close": lambda w: [w.bank.close(), w.bank.close()],
+    "closed": lambda w: [w.bank.closed, w.bank.close(), w.bank.closed],
+}
+ERRORS: dict[str, Callable[[World], Any]] = {
+    "blank text": lambda w: w.bank.add(" "),
+    "blank kind": lambda w: w.bank.add("x", kind=""),
+    "one text for many": lambda w: w.bank.add_many("text"),
+    "blank id": lambda w: w.bank.get(" "),
+    "blank query": lambda w: w.bank.search(""),
+    "no hits": lambda w: w.bank.search("x", k=0),
+    "update nobody": lambda w: w.bank.update("nobody", "x"),
+    "remove nobody": lambda w: w.bank.remove("nobody"),
+    "at no commit": lambda w: w.bank.at("first"),
+    "import what is not there": lambda w: w.bank.import_(w.folder / "missing.jsonl"),
+    "uplift of nobody": lambda w: w.bank.uplift("nobody"),
+    "uplift of no version": lambda w: w.bank.uplift(w.first.id, 7),
+    "why of nothing": lambda w: w.bank.why("nobody"),
+    "history of nobody": lambda w: w.bank.history("nobody"),
+    "diff of no commit": lambda w: w.bank.diff(0, "last"),
+    "prune by nothing": lambda w: w.bank.prune(),
+    "prune by less than nothing": lambda w: w.bank.prune(score=0.1, min_uses=-1),
+    "evict below nothing": lambda w: w.bank.evict(-1),
+    "no threshold": lambda w: w.bank.deduplicate(0.0),
+    "no threshold for a judge": lambda w: w.bank.deduplicate(0.0, lambda older, newer: True),
+}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("served"), embedder="hashing") as url:
+        yield url
+
+
+_names = count()
+
+
+@pytest.fixture
+def both(url: str, tmp_path: Path) -> Iterator[tuple[World, World]]:
+    """Two banks with the same little history: a folder's own, and one behind the server."""
+    name = f"namespace {next(_names)}"
+    with xp.ExperienceBank(tmp_path / "local", namespace=name, embedder="hashing") as local, xp.ExperienceBank(url, namespace=name) as far:
+        assert isinstance(far, RemoteBank) and not isinstance(local, RemoteBank)
+        yield world(local, tmp_path), world(far, tmp_path)
+
+
+def plain(value: Any) -> Any:
+    """A result as JSON-like values; a view is its entries, a number is rounded, and times are left out."""
+    if isinstance(value, BaseModel):
+        return plain(value.model_dump())
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items() if key != "time"}
+    if isinstance(value, (BankView, Iterator)):
+        return [plain(one) for one in (value.entries() if isinstance(value, BankView) else value)]
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return round(value, 5) if isinstance(value, float) else value
+
+
+def told(w: World, scenario: Callable[[World], Any]) -> str:
+    """What a scenario gives and what it leaves, with ids and commits renamed in the order in which they are met."""
+    first = w.bank.commits()[0].id - 1
+    result = plain(scenario(w))
+    left = [] if w.bank.closed else [plain(list(w.bank)), plain(w.bank.history())]
+    return _renamed(repr(_counted_from(first, [result, left])))
+
+
+def _renamed(text: str) -> str:
+    names: dict[str, str] = {}
+    return ID.sub(lambda found: names.setdefault(found.group(), f"#{len(names)}"), text)
+
+
+def _counted_from(first: int, value: Any) -> Any:
+    """Commits numbered from the first of this bank: a journal of several namespaces numbers theirs together."""
+    if isinstance(value, list):
+        return [_counted_from(first, one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    is_commit = "cause" in value and "ref" in value
+    if is_commit and value["cause"] == "rollback" and value["ref"] != "0":
+        value = {**value, "ref": str(int(value["ref"]) - first)}
+    return {
+        key: one - first if isinstance(one, int) and (key == "commit" or (key == "id" and is_commit)) else _counted_from(first, one)
+        for key, one in value.items()
+    }
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_served_bank_gives_what_a_folder_gives(name: str, both: tuple[World, World]) -> None:
+    local, far = both
+    expected = told(local, SCENARIOS[name])
+    assert told(far, SCENARIOS[name]) == expected
+    assert len(expected) > 10
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_served_bank_refuses_what_a_folder_refuses_in_the_same_words(name: str, both: tuple[World, World]) -> None:
+    said: list[tuple[type[BaseException], str]] = []
+    for one in both:
+        with pytest.raises((BankError, ValueError)) as refused:
+            ERRORS[name](one)
+        said.append((refused.type, _renamed(str(refused.value))))
+    local, far = (re.sub(r"0 to \d+", "0 to n", words) for _, words in said)
+    assert said[0][0] is said[1][0] and local == far
+
+
+# That nothing is left out
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_every_public_method_is_told_or_is_excused() -> None:
+    assert set(SCENARIOS) | set(NOT_OVER_HTTP) | set(OF_A_FOLDER) == public(xp.ExperienceBank)
+    assert not set(SCENARIOS) & set(NOT_OVER_HTTP)
+
+
+@pytest.mark.parametrize("name", NOT_OVER_HTTP)
+def test_what_only_a_folder_can_do_says_so(name: str, both: tuple[World, World]) -> None:
+    method = getattr(both[1].bank, name)
+    wanted = [one for one in inspect.signature(method).parameters.values() if one.default is one.empty and one.kind is not one.KEYWORD_ONLY]
+    with pytest.raises(BankError, match="Expected a bank folder"):
+        method(*[1] * len(wanted))
+
+
+@pytest.mark.parametrize(("own", "base"), [(RemoteBank, xp.ExperienceBank), (RemoteQueue, DistillationQueue), (RemoteView, BankView)])
+def test_the_arguments_are_the_same(own: type, base: type) -> None:
+    for name in public(base):
+        if callable(getattr(base, name)):
+            assert inspect.signature(getattr(base, name)) == inspect.signature(getattr(own, name)), name
+
+
+MADE_OF_OTHERS = {"import_", "snapshot", "search", *OF_A_FOLDER}
+
+
+def test_no_method_is_inherited_that_looks_for_a_folder() -> None:
+    inherited = {name for name in public(xp.ExperienceBank) if getattr(RemoteBank, name) is getattr(xp.ExperienceBank, name)}
+    assert inherited <= MADE_OF_OTHERS
+
+
+METHODS = [operation for operation in wire.OPERATIONS if operation not in service._OWN]
+
+
+@pytest.mark.parametrize("operation", METHODS, ids=lambda operation: operation.name)
+def test_an_operation_that_is_a_method_has_its_arguments_and_its_result(operation: wire.Operation[Any, Any]) -> None:
+    """A body that lacked an argument would answer as if nobody had passed it."""
+    owner, _, name = operation.method.rpartition(".")
+    method = getattr(DistillationQueue if owner else xp.ExperienceBank, name)
+    parameters = {one.name: one.default for one in inspect.signature(method).parameters.values() if one.name not in ("self", "judge")}
+    fields = {
+        field: info for field, info in operation.body.model_fields.items() if not issubclass(operation.body, wire.Reading) or field != "at"
+    }
+    assert set(parameters) == set(fields)
+    for field, info in fields.items():
+        assert (inspect.Parameter.empty if info.is_required() else info.default) == parameters[field], field
+    assert get_type_hints(method)["return"] == (operation.type or type(None))
