@@ -5,8 +5,9 @@
 
 * ``search``: a batch of 512 queries, 384 numbers each, ten hits: from vectors (the resident index or, in a large bank, what
   the bank uses), and from text with a warm cache, beside an exact FAISS index and a Chroma collection of the same vectors.
-* ``concurrent``: 512 single queries at once through the manager; seconds at the median and the 99th percentile.
-* ``writes``: durable adds a second one by one, in one commit, by four threads; beside one-by-one adds to Chroma; and the
+* ``concurrent``: 512 single queries at once through the manager, as tasks of one event loop and as threads; ``distinct`` ones, and
+  ``groups`` of eight that ask the same, as the members of a group do; milliseconds at the median and the 99th percentile.
+* ``writes``: durable adds a second one by one, in one commit, by 4 and by 64 threads; beside one-by-one adds to Chroma; and the
   99th percentile of a search while four threads write, over the same without.
 * ``size``: bytes of memory and of disk per entry, and the time to open the bank again.
 * ``step``: microseconds that the wrapper adds to an environment step without retrieval.
@@ -17,6 +18,7 @@ Arms alternate and each figure is the best of several repeats: other work on the
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import importlib.util
 import json
@@ -37,6 +39,7 @@ import numpy as np
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.vectors import Vector
+from experiential.bank.where import Scope
 from experiential.envs.text_space import UnicodeText
 from experiential.wrappers.experience import ExperienceWrapper
 
@@ -107,10 +110,10 @@ def search(count: int, folder: Path) -> dict[str, Any]:
     with ExperienceBank(folder / "bank", embedder=lookup) as bank:
         opened, memory = time.perf_counter() - begin, _resident() - before
         bank.search(asked, k=HITS)  # warms the cache
-        nobody: list[None] = [None] * QUERIES
+        state, nobody = bank._state, [Scope()] * QUERIES  # pyright: ignore[reportPrivateUsage]  (what a search does after embedding)
         seconds = {
             "text": best(lambda: bank.search(asked, k=HITS)),
-            "vectors": best(lambda: bank.nearest(asked, HITS, nobody)),
+            "vectors": best(lambda: state.nearest.search(queries, HITS, lambda: state.entries, nobody)),
         }
     name, exact = exact_search(vectors, queries)
     seconds[name] = best(exact)
@@ -128,35 +131,58 @@ def search(count: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def concurrent(count: int, folder: Path) -> dict[str, float]:
-    """512 threads with one query each, through the manager, on cached embeddings."""
+def concurrent(count: int, folder: Path) -> dict[str, dict[str, float]]:
+    """512 single queries at once, through the manager, on cached embeddings."""
     lookup = Lookup(count + QUERIES)
-    asked = [str(count + i) for i in range(QUERIES)]
+    found: dict[str, dict[str, float]] = {}
     with ExperienceBank(folder / "bank", embedder=lookup) as bank:
         bank.add_many([str(i) for i in range(count)])
+        bank.flush_index()
         with ExperienceManager(bank, retrieval={"floor": -1.0}) as manager, ThreadPoolExecutor(QUERIES) as pool:
+            for name, each in (("distinct", 1), ("groups", 8)):
+                asked = [str(count + i // each) for i in range(QUERIES)]
+                found[f"tasks_{name}"] = _latency(lambda asked=asked: asyncio.run(_tasks(manager, asked)))
+                found[f"threads_{name}"] = _latency(lambda asked=asked: list(pool.map(partial(_timed, manager), asked)))
+    return found
 
-            def timed(query: str) -> float:
-                begin = time.perf_counter()
-                manager.search(query)
-                return time.perf_counter() - begin
 
-            list(pool.map(timed, asked))
-            rounds = [np.array(list(pool.map(timed, asked))) for _ in range(REPEATS)]
+def _timed(manager: ExperienceManager, query: str) -> float:
+    begin = time.perf_counter()
+    manager.search(query)
+    return time.perf_counter() - begin
+
+
+async def _tasks(manager: ExperienceManager, queries: Sequence[str]) -> list[float]:
+    async def one(query: str) -> float:
+        begin = time.perf_counter()
+        await manager.asearch(query)
+        return time.perf_counter() - begin
+
+    return list(await asyncio.gather(*map(one, queries)))
+
+
+def _latency(crowd: Callable[[], Sequence[float]]) -> dict[str, float]:
+    """The quickest of several rounds, the first left out."""
+    crowd()
+    rounds = [np.array(crowd()) for _ in range(REPEATS)]
     quickest = min(rounds, key=lambda times: float(np.quantile(times, 0.99)))
     return {"p50_ms": float(np.median(quickest)) * 1e3, "p99_ms": float(np.quantile(quickest, 0.99)) * 1e3}
 
 
 def writes(count: int, folder: Path) -> dict[str, float]:
     """Adds a second, and what four busy writers do to a reader."""
-    lookup = Lookup(9 * count)
+    lookup = Lookup(17 * count)
     with ExperienceBank(folder / "bank", embedder=lookup) as bank:
-        texts = iter(str(i) for i in range(9 * count))
+        texts = iter(str(i) for i in range(17 * count))
         one = count / best(lambda: [bank.add(next(texts)) for _ in range(count)], 1)
         many = count / best(lambda: bank.add_many([next(texts) for _ in range(count)]), 1)
         parts = [[next(texts) for _ in range(count)] for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
             four = 4 * count / best(lambda: list(pool.map(lambda part: [bank.add(text) for text in part], parts)), 1)
+        crowd = [[next(texts) for _ in range(count // 8)] for _ in range(64)]
+        with ThreadPoolExecutor(64) as pool:
+            many_threads = 8 * count / best(lambda: list(pool.map(lambda part: [bank.add(text) for text in part], crowd)), 1)
+        bank.flush_index()
         quiet = _search_p99(bank)
         parts = [[next(texts) for _ in range(count // 2)] for _ in range(4)]
         threads = [threading.Thread(target=lambda part=part: [bank.add(text) for text in part]) for part in parts]
@@ -172,8 +198,11 @@ def writes(count: int, folder: Path) -> dict[str, float]:
         "adds_per_s": one,
         "adds_per_s_in_one_commit": many,
         "adds_per_s_four_threads": four,
+        "adds_per_s_64_threads": many_threads,
         "chroma_adds_per_s": chroma,
         "adds_over_chroma": one / chroma,
+        "adds_64_threads_over_chroma": many_threads / chroma,
+        "adds_in_one_commit_over_chroma": many / chroma,
         "search_p99_while_writing_over_quiet": busy / quiet,
     }
 

@@ -75,7 +75,7 @@ class ExperienceBank(Searchable, Upkeep):
         BankError: the folder cannot be used, or was made with another embedder.
     """
 
-    RESIDENT_LIMIT = 50_000
+    RESIDENT_LIMIT = 100_000
     """Entries up to which the exact index in memory answers; above it, Chroma does."""
     text_limit = TEXT_LIMIT
     """Characters that the text of an entry may have; set it on a bank to change it there."""
@@ -138,7 +138,7 @@ class ExperienceBank(Searchable, Upkeep):
         entries = self._history.live(self._head)
         self._state = State(entries, self._ledger.statistics(), self._searcher(entries))
         if self._follower is not None:
-            self._follower.on_advance = _weak(self._settle)
+            self._follower.on_advance, self._follower.patience = _weak(self._settle), self._state.nearest.patience
             if self._follower.is_behind() or self._state.nearest.is_large:
                 self._follower.wake()
 

@@ -19,7 +19,7 @@ from experiential.bank.vectors import Vector
 from experiential.errors import BankError
 
 CHROMA_NAME = "chroma"
-_NEIGHBOURS = 48
+_NEIGHBOURS = 32
 """Links of an entry in Chroma's graph; with its default of 16, entries whose texts are much alike cut each other off from the rest."""
 BATCH = 256
 """Changes after which the follower writes without being asked."""
@@ -199,11 +199,13 @@ class IndexFollower:
     def __init__(self, history: History, place: Place) -> None:
         self.failure: Exception | None = None
         self.on_advance: Callable[[int], None] | None = None
+        self.patience: Callable[[], float] = _at_once
         self._history = history
         self._index: ChromaIndex | None = None
         self._work = threading.RLock()
         self._wake = threading.Event()
         self._stopping = False
+        self._halt = threading.Event()
         self._thread: threading.Thread | None = None
         self._pending = 0
         self._pause = PAUSES[0]
@@ -282,6 +284,7 @@ class IndexFollower:
     def stop(self, *, catch_up: bool = True) -> None:
         """End the thread and let Chroma go, after catching up when behind."""
         self._stopping = True
+        self._halt.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
@@ -306,35 +309,53 @@ class IndexFollower:
         while not self._stopping:
             self._wake.wait(None if self.failure is None else self._pause)
             self._wake.clear()
-            if not self._stopping:
-                with self._work:
-                    self._try_catch_up()
+            while self._is_time() and self._try_catch_up(1):
+                pass
 
-    def _try_catch_up(self) -> None:
+    def _is_time(self) -> bool:
+        """Wait while the bank has no need of Chroma and is busy: Chroma stops the whole process while it writes. False at the end."""
+        while not self._stopping and (left := self.patience()) > 0:
+            self._halt.wait(left)
+        return not self._stopping
+
+    def _try_catch_up(self, batches: int | None = None) -> bool:
+        """Catch up by so many batches, or wholly; gives whether there is more to write, as far as is known."""
         try:
-            self._catch_up()
+            with self._work:
+                return self._catch_up(batches)
         except Exception as error:  # noqa: BLE001  (an index that fails must not end the bank; the journal has everything)
             self._pause = PAUSES[0] if self.failure is None else min(2 * self._pause, PAUSES[1])
             if self.failure is None:
                 _log.warning("Chroma could not be written (%s); the journal is complete, the index is replayed when it can be", error)
             self.failure = error
             self._drop()
+            return False
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, batches: int | None = None) -> bool:
         if self._is_lost:
             self._is_lost = False
             self._drop()
         index = self.opened()
+        written = 0
         while changes := self._history.changes_after(index.head, BATCH):
+            if written == batches:
+                return True
             index.apply(changes, self._history.stamp(changes[-1][0]))
             self._advance(changes[-1][0])
+            written += 1
         self._advance(index.head)
         self._history.set_meta(self._place.mark, str(index.head))
         if self.failure is not None:
             _log.warning("Chroma has caught up with the journal again")
             self.failure = None
+        return False
 
     def _advance(self, seq: int) -> None:
         self._held = seq
         if self.on_advance is not None:
             self.on_advance(seq)
+
+
+def _at_once() -> float:
+    """Nothing to wait for."""
+    return 0.0

@@ -163,7 +163,7 @@ class ExperienceManager:
             episode: id of the episode that asks, or one for each query: all its searches may see provisional entries, or none may.
             where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        rows = self._run(self._search(query, k, exclude_instance, episode, Where.of(where)))
+        rows = self._searcher.search(*self._asked(query, k, exclude_instance, episode), Where.of(where))
         return rows[0] if isinstance(query, str) else rows
 
     async def asearch(
@@ -176,15 +176,16 @@ class ExperienceManager:
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
         """``search``, awaitable on any event loop."""
-        rows = await self._bridge(self._search(query, k, exclude_instance, episode, Where.of(where)))
+        rows = await self._searcher.asearch(*self._asked(query, k, exclude_instance, episode), Where.of(where))
         return rows[0] if isinstance(query, str) else rows
 
-    async def _search(
-        self, query: str | list[str] | tuple[str, ...], k: int | None, exclude: str | None, episode: Episodes, where: Where | None
-    ) -> list[list[Hit]]:
+    def _asked(
+        self, query: str | list[str] | tuple[str, ...], k: int | None, exclude: str | None, episode: Episodes
+    ) -> tuple[list[str], int, str | None, Sequence[str]]:
+        """The arguments of a search, checked."""
         wanted = self.settings.retrieval.k if k is None else k
         queries = checked_queries(query, wanted, blank=True)
-        return await self._searcher.search(queries, wanted, exclude, checked_episodes(episode, len(queries)), where)
+        return queries, wanted, exclude, checked_episodes(episode, len(queries))
 
     def ask(
         self,
@@ -222,7 +223,7 @@ class ExperienceManager:
         return await self._bridge(self._ask(query, k, episode, turn, exclude_instance, Where.of(where)))
 
     async def _ask(self, query: str, k: int, episode: str, turn: int, exclude: str | None, where: Where | None) -> Answer:
-        hits = (await self._search([query], k, exclude, episode, where))[0]
+        hits = (await self._searcher.asearch(*self._asked([query], k, exclude, episode), where))[0]
         if not hits:
             return Answer()
         hit = hits[0]

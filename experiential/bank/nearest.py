@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from experiential.bank.vectors import Scored, Snapshot, Vector, VectorIndex
 from experiential.bank.where import Members, Scope, Where
 from experiential.types import Experience
 
+_QUIET = 0.5
+"""Seconds without a search or a write after which Chroma may be written: each write of it stops the process for 30 to 100 ms."""
 Table = Callable[[], Mapping[str, Live]]
 """Gives the live entries as they are when it is called."""
 Row = list[Scored[Experience]]
@@ -67,6 +70,7 @@ class Nearest:
         self._lock = threading.Lock()
         self._lexical: Lexical | None = None
         self._members = Members()
+        self._used = -_QUIET
         for stored in () if self._large else entries:
             self._enter(stored, behind or 0)
         self.publish()
@@ -75,6 +79,12 @@ class Nearest:
     def is_large(self) -> bool:
         """Whether Chroma answers, and not the resident matrix alone."""
         return self._large
+
+    def patience(self) -> float:
+        """Seconds that Chroma should still wait before it is written: while all is held here, until the bank was unused for a while."""
+        if self._large or len(self._tail) > self._limit or self._chroma is None:
+            return 0.0
+        return max(0.0, self._used + _QUIET - time.monotonic())
 
     def put(self, stored: Stored, seq: int) -> None:
         """An entry stands at a new version since journal position ``seq``."""
@@ -91,6 +101,7 @@ class Nearest:
     def publish(self) -> None:
         """Let searches see what was written since the last call, all at once."""
         changes, self._changes = self._changes, {}
+        self._used = time.monotonic()
         live = {id: None if change is None else Live(change[0].experience, change[0].origins) for id, change in changes.items()}
         with self._lock:
             if self._lexical is not None:
@@ -137,6 +148,7 @@ class Nearest:
 
         With ``texts``, the queries in words, also the ``n`` that the words of each find best, and of all the share of words that they have.
         """
+        self._used = time.monotonic()
         if not texts:
             return self._found(lambda: self._by_vectors(self._shown, queries, n, table, scopes))
         self.index_words(table)

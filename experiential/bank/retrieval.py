@@ -16,6 +16,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from experiential.config import RetrievalSettings
@@ -36,6 +37,9 @@ class Candidate(NamedTuple):
     def reaches(self, floor: float, hybrid: float) -> bool:
         """Whether the cosine is at or above the floor or, with hybrid retrieval, the share of words is."""
         return self.cosine >= floor or (hybrid > 0.0 and 0.0 < self.words >= floor)
+
+
+_COSINE = attrgetter("cosine")
 
 
 class Pick(NamedTuple):
@@ -106,7 +110,9 @@ def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float
 
 def above_floor(candidates: Sequence[Candidate], floor: float, hybrid: float = 0.0) -> list[Candidate]:
     """The candidates that reach the floor, the most relevant first."""
-    return sorted((c for c in candidates if c.reaches(floor, hybrid)), key=lambda c: -c.relevance(hybrid))
+    if not hybrid:
+        return sorted([c for c in candidates if c.cosine >= floor], key=_COSINE, reverse=True)
+    return sorted([c for c in candidates if c.reaches(floor, hybrid)], key=lambda c: -c.relevance(hybrid))
 
 
 def cut_pool(
@@ -114,9 +120,12 @@ def cut_pool(
 ) -> list[Candidate]:
     """The top ``size`` candidates that reach the floor; of those tied at the border, the least retrieved come first."""
     above = above_floor(candidates, floor, hybrid)
+    if len(above) <= size:
+        return above
     ranks = shared_ranks([c.relevance(hybrid) for c in above], tie)
-    order = sorted(range(len(above)), key=lambda place: (ranks[place], seen.count(above[place].id)))
-    return sorted((above[place] for place in order[:size]), key=lambda c: -c.relevance(hybrid))
+    border = ranks[size - 1]
+    tied = sorted((place for place in range(border, len(above)) if ranks[place] == border), key=lambda place: seen.count(above[place].id))
+    return above_floor([*above[:border], *(above[place] for place in tied[: size - border])], floor, hybrid)
 
 
 def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random) -> list[Pick]:

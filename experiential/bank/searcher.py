@@ -1,36 +1,60 @@
-"""Micro-batched, diversified retrieval on one event loop: queries meet, are embedded together, and are served in order."""
+"""Micro-batched, diversified retrieval: queries of many threads and event loops meet, are embedded together, and are served in order."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.group_commit import attempted
 from experiential.bank.retrieval import Candidate, Retrievals, select
 from experiential.bank.trust import Probation
 from experiential.bank.vectors import Scored
 from experiential.bank.where import Where
 from experiential.config import RetrievalSettings
+from experiential.errors import BankError
 from experiential.types import Experience, Hit, Statistics
 
 _TIED = 4
 """Candidates fetched for each place of the pool, so that ties at its border can rotate."""
+_MOST = 512
+"""Queries of one batch, when so many wait because all workers are busy."""
+_CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
+Rows = list[list[Hit]]
+
+
+class Call:
+    """The queries of one caller, and what they have found so far; the caller waits in a thread or on an event loop."""
+
+    def __init__(self, count: int, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.rows: Rows = [[] for _ in range(count)]
+        self.missing = count
+        self.loop = loop
+        self.future: Future[Rows] | asyncio.Future[Rows] = Future[Rows]() if loop is None else loop.create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.future.done()
 
 
 class Request(NamedTuple):
-    """One query that waits for its hits."""
+    """One query that waits for its hits, and its place in its call."""
 
     query: str
     k: int
     exclude: str | None
     where: Where | None
     admitted: bool | None
-    future: asyncio.Future[list[Hit]]
+    call: Call
+    place: int
     since: float
 
 
@@ -46,10 +70,11 @@ class SearchCounts:
 
 
 class Searcher:
-    """Serves queries in micro-batches of at most B, waiting at most t_max for a batch to fill; lives on one event loop.
+    """Serves queries in micro-batches: a batch starts when B queries wait, or t_max after the first of them came.
 
-    Batches are embedded and compared by several threads at once, but choose their entries one batch after the other, in the order of
-    arrival: a run with one seed gives the same hits again. A caller that is cancelled is skipped and holds nobody up.
+    What has come meanwhile goes with it, so that a crowd is served in few batches. Batches are embedded and compared by several
+    threads at once, but choose their entries one batch after the other, in the order of arrival: a run with one seed gives the same hits
+    again. A caller that is cancelled is skipped and holds nobody up.
     """
 
     def __init__(self, bank: ExperienceBank, settings: RetrievalSettings, seed: int, probation: Probation | None = None) -> None:
@@ -60,13 +85,17 @@ class Searcher:
         self._rng = random.Random(seed)
         # A writable bank knows all counts; beside a read-only one they are kept here, and are forgotten with the searcher.
         self._seen = Retrievals(settings.recency, self._earlier, self._utility)
-        self._waiting: deque[Request] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-        self._turn: asyncio.Event | None = None
-        self._batches: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="experiential-search")
         self._journalled: dict[str, int] = {}
         self._found: dict[str, Scored[Experience]] = {}  # the candidates of the query that is being answered
+        self._waiting: deque[Request] = deque()
+        self._arrived = threading.Condition()
+        self._gathering = False
+        self._idle = 0
+        self._closed = False
+        self._taken = 0
+        self._answered = 0
+        self._turn = threading.Condition()
+        self._threads: list[threading.Thread] = []
         if settings.hybrid:
             bank.nearest([], 1, [], words=True)  # indexes the words now, before somebody waits
 
@@ -82,62 +111,95 @@ class Searcher:
         found = self._found.get(id)
         return Statistics() if found is None else self._bank.counters(found.item)
 
-    async def search(
-        self, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None = None
-    ) -> list[list[Hit]]:
+    def search(self, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None = None) -> Rows:
         """The hits of each query, asked in the episode of the same place; a query of nothing but blanks gets none."""
-        loop = asyncio.get_running_loop()
+        call = Call(len(queries))
+        self._enqueue(call, queries, k, exclude, episodes, where)
+        assert isinstance(call.future, Future)
+        return call.future.result()
+
+    async def asearch(
+        self, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None = None
+    ) -> Rows:
+        """``search``, awaitable on any event loop."""
+        call = Call(len(queries), asyncio.get_running_loop())
+        self._enqueue(call, queries, k, exclude, episodes, where)
+        assert isinstance(call.future, asyncio.Future)
+        return await call.future
+
+    def _enqueue(
+        self, call: Call, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None
+    ) -> None:
         now = time.perf_counter()
-        requests = [
-            Request(query, k, exclude, where, self._admitted(episode), loop.create_future(), now)
-            for query, episode in zip(queries, episodes, strict=True)
-        ]
-        for request in requests:
-            if request.query.strip():
-                self._enqueue(request, loop)
-            else:
-                request.future.set_result([])
-        return list(await asyncio.gather(*(request.future for request in requests)))
+        asked = [(place, query) for place, query in enumerate(queries) if query.strip()]
+        call.missing = len(asked)
+        if not asked:
+            call.future.set_result(call.rows)
+            return
+        requests = [Request(query, k, exclude, where, self._admitted(episodes[place]), call, place, now) for place, query in asked]
+        with self._arrived:
+            if self._closed:
+                raise BankError(_CLOSED)
+            if not self._idle and len(self._threads) < self._settings.workers:
+                self._hire()
+            self._waiting.extend(requests)
+            if not self._gathering:
+                self._arrived.notify()
+            elif len(self._waiting) >= self._settings.batch_size:
+                self._arrived.notify_all()  # one of them is gathering
 
     def _admitted(self, episode: str) -> bool | None:
         return None if self._probation is None else self._probation.admits(episode)
 
-    def _enqueue(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        self._waiting.append(request)
-        if len(self._waiting) >= self._settings.batch_size:
-            self._dispatch()
-        elif self._timer is None:
-            self._timer = loop.call_later(self._settings.batch_wait, self._dispatch)
+    def _hire(self) -> None:
+        worker = threading.Thread(target=self._work, name=f"experiential-search-{len(self._threads)}", daemon=True)
+        self._threads.append(worker)
+        worker.start()
 
-    def _dispatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        batch = [request for request in self._waiting if not request.future.done()]
-        self._waiting.clear()
-        if self._probation is not None:
-            self._probation.wake()
-        if batch:
-            before, self._turn = self._turn, asyncio.Event()
-            task = asyncio.get_running_loop().create_task(self._serve(batch, before, self._turn))
-            self._batches.add(task)
-            task.add_done_callback(self._batches.discard)
+    def _work(self) -> None:
+        while (taken := self._next_batch()) is not None:
+            number, batch = taken
+            rows = attempted(lambda batch=batch: self._candidates(batch))
+            with self._turn:
+                while self._answered != number:
+                    self._turn.wait()
+                found = rows if isinstance(rows, Exception) else attempted(lambda batch=batch, rows=rows: self._answer(batch, rows))
+                self._answered += 1
+                self._turn.notify_all()
+            if isinstance(found, Exception):
+                _deliver(dict.fromkeys(request.call for request in batch), found)
+            else:
+                _deliver(found)
 
-    async def _serve(self, batch: list[Request], before: asyncio.Event | None, done: asyncio.Event) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-            rows = await loop.run_in_executor(self._threads, self._candidates, batch)
-            if before is not None:
-                await before.wait()
-            self._answer(batch, rows)
-        except Exception as error:  # noqa: BLE001  (whatever the embedder raised belongs to the callers of this batch, and to no other)
-            for request in batch:
-                if not request.future.done():
-                    request.future.set_exception(error)
-        finally:
-            done.set()
+    def _next_batch(self) -> tuple[int, list[Request]] | None:
+        """The next batch and its number, once B queries wait or the first has waited for t_max; None when the searcher is closed."""
+        with self._arrived:
+            while True:
+                self._idle += 1
+                while not self._closed and (self._gathering or not self._waiting):
+                    self._arrived.wait()
+                self._idle -= 1
+                if self._closed:
+                    return None
+                self._gathering = True
+                self._gather()
+                self._gathering = False
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST))]
+                if self._waiting:
+                    self._arrived.notify()
+                if batch := [request for request in batch if not request.call.is_over]:
+                    self._taken += 1
+                    break
+            return self._taken - 1, batch
+
+    def _gather(self) -> None:
+        until = self._waiting[0].since + self._settings.batch_wait
+        while len(self._waiting) < self._settings.batch_size and (left := until - time.perf_counter()) > 0 and not self._closed:
+            self._arrived.wait(left)
 
     def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:
+        if self._probation is not None:
+            self._probation.wake()
         wanted = max(request.k for request in batch) * self._settings.pool * _TIED
         rows = self._nearest(batch, wanted)
         if self._probation is not None:
@@ -147,20 +209,30 @@ class Searcher:
         return rows
 
     def _nearest(self, batch: list[Request], wanted: int) -> list[list[Scored[Experience]]]:
-        queries, exclude, where = zip(*((one.query, one.exclude, one.where) for one in batch), strict=True)
-        return self._bank.nearest(queries, wanted, exclude, where, words=self._settings.hybrid > 0.0)
+        """Candidates of each query; what a group asks several times is looked up once."""
+        asked = [(one.query, one.exclude, one.where) for one in batch]
+        distinct = {one: place for place, one in enumerate(dict.fromkeys(asked))}
+        queries, exclude, where = zip(*distinct, strict=True)
+        rows = self._bank.nearest(queries, wanted, exclude, where, words=self._settings.hybrid > 0.0)
+        return [list(rows[distinct[one]]) for one in asked]
 
-    def _answer(self, batch: list[Request], rows: list[list[Scored[Experience]]]) -> None:
+    def _answer(self, batch: list[Request], rows: list[list[Scored[Experience]]]) -> list[Call]:
+        """Choose the hits of each query; gives the calls that have all of theirs."""
         self.counts.batches += 1
         self.counts.queries += len(batch)
+        finished: list[Call] = []
         for request, row in zip(batch, rows, strict=True):
-            if request.future.done():
+            call = request.call
+            if call.is_over:
                 continue
-            hits = self._choose(request, row)
+            hits = call.rows[request.place] = self._choose(request, row)
             self.counts.retrievals += len(hits)
             self.counts.abstentions += not hits
             self.counts.seconds.append(time.perf_counter() - request.since)
-            request.future.set_result(hits)
+            call.missing -= 1
+            if not call.missing:
+                finished.append(call)
+        return finished
 
     def _choose(self, request: Request, row: list[Scored[Experience]]) -> list[Hit]:
         found = self._found = {scored.item.id: scored for scored in row}
@@ -177,8 +249,34 @@ class Searcher:
 
     def close(self) -> None:
         """Let the callers that still wait go, and end the threads."""
-        for request in self._waiting:
-            request.future.cancel()
-        for task in self._batches:
-            task.cancel()
-        self._threads.shutdown(wait=True)
+        with self._arrived:
+            self._closed = True
+            left = [*self._waiting]
+            self._waiting.clear()
+            self._arrived.notify_all()
+        _deliver(dict.fromkeys(request.call for request in left), BankError(_CLOSED))
+        for thread in self._threads:
+            thread.join()
+
+
+def _deliver(calls: Iterable[Call], error: Exception | None = None) -> None:
+    """Let the callers go on: a thread at once, the tasks of an event loop with one wake-up for all."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Call]] = {}
+    for call in calls:
+        if call.loop is None:
+            _resolve([call], error)
+        else:
+            by_loop.setdefault(call.loop, []).append(call)
+    for loop, several in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # a loop that has closed has nobody waiting
+            loop.call_soon_threadsafe(_resolve, several, error)
+
+
+def _resolve(calls: Iterable[Call], error: Exception | None) -> None:
+    for call in calls:
+        if call.is_over:
+            continue
+        if error is None:
+            call.future.set_result(call.rows)
+        else:
+            call.future.set_exception(error)

@@ -18,13 +18,14 @@ that has been learned about it since, as counters do.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +220,7 @@ def checked_episodes(episode: Episodes, count: int) -> list[str]:
 
 
 class Probation:
-    """What a manager shows of provisional entries: nothing to most episodes; lives on one event loop.
+    """What a manager shows of provisional entries: nothing to most episodes. Any thread may ask.
 
     Args:
         book: who is trusted.
@@ -239,7 +240,8 @@ class Probation:
         self._seed = seed
         self._rng = random.Random(f"{seed}: provisional entries")
         self._seen = -1
-        self._refreshing: asyncio.Task[bool] | None = None
+        self._lock = threading.Lock()
+        self._refreshing: Future[bool] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="experiential-trust")
         self._draws: Counter[bool] = Counter()
         self._refresh()
@@ -251,25 +253,27 @@ class Probation:
 
     def admits(self, episode: str) -> bool:
         """Whether a search of this episode may find provisional entries; without an id each search draws for itself, in order."""
-        drawn = may_try(self._seed, episode, self.share) if episode else self._rng.random() < self.share
-        self._draws[drawn] += 1
+        with self._lock:
+            drawn = may_try(self._seed, episode, self.share) if episode else self._rng.random() < self.share
+            self._draws[drawn] += 1
         return drawn
 
     def wake(self) -> None:
         """Let the book be brought up to date beside what runs, when the bank has changed."""
-        if self._seen != self._head() and (self._refreshing is None or self._refreshing.done()):
-            self._refreshing = asyncio.get_running_loop().create_task(self._catch_up())
+        with self._lock, contextlib.suppress(RuntimeError):  # closed meanwhile: nobody will ask again
+            if self._seen != self._head() and (self._refreshing is None or self._refreshing.done()):
+                self._refreshing = self._thread.submit(self._catch_up)
 
     async def settle(self) -> None:
         """Wait until all that the bank holds now is judged, or until that failed."""
         self.wake()
-        while self._refreshing is not None and await self._refreshing:
+        while self._refreshing is not None and await asyncio.wrap_future(self._refreshing):
             self._refreshing = None
             self.wake()
 
-    async def _catch_up(self) -> bool:
+    def _catch_up(self) -> bool:
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._refresh)
+            self._refresh()
         except Exception as error:  # noqa: BLE001  (whatever a disk or a closed bank does to it, retrieval goes on with what is known)
             self.failures[f"trust: {type(error).__name__}"] += 1
             return False

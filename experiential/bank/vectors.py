@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise, repeat
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -12,7 +13,9 @@ Vector = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 T = TypeVar("T")
 S = TypeVar("S", contravariant=True)
-_QUERIES_AT_ONCE = 128
+_SCORES_AT_ONCE = 1 << 24
+"""Cosines of one product, 64 MiB: many queries of a small bank, few of a large one."""
+_BLOCK = 16
 _MOST_MASKS = 32
 
 
@@ -84,36 +87,70 @@ class Snapshot(Generic[T]):
             where: per query, what items must pass; empty lets all pass.
         """
         found: list[list[Scored[T]]] = []
-        for start in range(0, len(queries), _QUERIES_AT_ONCE):
-            scores = queries[start : start + _QUERIES_AT_ONCE] @ self._matrix.T
-            scores[:, self._dead] = -np.inf
-            for row, label in zip(scores, exclude[start:] or [None] * len(scores), strict=False):
-                self._hide(row, label)
-            for row, condition in zip(scores, where[start:], strict=False):
+        step = max(1, _SCORES_AT_ONCE // max(1, len(self._items)))
+        for start in range(0, len(queries), step):
+            scores = queries[start : start + step] @ self._matrix.T
+            if len(self._dead):
+                scores[:, self._dead] = -np.inf
+            for row, label in enumerate(exclude[start : start + step]):
+                if label is not None and (hidden := self._labels.get(label)):
+                    self._hide(scores[row], hidden)
+            for row, condition in enumerate(where[start : start + step]):
                 if condition is not None:
-                    row[~self._masks.get(condition, len(row))] = -np.inf
-            found.extend(self._best(row, n) for row in scores)
+                    scores[row, ~self._masks.get(condition, scores.shape[1])] = -np.inf
+            found.extend(self._best(scores, n))
         return found
 
     def cosines(self, query: Vector, rows: Sequence[int]) -> list[float]:
         """The cosine of one query, shape (d,), with each of these rows."""
         return [float(cosine) for cosine in self._matrix[list(rows)] @ query]
 
-    def _hide(self, scores: Vector, label: str | None) -> None:
-        for row in self._labels.get(label, ()) if label is not None else ():
-            if row < len(scores):
-                scores[row] = -np.inf
+    @staticmethod
+    def _hide(scores: Vector, rows: list[int]) -> None:
+        scores[[row for row in rows if row < len(scores)]] = -np.inf
 
-    def _best(self, scores: Vector, n: int) -> list[Scored[T]]:
-        rows = np.arange(len(scores)) if n >= len(scores) else _at_least_nth(scores, n)
-        rows = rows[np.isfinite(scores[rows])]
-        order = rows[np.lexsort((rows, -scores[rows]))][:n]
-        return [Scored(self._items[row], float(scores[row])) for row in order]
+    def _best(self, scores: Vector, n: int) -> list[list[Scored[T]]]:
+        columns, values, counts = best_of_each(scores, n)
+        hits = list(map(Scored[T]._make, zip(map(self._items.__getitem__, columns.tolist()), values.tolist(), repeat(0.0), strict=False)))
+        edges = [0, *np.cumsum(counts).tolist()]
+        return [hits[begin:end] for begin, end in pairwise(edges)]
 
 
-def _at_least_nth(scores: Vector, n: int) -> npt.NDArray[np.intp]:
-    """Rows that score at least as much as the n-th best, so that ties at the border do not depend on the partition."""
-    return np.flatnonzero(scores >= np.partition(scores, len(scores) - n)[len(scores) - n])
+Indices = npt.NDArray[np.intp]
+
+
+def best_of_each(scores: Vector, n: int) -> tuple[Indices, Vector, Indices]:
+    """The ``n`` best finite scores of each row of ``scores``, shape (m, r), best first.
+
+    Returns the columns and values of all rows, one after the other, and how many each row has. Equal scores keep the order of their
+    columns. Only scores that reach the n-th best maximum of a row's blocks are sorted: at least n do, and few more.
+    """
+    m, width = scores.shape
+    least = _nth_best_block(scores, n)
+    flat = np.flatnonzero(scores >= np.maximum(least, np.finfo(np.float32).min)[:, None])
+    row, column = np.divmod(flat, width)
+    found = np.bincount(row, minlength=m)
+    place = np.arange(len(row)) - (np.cumsum(found) - found)[row]
+    shape = (m, int(found.max(initial=0)))
+    values, columns = np.full(shape, -np.inf, dtype=np.float32), np.zeros(shape, dtype=np.intp)
+    values[row, place], columns[row, place] = scores.ravel()[flat], column
+    order = np.argsort(-values, axis=1, kind="stable")[:, :n]
+    counts: Indices = np.minimum(found, n)
+    rank: Indices = np.arange(n)[: order.shape[1]]
+    kept: Mask = rank < counts[:, None]
+    best: Indices = np.take_along_axis(columns, order, 1)
+    value: Vector = np.take_along_axis(values, order, 1)
+    return best[kept], value[kept], counts
+
+
+def _nth_best_block(scores: Vector, n: int) -> Vector:
+    """Per row a number that at least ``n`` of its scores reach, if it has as many; -inf where it has not."""
+    m, width = scores.shape
+    if n >= width:
+        return np.full(m, -np.inf, dtype=np.float32)  # pyright: ignore[reportUnknownVariableType]
+    blocks = width // _BLOCK
+    tops = scores[:, : _BLOCK * blocks].reshape(m, _BLOCK, blocks).max(axis=1) if blocks >= n else scores
+    return np.partition(tops, tops.shape[1] - n, axis=1)[:, tops.shape[1] - n]
 
 
 class VectorIndex(Generic[T]):
