@@ -6,7 +6,8 @@
 * ``search``: a batch of 512 queries, 384 numbers each, ten hits: from vectors (the resident index or, in a large bank, what
   the bank uses), and from text with a warm cache, beside an exact FAISS index and a Chroma collection of the same vectors.
 * ``concurrent``: 512 single queries at once through the manager, as tasks of one event loop and as threads; ``distinct`` ones, and
-  ``groups`` of eight that ask the same, as the members of a group do; milliseconds at the median and the 99th percentile.
+  ``groups`` of eight that ask the same, as the members of a group do; and ``spread`` over one second, as 512 environments ask;
+  milliseconds at the median and the 99th percentile.
 * ``writes``: durable adds a second one by one, in one commit, by 4 and by 64 threads; beside one-by-one adds to Chroma; and the
   99th percentile of a search while four threads write, over the same without.
 * ``size``: bytes of memory and of disk per entry, and the time to open the bank again.
@@ -143,6 +144,9 @@ def concurrent(count: int, folder: Path) -> dict[str, dict[str, float]]:
                 asked = [str(count + i // each) for i in range(QUERIES)]
                 found[f"tasks_{name}"] = _latency(lambda asked=asked: asyncio.run(_tasks(manager, asked)))
                 found[f"threads_{name}"] = _latency(lambda asked=asked: list(pool.map(partial(_timed, manager), asked)))
+            asked = [str(count + i) for i in range(QUERIES)]
+            starts = np.random.default_rng(0).uniform(0, 1, QUERIES).tolist()
+            found["spread"] = _latency(lambda: asyncio.run(_tasks(manager, asked, starts)))
     return found
 
 
@@ -152,13 +156,14 @@ def _timed(manager: ExperienceManager, query: str) -> float:
     return time.perf_counter() - begin
 
 
-async def _tasks(manager: ExperienceManager, queries: Sequence[str]) -> list[float]:
-    async def one(query: str) -> float:
+async def _tasks(manager: ExperienceManager, queries: Sequence[str], starts: Sequence[float] | None = None) -> list[float]:
+    async def one(query: str, start: float) -> float:
+        await asyncio.sleep(start)
         begin = time.perf_counter()
         await manager.asearch(query)
         return time.perf_counter() - begin
 
-    return list(await asyncio.gather(*map(one, queries)))
+    return list(await asyncio.gather(*map(one, queries, starts or [0.0] * len(queries))))
 
 
 def _latency(crowd: Callable[[], Sequence[float]]) -> dict[str, float]:

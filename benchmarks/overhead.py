@@ -43,6 +43,8 @@ LESSONS = [
     f"Look at the {place} first and remember what happened on try {i}." for i, place in enumerate(("goal", "wall", "sign", "edge") * 8)
 ]
 """What the bank holds from the start, so that guided episodes have advice whatever the extractor writes."""
+THINKING_TURNS = 4
+"""Turns of an episode where the actor writes before it acts."""
 WARM_UP = 2
 """Rounds that are not counted."""
 
@@ -53,6 +55,8 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
     prompts = prompt_set_name(settings)
     place: Literal["system", "observation"] = "system" if prompts == "brief" else "observation"
     env, options = ENVIRONMENTS[name]
+    if think:  # an actor that was not trained for it seldom writes an action, and would go on for ever
+        env = env.model_copy(update={"max_turns": THINKING_TURNS})
     source = TaskSource(env, world_count(env.id, env.kwargs | env.train), 0)
 
     def make_actor() -> ActorAgent:

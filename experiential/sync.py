@@ -1,10 +1,10 @@
-"""One background event loop that lets synchronous callers use the asyncio core."""
+"""Between threads and event loops: one background loop for synchronous callers, and outcomes as values."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -63,3 +63,11 @@ def shared_loop() -> EventLoopThread:
         if _shared is None or _shared.loop.is_closed():
             _shared = EventLoopThread("experiential")
         return _shared
+
+
+def attempted(work: Callable[[], T]) -> T | Exception:
+    """What a call gives or raises, as a value."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001  (given to whoever asked, as it is)
+        return error

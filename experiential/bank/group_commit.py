@@ -119,14 +119,6 @@ class Ticket:
         self.call()
 
 
-def attempted(work: Callable[[], T]) -> T | Exception:
-    """What a call gives or raises, as a value."""
-    try:
-        return work()
-    except Exception as error:  # noqa: BLE001  (given to whoever asked, as it is)
-        return error
-
-
 class GroupCommit:
     """Who comes while a transaction is being committed waits, and one of those waiting then commits what all of them wrote.
 

@@ -22,7 +22,6 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.connection import Connection
 from experiential.bank.dedupe import Duplicates, Judge
 from experiential.bank.embed import CachedEmbedder, Embedder, embedder_id, resolve_embedder
-from experiential.bank.group_commit import attempted
 from experiential.bank.history import Commit
 from experiential.bank.log import Difference, Logged
 from experiential.bank.queue import DistillationQueue
@@ -32,6 +31,7 @@ from experiential.bank.view import BankView
 from experiential.bank.where import Scope, Where
 from experiential.bank.wire import At, Body, Operation
 from experiential.errors import BankError, ReadOnlyBankError
+from experiential.sync import attempted
 from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory
 
 B = TypeVar("B", bound=Body)

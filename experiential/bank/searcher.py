@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.group_commit import attempted
 from experiential.bank.retrieval import Candidate, Retrievals, select
 from experiential.bank.trust import Probation
 from experiential.bank.vectors import Scored
 from experiential.bank.where import Where
 from experiential.config import RetrievalSettings
 from experiential.errors import BankError
+from experiential.sync import attempted
 from experiential.types import Experience, Hit, Statistics
 
 _TIED = 4
