@@ -6,7 +6,9 @@ Rounds alternate, so that a noisy machine disturbs both arms alike. Nothing is s
 includes retrieval, injection, the longer prompts, submission, and whatever distillation takes of the machine
 meanwhile. As in the bundled recipes the compute lane belongs to the rollout while one runs, and distillation has the
 time between rollouts: ``distil_s`` is that time per round, ``step_ratio`` counts it in. What the actor reads changes what it
-does: ``turns_ratio`` and ``forwarded_ratio`` say how many turns were played and tokens computed, over those without.
+does: ``turns_ratio`` and ``forwarded_ratio`` say how many turns were played and tokens computed, over those without. A third
+arm reads advice that costs nothing to find and keeps nothing: ``bank_ratio`` is the time with the bank over that, which leaves
+retrieval, writing and distillation; ``advice_ratio`` is that over nothing, the price of reading.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import sys
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +35,7 @@ from experiential.training.local import build_runtimes
 from experiential.training.rollout import NoBank, Rollout
 from experiential.training.tasks import TaskSource, world_count
 from experiential.training.trainer import prompt_set_name
+from experiential.types import Experience, Hit
 
 ENVIRONMENTS: dict[str, tuple[EnvSettings, dict[str, Any]]] = {
     "vault": (EnvSettings(train={"split": "train", "worlds": 32}), {}),
@@ -45,12 +49,26 @@ LESSONS = [
 """What the bank holds from the start, so that guided episodes have advice whatever the extractor writes."""
 THINKING_TURNS = 4
 """Turns of an episode where the actor writes before it acts."""
+ARMS = {"without": "none", "advice": "half", "with": "half"}
+"""What is timed, and which members of a group are guided."""
 WARM_UP = 2
 """Rounds that are not counted."""
 
 
+class Handed(NoBank):
+    """Hands out the lessons in turn: advice as from a bank, without one."""
+
+    def __init__(self) -> None:
+        self._next = count()
+
+    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
+        """One lesson for a query."""
+        lesson = Experience(text=LESSONS[next(self._next) % len(LESSONS)])
+        return [Hit(experience=lesson, score=1.0)]
+
+
 async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, group_size: int, think: int = 0) -> dict[str, Any]:
-    """Seconds per rollout of both arms, alternating; with ``think`` the actor writes so many tokens a turn, else it chooses an action."""
+    """Seconds per rollout of every arm, alternating; with ``think`` the actor writes so many tokens a turn, else it chooses an action."""
     actor, extractor = build_runtimes(settings, None, (OptimSettings(), OptimSettings()))
     prompts = prompt_set_name(settings)
     place: Literal["system", "observation"] = "system" if prompts == "brief" else "observation"
@@ -62,9 +80,9 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
     def make_actor() -> ActorAgent:
         return ActorAgent(actor, prompts=prompts, constrain=not think, max_tokens=think or 32, advice=place, **options)
 
-    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     between: list[float] = []
-    forwarded, turns = {"without": 0, "with": 0}, {"without": 0, "with": 0}
+    forwarded, turns = dict.fromkeys(ARMS, 0), dict.fromkeys(ARMS, 0)
     with tempfile.TemporaryDirectory() as folder, ExperienceBank(Path(folder) / "bank") as bank:
         bank.add_many(LESSONS)
         manager = ExperienceManager(
@@ -72,10 +90,10 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
         )
         arms = {
             name: Rollout(env, env.train, m, make_actor, slots=groups * group_size)
-            for name, m in (("without", NoBank()), ("with", manager))
+            for name, m in zip(ARMS, (NoBank(), Handed(), manager), strict=True)
         }
         for step in range(rounds + WARM_UP):
-            for arm, guided in (("without", "none"), ("with", "half")):
+            for arm, guided in ARMS.items():
                 actor.llm.weights_changed(step)  # as after an update: no prefix is reused from the other arm
                 begin, tokens = time.perf_counter(), actor.llm.stats.forwarded_tokens
                 with actor.foreground():
@@ -97,6 +115,8 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
     steps = {"with": [a + b for a, b in zip(seconds["with"], between, strict=True)], "without": seconds["without"]}
     return {
         "ratio": ratio(seconds),
+        "bank_ratio": ratio({"with": seconds["with"], "without": seconds["advice"]}),
+        "advice_ratio": ratio({"with": seconds["advice"], "without": seconds["without"]}),
         "step_ratio": ratio(steps),
         "distil_s": float(np.median(between)),
         "search_p50_ms": stats["search_p50_ms"],

@@ -138,6 +138,7 @@ class RetrievalSettings(Settings):
     batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
     batch_wait: float = Field(default=0.001, ge=0.0, description="t_max, in seconds")
     workers: int = Field(default=4, gt=0, description="W: search workers")
+    timeout: float = Field(default=30.0, gt=0.0, description="seconds after which a search fails; an episode then goes on without advice")
 
 
 class BankSettings(Settings):

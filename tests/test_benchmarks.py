@@ -74,6 +74,11 @@ def test_the_way_told_is_the_way_of_the_layout_on_the_board(tmp_path: Path) -> N
         assert headroom.advice("bank", env, "Keep left.", kept) == "Keep left."
 
 
+def test_advice_without_a_bank_is_another_lesson_each_time() -> None:
+    handed = overhead.Handed()
+    assert [handed.search("?")[0].experience.text for _ in range(3)] == overhead.LESSONS[:3]
+
+
 def test_the_overhead_is_the_ratio_of_medians() -> None:
     found = overhead.ratio({"with": [1.1, 1.1, 9.0], "without": [1.0, 1.0, 1.0]})
     assert found["median"] == pytest.approx(1.1) and found["low"] == pytest.approx(1.1) and found["high"] == pytest.approx(9.0)

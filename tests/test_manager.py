@@ -3,11 +3,15 @@
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.consolidate import merge_group, recent_groups, related_groups
+from experiential.bank.embed import HashingEmbedder
 from experiential.bank.manager import ExperienceManager
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
 from experiential.types import (
@@ -474,3 +478,29 @@ def test_merging_again_without_news_asks_the_extractor_nothing(bank):
         bank.add("n2", task="t")
         assert manager.merge() == 1
     assert extractor.merged[1] == ["n0 + n1", "n2"]
+
+
+async def test_a_search_that_hangs_fails_in_time_and_the_next_ones_are_answered(tmp_path: Path) -> None:
+    """The embedder stands still: every caller gets an error that says so, and nothing is lost once it goes on."""
+    halt, free = threading.Event(), threading.Event()
+    free.set()
+
+    class Slow(HashingEmbedder):
+        def __call__(self, texts: Sequence[str]) -> Any:
+            if any("stuck" in text for text in texts):
+                halt.set()
+                assert free.wait(60)
+            return super().__call__(texts)
+
+    with ExperienceBank(tmp_path, embedder=Slow()) as bank:
+        bank.add("Knock first.")
+        with ExperienceManager(bank, retrieval={"floor": -1.0, "timeout": 0.3}) as manager:
+            free.clear()
+            with pytest.raises(BankError, match=r"within 0.3 s"):
+                manager.search("stuck?")
+            with pytest.raises(BankError, match=r"within 0.3 s"):
+                await manager.asearch("stuck again?")
+            assert halt.is_set() and manager.stats()["search_timeouts"] == 2
+            free.set()
+            await asyncio.sleep(0.1)
+            assert manager.search("knock?")[0].experience.text == "Knock first."

@@ -512,6 +512,7 @@ class ExperienceManager:
             "searches": counts.queries,
             "retrievals": counts.retrievals,
             "abstentions": counts.abstentions,
+            "search_timeouts": counts.timeouts,
             "mean_batch": counts.queries / counts.batches if counts.batches else 0.0,
             "search_p50_ms": float(np.percentile(seconds, 50)),
             "search_p99_ms": float(np.percentile(seconds, 99)),

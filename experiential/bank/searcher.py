@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import NamedTuple
 
 from experiential.bank.bank import ExperienceBank
@@ -66,6 +66,7 @@ class SearchCounts:
         self.batches = 0
         self.retrievals = 0
         self.abstentions = 0
+        self.timeouts = 0
         self.seconds: deque[float] = deque(maxlen=4096)
 
 
@@ -112,11 +113,20 @@ class Searcher:
         return Statistics() if found is None else self._bank.counters(found.item)
 
     def search(self, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None = None) -> Rows:
-        """The hits of each query, asked in the episode of the same place; a query of nothing but blanks gets none."""
+        """The hits of each query, asked in the episode of the same place; a query of nothing but blanks gets none.
+
+        Raises:
+            BankError: they were not found within ``timeout`` seconds.
+        """
         call = Call(len(queries))
         self._enqueue(call, queries, k, exclude, episodes, where)
         assert isinstance(call.future, Future)
-        return call.future.result()
+        try:
+            return call.future.result(self._settings.timeout)
+        except TimeoutError as error:
+            if not call.future.cancel():  # it ended so: the embedder's own
+                raise
+            raise self._late() from error
 
     async def asearch(
         self, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None = None
@@ -124,8 +134,19 @@ class Searcher:
         """``search``, awaitable on any event loop."""
         call = Call(len(queries), asyncio.get_running_loop())
         self._enqueue(call, queries, k, exclude, episodes, where)
-        assert isinstance(call.future, asyncio.Future)
-        return await call.future
+        assert isinstance(call.future, asyncio.Future) and call.loop is not None
+        alarm = call.loop.call_later(self._settings.timeout, lambda: None if call.is_over else _resolve([call], self._late()))
+        try:
+            return await call.future
+        finally:
+            alarm.cancel()
+
+    def _late(self) -> BankError:
+        self.counts.timeouts += 1
+        return BankError(
+            f"Expected the bank's answer within {self._settings.timeout} s, got none; "
+            "look at what the embedder waits for, or raise bank.retrieval.timeout"
+        )
 
     def _enqueue(
         self, call: Call, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None
@@ -256,7 +277,7 @@ class Searcher:
             self._arrived.notify_all()
         _deliver(dict.fromkeys(request.call for request in left), BankError(_CLOSED))
         for thread in self._threads:
-            thread.join()
+            thread.join(self._settings.timeout)
 
 
 def _deliver(calls: Iterable[Call], error: Exception | None = None) -> None:
@@ -274,9 +295,10 @@ def _deliver(calls: Iterable[Call], error: Exception | None = None) -> None:
 
 def _resolve(calls: Iterable[Call], error: Exception | None) -> None:
     for call in calls:
-        if call.is_over:
-            continue
-        if error is None:
-            call.future.set_result(call.rows)
-        else:
-            call.future.set_exception(error)
+        with contextlib.suppress(CancelledError, InvalidStateError, asyncio.InvalidStateError):  # the caller has just given up
+            if call.is_over:
+                continue
+            if error is None:
+                call.future.set_result(call.rows)
+            else:
+                call.future.set_exception(error)
