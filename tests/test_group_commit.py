@@ -264,9 +264,19 @@ def test_an_interrupted_leader_leaves_nobody_waiting(bank):
     assert bank.add("after").text == "after" and [entry.text for entry in bank.entries()] == ["after"]
 
 
+@contextlib.contextmanager
+def interruptible():
+    """SIGINT raises KeyboardInterrupt inside this block, also where the shell started the tests with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupted_follower_writes_nothing_and_the_next_one_leads(bank):
     main = threading.get_ident()
-    with ThreadPoolExecutor(2) as pool, gathering(bank) as waiting:
+    with interruptible(), ThreadPoolExecutor(2) as pool, gathering(bank) as waiting:
         later = []
 
         def interrupt():
