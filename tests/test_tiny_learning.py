@@ -12,6 +12,7 @@ from experiential.training.trainer import Trainer
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_guided_success_rises_above_free_success(tmp_path: Path) -> None:
     """Guided episodes come to succeed more often than they first did, and than free ones do at the end.
 
