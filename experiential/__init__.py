@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from experiential.agents.extractor import ExtractorAgent
     from experiential.agents.operations import parse_operations
     from experiential.bank.bank import ExperienceBank
-    from experiential.bank.embed import HashingEmbedder
+    from experiential.bank.index.embed import HashingEmbedder
     from experiential.bank.manager import ExperienceManager
     from experiential.config import Experiment
     from experiential.errors import (
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         BankLockedError,
         CheckpointError,
         ConfigError,
+        EnvError,
         ExperientialError,
         MissingExtraError,
         ModelNotFoundError,
@@ -87,6 +88,7 @@ __all__ = [
     "ConfigError",
     "Discard",
     "Distillation",
+    "EnvError",
     "Experience",
     "ExperienceBank",
     "ExperienceManager",
@@ -133,11 +135,11 @@ _MODULES: dict[str, str] = {
     "agents.extractor": "ExtractorAgent",
     "agents.operations": "parse_operations",
     "bank.bank": "ExperienceBank",
-    "bank.embed": "HashingEmbedder",
+    "bank.index.embed": "HashingEmbedder",
     "bank.manager": "ExperienceManager",
     "config": "Experiment",
     "errors": (
-        "BackendError BankError BankLockedError CheckpointError ConfigError ExperientialError MissingExtraError "
+        "BackendError BankError BankLockedError CheckpointError ConfigError EnvError ExperientialError MissingExtraError "
         "ModelNotFoundError ReadOnlyBankError"
     ),
     "llm.base": "LLM SamplingParams",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -69,5 +69,13 @@ def attempted(work: Callable[[], T]) -> T | Exception:
     """What a call gives or raises, as a value."""
     try:
         return work()
+    except Exception as error:  # noqa: BLE001  (given to whoever asked, as it is)
+        return error
+
+
+async def awaited(work: Awaitable[T]) -> T | Exception:
+    """What an awaitable gives or raises, as a value."""
+    try:
+        return await work
     except Exception as error:  # noqa: BLE001  (given to whoever asked, as it is)
         return error

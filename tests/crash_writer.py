@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import chromadb  # noqa: F401  (imported once, in the process that every writer is forked from)
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.index import ChromaIndex
-from experiential.bank.journal import Journal
+from experiential.bank.index.chroma import ChromaIndex
+from experiential.bank.index.seal import Seal
 from experiential.bank.manager import ExperienceManager
-from experiential.bank.seal import Seal
+from experiential.bank.storage.journal import Journal
 from experiential.types import Add, Discard, Distillation, Merge, ParsedOperations, Trajectory, Use, new_id
 
 SQL_POINTS = (

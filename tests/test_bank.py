@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.embed import BUNDLED_PACKAGE, HashingEmbedder
+from experiential.bank.index.embed import BUNDLED_PACKAGE, HashingEmbedder
 from experiential.errors import BankError, BankLockedError, ReadOnlyBankError
 from experiential.types import Add, Discard, Distillation, Generation, Keep, Merge, ParsedOperations, Return, Trajectory, Update
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.checkup import examine
-from experiential.bank.embed import HashingEmbedder
+from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.storage.checkup import examine
 from experiential.errors import BankError
 from experiential.types import Add, Distillation, Generation, ParsedOperations, Trajectory
 from tests.test_manager import Echo

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.embed import HashingEmbedder
+from experiential.bank.index.embed import HashingEmbedder
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.types import Add, Condition, Discard, Distillation, Merge, ParsedOperations, Trajectory, Update, Use
 

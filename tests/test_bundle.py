@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiential.bank import bundle
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.storage import bundle
 from experiential.errors import BankError
 from experiential.types import Add, Distillation, Experience, Generation, ParsedOperations, Provenance, Statistics, Trajectory, Use
 

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 import experiential as xp
-from experiential.bank import index
-from experiential.bank.chroma_server import TOKEN_VARIABLE, checked_address
-from experiential.bank.index import IndexLostError
+from experiential.bank.index import chroma
+from experiential.bank.index.chroma import IndexLostError
+from experiential.bank.index.chroma_server import TOKEN_VARIABLE, checked_address
 from experiential.cli import main
 from experiential.cli.errors import run_app
 
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is tried again soon; no test counts on how soon."""
-    monkeypatch.setattr(index, "PAUSES", (0.01, 0.05))
+    monkeypatch.setattr(chroma, "PAUSES", (0.01, 0.05))
 
 
 def spread(texts: list[str]) -> Any:
@@ -343,13 +343,13 @@ def test_writes_do_not_wait_for_a_server_that_never_answers(folder: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         bank = LargeBank(folder, chroma=address)
-        bank.add_many([f"entry {i}" for i in range(2 * index.BATCH)])  # enough to wake the follower
+        bank.add_many([f"entry {i}" for i in range(2 * chroma.BATCH)])  # enough to wake the follower
         bank.add("and one more")
         assert found(bank, "and one more") == ["and one more"]
         assert bank._follower.failure is None or isinstance(bank._follower.failure, IndexLostError)
     bank.close()
     with SmallBank(folder, read_only=True) as reader:
-        assert len(reader) == 2 * index.BATCH + 1
+        assert len(reader) == 2 * chroma.BATCH + 1
 
 
 # How it is asked for

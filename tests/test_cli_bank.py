@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import experiential as xp
-from experiential.bank.index import ChromaIndex
+from experiential.bank.index.chroma import ChromaIndex
 from experiential.cli import main
 from experiential.cli.errors import run_app
 

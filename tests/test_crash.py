@@ -14,8 +14,8 @@ import time
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.checkup import examine
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.storage.checkup import examine
 from tests.crash_writer import POINTS, Echo, digest, write
 
 ROUNDS = 10

@@ -3,7 +3,7 @@
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.credit import lineage
+from experiential.bank.evidence.credit import lineage
 from experiential.types import Condition, Distillation, Merge, ParsedOperations, Trajectory, Use
 
 

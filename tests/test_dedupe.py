@@ -5,9 +5,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from experiential.bank import dedupe
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.embed import normalise
+from experiential.bank.consolidation import dedupe
+from experiential.bank.index.embed import normalise
 from experiential.errors import ReadOnlyBankError
 from experiential.types import Add, Distillation, Experience, Generation, ParsedOperations, Trajectory, Use
 

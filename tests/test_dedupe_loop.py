@@ -72,7 +72,8 @@ def test_lessons_of_a_run_are_merged_within_their_batch_and_then_into_older_entr
         assert manager.stats()["deduplicated"] == 2
     survivor = bank.get(old.id)
     assert survivor.version == 2 and len(survivor.provenance.parents) == 3
-    assert bank.commits()[-1].cause == "dedupe" and "0.85" in bank.commits()[-1].ref
+    last = bank.commits()[-1]
+    assert (last.author, last.cause) == ("extractor", "dedupe") and "0.85" in last.ref
 
 
 def test_it_finds_what_the_direct_way_finds(bank, tmp_path):
@@ -207,8 +208,8 @@ def test_a_pass_cut_off_keeps_what_it_wrote_and_the_next_manager_does_the_rest(b
             return True
 
     class Watched(ExperienceBank):
-        def merge_duplicates(self, found, ref="groups given"):
-            done = super().merge_duplicates(found, ref)
+        def merge_duplicates(self, found, ref="groups given", *, author="human"):
+            done = super().merge_duplicates(found, ref, author=author)
             merged.set()
             return done
 

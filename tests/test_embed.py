@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from experiential.bank.embed import (
+from experiential.bank.index.embed import (
     BUNDLED_PACKAGE,
     TASK_WEIGHT,
     CachedEmbedder,

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import experiential as xp
-from experiential.bank import indexed
-from experiential.bank.connection import Connection
-from experiential.bank.history import Live, Stored
-from experiential.bank.nearest import Nearest
-from experiential.bank.where import Members, Scope, Where
+from experiential.bank.http.connection import Connection
+from experiential.bank.index import indexed
+from experiential.bank.index.nearest import Nearest
+from experiential.bank.search.where import Members, Scope, Where
+from experiential.bank.storage.history import Live, Stored
 from experiential.cli import main
 from experiential.types import Experience, Hit, Provenance
 from tests.test_serve import serving

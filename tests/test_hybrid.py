@@ -17,12 +17,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import experiential as xp
-from experiential.bank.embed import BUNDLED_PACKAGE
-from experiential.bank.history import Live, Stored
-from experiential.bank.lexical import Lexical, words_of
-from experiential.bank.nearest import Nearest
-from experiential.bank.retrieval import Candidate, Retrievals, select
-from experiential.bank.where import Scope
+from experiential.bank.index.embed import BUNDLED_PACKAGE
+from experiential.bank.index.lexical import Lexical, words_of
+from experiential.bank.index.nearest import Nearest
+from experiential.bank.search.strategies import Candidate, Retrievals, select
+from experiential.bank.search.where import Scope
+from experiential.bank.storage.history import Live, Stored
 from experiential.config import RetrievalSettings
 from experiential.types import Experience, Provenance
 from tests.test_serve import serving
@@ -90,7 +90,7 @@ def test_a_query_without_a_word_that_tells_finds_nothing_by_words() -> None:
 
 
 def test_the_rarest_words_are_looked_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiential.bank import lexical
+    from experiential.bank.index import lexical
 
     monkeypatch.setattr(lexical, "_POSTINGS", 3)
     index = Lexical([*(live(f"door {i}") for i in range(10)), live("lever"), live("door lever")])

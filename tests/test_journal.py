@@ -10,7 +10,7 @@ import time
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.journal import Journal
+from experiential.bank.storage.journal import Journal
 from experiential.errors import BankError
 from experiential.types import Trajectory
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.consolidate import merge_group, recent_groups, related_groups
-from experiential.bank.embed import HashingEmbedder
+from experiential.bank.consolidation.consolidate import merge_group, recent_groups, related_groups
+from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.manager import ExperienceManager
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
 from experiential.types import (

@@ -13,9 +13,9 @@ import pytest
 from pydantic import BaseModel
 
 import experiential as xp
-from experiential.bank import service, wire
-from experiential.bank.queue import DistillationQueue
-from experiential.bank.remote import RemoteBank, RemoteQueue, RemoteView
+from experiential.bank.http import service, wire
+from experiential.bank.http.remote import RemoteBank, RemoteQueue, RemoteView
+from experiential.bank.storage.queue import DistillationQueue
 from experiential.bank.view import BankView
 from experiential.errors import BankError
 from experiential.types import Condition, Generation, ParsedOperations, Use

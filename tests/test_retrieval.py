@@ -7,7 +7,17 @@ import pytest
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
-from experiential.bank.retrieval import STRATEGIES, Candidate, Retrievals, cut_pool, diversity_score, draw, select, shared_ranks, strategy
+from experiential.bank.search.strategies import (
+    STRATEGIES,
+    Candidate,
+    Retrievals,
+    cut_pool,
+    diversity_score,
+    draw,
+    select,
+    shared_ranks,
+    strategy,
+)
 from experiential.config import RetrievalSettings
 from experiential.errors import ConfigError
 from experiential.types import Trajectory, Use

@@ -24,9 +24,9 @@ import pytest
 import uvicorn
 
 import experiential as xp
-from experiential.bank import wire
-from experiential.bank.remote import RemoteBank
-from experiential.bank.service import create_app
+from experiential.bank.http import wire
+from experiential.bank.http.remote import RemoteBank
+from experiential.bank.http.service import create_app
 from experiential.cli import main
 from experiential.cli.errors import run_app
 from experiential.cli.serve import is_loopback

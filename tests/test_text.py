@@ -15,7 +15,7 @@ from experiential.agents.actor import extract_action
 from experiential.agents.operations import find_objects, parse_operations
 from experiential.agents.prompts import experience_block, prompt_set
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.embed import HashingEmbedder
+from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.text import Gate, canonical, clean, disarm
 from experiential.config import BankSettings

@@ -9,8 +9,8 @@ import gymnasium as gym
 import pytest
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.evidence.trust import Standing, judge, may_try
 from experiential.bank.manager import ExperienceManager
-from experiential.bank.trust import Standing, judge, may_try
 from experiential.cli import main
 from experiential.cli.errors import run_app
 from experiential.errors import BankError, ConfigError

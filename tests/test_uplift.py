@@ -5,7 +5,7 @@ import math
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.uplift import estimate, t_quantile
+from experiential.bank.evidence.uplift import estimate, t_quantile
 from experiential.errors import BankError
 from experiential.types import Add, Condition, Distillation, Estimate, Generation, Merge, ParsedOperations, Trajectory, Uplift, Use
 

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from experiential.sync import awaited
+
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -52,10 +54,8 @@ class Arrivals(Generic[A, R]):
         self._task = None
 
     async def _outcomes(self, items: list[A]) -> Sequence[R | Exception]:
-        try:
-            return await self._handle(items)
-        except Exception as error:  # noqa: BLE001  (it belongs to those who wait)
-            return [error] * len(items)
+        outcomes = await awaited(self._handle(items))
+        return [outcomes] * len(items) if isinstance(outcomes, Exception) else outcomes
 
 
 def _settle(future: asyncio.Future[R], outcome: R | Exception) -> None:

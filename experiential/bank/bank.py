@@ -13,10 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from experiential.bank import bundle, credit
 from experiential.bank.checks import checked_folder, checked_text
-from experiential.bank.chroma_server import FOLDER, place_of
-from experiential.bank.embed import (
+from experiential.bank.evidence import credit
+from experiential.bank.index.chroma import IndexFollower
+from experiential.bank.index.chroma_server import FOLDER, place_of
+from experiential.bank.index.embed import (
     CachedEmbedder,
     Embedder,
     EntryKey,
@@ -26,22 +27,22 @@ from experiential.bank.embed import (
     recorded_embedder,
     resolve_embedder,
 )
-from experiential.bank.group_commit import Group, GroupCommit
-from experiential.bank.history import Commit, History, Stored
-from experiential.bank.index import IndexFollower
-from experiential.bank.journal import JOURNAL_NAME, Journal
-from experiential.bank.lock import WriterLock
-from experiential.bank.nearest import Nearest
+from experiential.bank.index.nearest import Nearest
+from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.operations import Consolidator, Distiller, keys_to_embed, source_of
-from experiential.bank.queue import DistillationQueue
-from experiential.bank.receipts import Receipts
-from experiential.bank.searchable import Searchable, scopes_of
+from experiential.bank.search.searchable import Searchable, scopes_of
+from experiential.bank.search.where import Where
 from experiential.bank.state import Draft, State, origins_of, unknown_entry
+from experiential.bank.storage import bundle
+from experiential.bank.storage.group_commit import Group, GroupCommit
+from experiential.bank.storage.history import Commit, History, Stored
+from experiential.bank.storage.journal import JOURNAL_NAME, Journal
+from experiential.bank.storage.lock import WriterLock
+from experiential.bank.storage.queue import DistillationQueue
+from experiential.bank.storage.receipts import Receipts
 from experiential.bank.text import TEXT_LIMIT, Gate
 from experiential.bank.upkeep import Upkeep
-from experiential.bank.vectors import Scored, Vector
 from experiential.bank.view import BankView
-from experiential.bank.where import Where
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.types import Distillation, Experience, Generation, Provenance, Statistics, Trajectory, new_id
 
@@ -85,7 +86,7 @@ class ExperienceBank(Searchable, Upkeep):
         def __new__(cls, path: str | os.PathLike[str], **options: Any) -> ExperienceBank:
             """An address gives the bank that a server has there; all else is a folder."""
             if cls is ExperienceBank and isinstance(path, str) and path.startswith(("http://", "https://")):
-                from experiential.bank.remote import RemoteBank
+                from experiential.bank.http.remote import RemoteBank
 
                 cls = RemoteBank
             return super().__new__(cls)

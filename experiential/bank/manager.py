@@ -14,21 +14,21 @@ import numpy as np
 
 from experiential.bank.arrivals import Arrivals
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.consolidate import merge_group, recent_groups
-from experiential.bank.dedupe import Duplicates, Passes
-from experiential.bank.embed import EntryKey, texts_to_embed
+from experiential.bank.consolidation.consolidate import merge_group, recent_groups
+from experiential.bank.consolidation.dedupe import Duplicates, Passes
+from experiential.bank.evidence.trust import Episodes, checked_episodes, probation_of
 from experiential.bank.extractor import Extractor, judge_of
-from experiential.bank.gather import Gatherer
+from experiential.bank.index.embed import EntryKey, texts_to_embed
 from experiential.bank.operations import keys_to_embed
 from experiential.bank.options import bank_settings
-from experiential.bank.queue import DeadLetter
-from experiential.bank.retrieval import find_strategy
-from experiential.bank.searchable import checked_queries
-from experiential.bank.searcher import Searcher
-from experiential.bank.trust import Episodes, checked_episodes, probation_of
-from experiential.bank.where import Filter, Where
+from experiential.bank.search.gather import Gatherer
+from experiential.bank.search.searchable import checked_queries
+from experiential.bank.search.searcher import Searcher
+from experiential.bank.search.strategies import find_strategy
+from experiential.bank.search.where import Filter, Where
+from experiential.bank.storage.queue import DeadLetter
 from experiential.errors import BankError, ReadOnlyBankError
-from experiential.sync import EventLoopThread
+from experiential.sync import EventLoopThread, awaited
 from experiential.types import Answer, Distillation, Experience, Generation, Hit, Trajectory
 
 T = TypeVar("T")
@@ -476,7 +476,9 @@ class ExperienceManager:
             async with self._judging:
                 return await asyncio.wait_for(ask(older, newer), self.settings.distill_timeout)
 
-        groups = await self._passes.make(judge, partial(self._write, self.bank.merge_duplicates), self._merge_piece)
+        groups = await self._passes.make(
+            judge, partial(self._write, partial(self.bank.merge_duplicates, author="extractor")), self._merge_piece
+        )
         merged = sum(len(group.merged) for group in groups)
         self._counts["deduplicated"] += merged
         return merged
@@ -550,12 +552,10 @@ class ExperienceManager:
 
     async def _attempt(self, work: Awaitable[T], limit: float | None = -1.0) -> tuple[T | None, str]:
         """The result of an extractor's work, or None and the reason why there is none."""
-        try:
-            return await asyncio.wait_for(work, self.settings.distill_timeout if limit == -1.0 else limit), ""
-        except TimeoutError:
+        outcome = await awaited(asyncio.wait_for(work, self.settings.distill_timeout if limit == -1.0 else limit))
+        if isinstance(outcome, TimeoutError):
             return None, "timeout"
-        except Exception as error:  # noqa: BLE001  (an extractor is foreign code: whatever it raises is data with a name)
-            return None, type(error).__name__
+        return (None, type(outcome).__name__) if isinstance(outcome, Exception) else (outcome, "")
 
     async def _tell(self, name: str, hook: Callable[..., None] | None, *news: object) -> None:
         async def call() -> bool:

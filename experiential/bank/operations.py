@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiential.bank.embed import EntryKey
+from experiential.bank.index.embed import EntryKey
+from experiential.bank.index.vectors import Vector
 from experiential.bank.state import Draft, origins_of
 from experiential.bank.text import clean
-from experiential.bank.vectors import Vector
 from experiential.types import Add, Discard, Distillation, Experience, Merge, Provenance, Trajectory, Update
 
 Vectors = Mapping[EntryKey, Vector]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Protocol
 
-from experiential.bank.credit import Ledger, total
-from experiential.bank.history import History, Live, Stored
-from experiential.bank.nearest import Nearest
-from experiential.bank.vectors import Vector
+from experiential.bank.evidence.credit import Ledger, total
+from experiential.bank.index.nearest import Nearest
+from experiential.bank.index.vectors import Vector
+from experiential.bank.storage.history import History, Live, Stored
 from experiential.errors import BankError
 from experiential.types import Experience, Provenance, Statistics
 
@@ -79,12 +79,14 @@ class State:
         """Counters with retrievals that the journal lacks; inside this block they are saved, and when it fails they are still unsaved."""
         with self._tally:
             ids, self._unsaved = self._unsaved, set()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._keep_unsaved, ids)
             yield {id: known for id in ids if (known := self.counted(id)) is not None}
-        except BaseException:
-            with self._tally:
-                self._unsaved |= ids
-            raise
+            undo.pop_all()
+
+    def _keep_unsaved(self, ids: set[str]) -> None:
+        with self._tally:
+            self._unsaved |= ids
 
     def live(self, id: str) -> Live | None:
         """The entry as it stands now, or None."""

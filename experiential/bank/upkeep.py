@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from experiential.bank import dedupe, forget, trust
-from experiential.bank.dedupe import Duplicates, Judge
-from experiential.bank.embed import CachedEmbedder
-from experiential.bank.explain import Explainer, Explanation
-from experiential.bank.forget import Policy
-from experiential.bank.history import History
-from experiential.bank.journal import Journal
-from experiential.bank.log import Difference, Log, Logged, difference
+from experiential.bank.consolidation import dedupe, forget
+from experiential.bank.consolidation.dedupe import Duplicates, Judge
+from experiential.bank.consolidation.forget import Policy
+from experiential.bank.evidence import trust
+from experiential.bank.evidence.explain import Explainer, Explanation
+from experiential.bank.evidence.trust import Book, Standing
+from experiential.bank.evidence.uplift import Evidence
+from experiential.bank.index.embed import CachedEmbedder
 from experiential.bank.state import Draft, State
-from experiential.bank.trust import Book, Standing
-from experiential.bank.uplift import Evidence
+from experiential.bank.storage.history import History
+from experiential.bank.storage.journal import Journal
+from experiential.bank.storage.log import Difference, Log, Logged, difference
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.types import Experience, Generation, Trajectory, Uplift
 
@@ -247,7 +248,7 @@ class Upkeep(ABC):
         found = dedupe.find(list(self.entries()), self.embedder, threshold, judge, across_tasks=across_tasks, among=among)
         return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
 
-    def merge_duplicates(self, found: Sequence[Duplicates], ref: str = "groups given") -> list[Duplicates]:
+    def merge_duplicates(self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human") -> list[Duplicates]:
         """Merge the groups that ``deduplicate(dry_run=True)`` found, or some of them, in one commit; gives those merged.
 
         An entry that changed since, or is gone, stays out.
@@ -255,12 +256,13 @@ class Upkeep(ABC):
         Args:
             found: groups; no entry may be in two of them.
             ref: written into the commit.
+            author: written into the commit.
         """
         self._may_change("merge_duplicates", dry_run=False)
         if not found:
             return []
         vectors = dedupe.vectors_needed(found, self.embedder)
-        with self._draft("human", "dedupe", ref) as draft:
+        with self._draft(author, "dedupe", ref) as draft:
             merger = dedupe.Merger(draft, self._state, History(self._journal, self.namespace), vectors)
             return [merged for group in found if (merged := merger.merge(group)) is not None]
 

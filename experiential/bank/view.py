@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
-from experiential.bank.embed import CachedEmbedder
-from experiential.bank.history import Stored
-from experiential.bank.nearest import Nearest
-from experiential.bank.searchable import Searchable, scopes_of
+from experiential.bank.index.embed import CachedEmbedder
+from experiential.bank.index.nearest import Nearest
+from experiential.bank.index.vectors import Scored
+from experiential.bank.search.searchable import Searchable, scopes_of
+from experiential.bank.search.where import Where
 from experiential.bank.state import State
-from experiential.bank.vectors import Scored
-from experiential.bank.where import Where
+from experiential.bank.storage.history import Stored
 from experiential.types import Experience, Statistics
 
 

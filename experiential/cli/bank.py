@@ -21,10 +21,10 @@ from experiential.errors import BankError, BankLockedError, ConfigError
 
 if TYPE_CHECKING:
     from experiential.bank.bank import ExperienceBank
-    from experiential.bank.dedupe import Duplicates
-    from experiential.bank.explain import Explanation
-    from experiential.bank.log import Difference
-    from experiential.bank.trust import Standing
+    from experiential.bank.consolidation.dedupe import Duplicates
+    from experiential.bank.evidence.explain import Explanation
+    from experiential.bank.evidence.trust import Standing
+    from experiential.bank.storage.log import Difference
     from experiential.types import Estimate, Experience
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the bank.")]
@@ -163,7 +163,7 @@ def in_words(estimate: Estimate) -> str:
 def standing_in_words(standing: Standing) -> str:
     """How far an entry is trusted, for people.
 
-    >>> from experiential.bank.trust import Standing
+    >>> from experiential.bank.evidence.trust import Standing
     >>> standing_in_words(Standing(id="a", version=1, after=3, tasks=2, mean=0.5, interval=(-0.1, 1.1), trusted=False))
     'provisional (2 of 3 tasks, +0.500, 95 % -0.100 to +1.100)'
     """
@@ -468,7 +468,7 @@ def doctor(folder: Folder, as_json: AsJson = False) -> None:
     """Check that a bank is whole, all namespaces: journal, index and queue. Nothing is changed; exit code 1 if something is wrong."""
     if not (folder / "journal.sqlite").is_file():
         raise ConfigError(f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite")
-    from experiential.bank.checkup import examine
+    from experiential.bank.storage.checkup import examine
 
     findings = examine(folder)
     show_rows([finding.model_dump() for finding in findings], as_json)

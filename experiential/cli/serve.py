@@ -14,7 +14,7 @@ import typer
 from experiential.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from experiential.bank.shelf import Shelf
+    from experiential.bank.http.shelf import Shelf
 
 TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
 _MEBIBYTE = 2**20
@@ -46,8 +46,8 @@ def serve(
     """
     token = _checked_token(host, token)
     uvicorn = _uvicorn()
-    from experiential.bank.service import create_app
-    from experiential.bank.shelf import Shelf
+    from experiential.bank.http.service import create_app
+    from experiential.bank.http.shelf import Shelf
 
     with _listening(host, port) as listener:
         try:

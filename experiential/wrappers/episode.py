@@ -10,7 +10,7 @@ import numpy as np
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
-from experiential.bank.where import Filter, Where
+from experiential.bank.search.where import Filter, Where
 from experiential.errors import BackendError, BankError
 from experiential.types import Answer, Condition, Hit, Trajectory, Turn, Use, new_id
 

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
 from experiential.agents.prompts import experience_block
-from experiential.bank.where import Filter, Where
+from experiential.bank.search.where import Filter, Where
 from experiential.envs.text_space import UnicodeText
 from experiential.types import Hit, Trajectory, Use
 from experiential.wrappers.episode import FAILURES, Episode, EpisodeLog, How, connect, reason, take_settings

@@ -11,7 +11,7 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from experiential.bank.where import Filter
+from experiential.bank.search.where import Filter
 from experiential.envs.text_space import UnicodeText
 from experiential.sync import shared_loop
 from experiential.types import Hit, Trajectory

@@ -1,0 +1,1 @@
+"""What becomes of entries over time: merged, recognised as the same, forgotten."""

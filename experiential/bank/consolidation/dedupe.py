@@ -1,0 +1,354 @@
+"""Near-duplicates: found by the cosine of their texts, block by block, and merged into the oldest.
+
+The vectors that a bank searches by hold the task too, with twice the weight of the text; entries of one task are all near each other
+there. Here texts alone are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numpy as np
+
+from experiential.bank.evidence.credit import total
+from experiential.bank.extractor import LaterJudge
+from experiential.bank.index.embed import EntryKey, embed_entries
+from experiential.bank.index.vectors import Vector
+from experiential.bank.operations import common_task
+from experiential.bank.state import Draft, State
+from experiential.bank.storage.history import History
+from experiential.types import Experience, Record, Statistics
+
+if TYPE_CHECKING:
+    from experiential.bank.bank import ExperienceBank
+
+Judge = Callable[[Experience, Experience], bool]
+"""Whether two entries, the older first, teach the same: ``ExtractorAgent.judge`` is one."""
+Embed = Callable[[Sequence[str]], Vector]
+Pair = tuple[Experience, Experience]
+"""Two entries that may say the same, the older first."""
+Q = TypeVar("Q")
+T = TypeVar("T")
+Asking = Generator[Q, bool, T]
+"""A search that asks yes-or-no questions on its way to a result; whoever drives it may take its time to answer."""
+BLOCK = 512
+"""Rows compared at a time."""
+_COLUMNS = 4096
+_TEXTS_AT_ONCE = 1024
+_ROUNDING = 1e-6  # of a product of float32 unit vectors
+
+
+class Duplicates(Record):
+    """Entries that say the same: the one that stays and those merged into it, oldest first."""
+
+    survivor: Experience
+    merged: tuple[Experience, ...]
+
+
+Write = Callable[[Sequence[Duplicates], str], Awaitable[list[Duplicates]]]
+"""Merges groups in one commit that refers to a text: ``merge_duplicates`` of a bank, awaited."""
+Attempt = Callable[[Awaitable[list[Duplicates]]], Awaitable[list[Duplicates] | None]]
+
+
+def find(
+    entries: Sequence[Experience],
+    embed: Embed,
+    threshold: float,
+    judge: Judge | None = None,
+    *,
+    across_tasks: bool = False,
+    among: Iterable[str] | None = None,
+) -> list[Duplicates]:
+    """Groups of near-duplicates; entries of different kinds never are.
+
+    Each entry, oldest first, joins the older survivor most like it, or survives. So every entry merged is like its survivor itself and
+    not only like another one merged, except with ``among``, where the two levels may form a chain.
+
+    Args:
+        entries: oldest first.
+        embed: unit vectors of texts, shape (n, d).
+        threshold: cosine from which on two texts may say the same.
+        judge: asked about each pair from the threshold on, most similar first, until it says yes; None takes every pair, and
+            equal texts are never asked about.
+        across_tasks: compare entries of different tasks too.
+        among: ids of a batch of new entries: these are compared with each other, then what is left with older entries (EvolveR);
+            None compares all.
+
+    Raises:
+        ValueError: the threshold is not in (0, 1].
+    """
+    batch = None if among is None else frozenset(among)
+    shelves = comparable(entries, threshold, across_tasks=across_tasks)
+    return [
+        found
+        for shelf in shelves
+        for found in answered(compare(shelf, embed, threshold, batch), lambda pair: judge is None or judge(*pair))
+    ]
+
+
+def comparable(entries: Iterable[Experience], threshold: float, *, across_tasks: bool = False) -> list[list[Experience]]:
+    """The entries of one kind, and of one task unless ``across_tasks``, in order; those that have nothing to be compared with are left out.
+
+    Raises:
+        ValueError: the threshold is not in (0, 1].
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(f"Expected a threshold above 0 and up to 1, got {threshold}")
+    shelves: dict[tuple[str | None, str], list[Experience]] = {}
+    for entry in entries:
+        shelves.setdefault((None if across_tasks else entry.task, entry.kind), []).append(entry)
+    return [shelf for shelf in shelves.values() if len(shelf) > 1]
+
+
+def compare(
+    shelf: Sequence[Experience], embed: Embed, threshold: float, batch: frozenset[str] | None = None
+) -> Asking[Pair, list[Duplicates]]:
+    """Find the near-duplicates among comparable entries; see ``find``. Asks about pairs with different texts, the older first."""
+    new = [i for i, entry in enumerate(shelf) if batch is None or entry.id in batch]
+    if not new:
+        return []
+    vectors = _vectors([entry.text for entry in shelf], embed)
+    joins = yield from _judged(leaders(vectors, threshold, new), shelf)
+    if batch is not None:
+        old = sorted(set(range(len(shelf))) - set(new))
+        joins |= yield from _judged(older_twins(vectors, threshold, [i for i in new if joins[i] == i], old), shelf)
+    return _grouped(shelf, joins)
+
+
+def _judged(asking: Asking[tuple[int, int], T], shelf: Sequence[Experience]) -> Asking[Pair, T]:
+    """Rows asked about as entries; equal texts are the same without a question."""
+    verdict: bool | None = None
+    while True:
+        try:
+            older, newer = asking.send(verdict) if verdict is not None else next(asking)
+        except StopIteration as end:
+            return end.value
+        a, b = shelf[older], shelf[newer]
+        verdict = a.text == b.text or (yield a, b)
+
+
+def answered(asking: Asking[Q, T], answer: Callable[[Q], bool]) -> T:
+    """The result of a search that asks, with the answers that a function gives."""
+    try:
+        question = next(asking)
+        while True:
+            question = asking.send(answer(question))
+    except StopIteration as end:
+        return end.value
+
+
+async def answered_later(asking: Asking[Q, T], answer: Callable[[Q], Awaitable[bool]], threads: Executor) -> T:
+    """The result of a search that asks, with awaited answers; between them it works on a thread beside the event loop."""
+    verdict: bool | None = None
+    while True:
+        question, result = await asyncio.get_running_loop().run_in_executor(threads, partial(_next_of, asking, verdict))
+        if question is None:
+            return cast("T", result)
+        verdict = await answer(question)
+
+
+def _next_of(asking: Asking[Q, T], verdict: bool | None) -> tuple[Q | None, T | None]:
+    """The next question, or the result; a StopIteration would not come through a future."""
+    try:
+        return (next(asking) if verdict is None else asking.send(verdict)), None
+    except StopIteration as end:
+        return None, end.value
+
+
+def _vectors(texts: Sequence[str], embed: Embed) -> Vector:
+    distinct = list(dict.fromkeys(texts))
+    parts = [embed(distinct[start : start + _TEXTS_AT_ONCE]) for start in range(0, len(distinct), _TEXTS_AT_ONCE)]
+    row = {text: i for i, text in enumerate(distinct)}
+    return np.concatenate(parts)[[row[text] for text in texts]]
+
+
+def _grouped(group: Sequence[Experience], joins: dict[int, int]) -> list[Duplicates]:
+    merged: dict[int, list[int]] = {}
+    for i in sorted(joins):
+        survivor = joins[i]
+        while joins.get(survivor, survivor) != survivor:
+            survivor = joins[survivor]
+        if survivor != i:
+            merged.setdefault(survivor, []).append(i)
+    return [Duplicates(survivor=group[i], merged=tuple(group[j] for j in those)) for i, those in merged.items()]
+
+
+def leaders(vectors: Vector, threshold: float, rows: Sequence[int]) -> Asking[tuple[int, int], dict[int, int]]:
+    """For each row the earlier survivor that it joins, or itself when it survives; asks whether a pair (survivor, row) is one.
+
+    Compares ``BLOCK`` rows at a time with the survivors so far, which are compared ``_COLUMNS`` at a time.
+
+    Args:
+        vectors: unit vectors, shape (n, d), float32.
+        threshold: cosine from which on a pair is a candidate.
+        rows: which rows to look at, in order.
+    """
+    joins: dict[int, int] = {}
+    kept: list[int] = []
+    for start in range(0, len(rows), BLOCK):
+        block = rows[start : start + BLOCK]
+        before = len(kept)
+        found = near(vectors, block, kept, threshold)
+        inside = vectors[block] @ vectors[block].T
+        place = {row: i for i, row in enumerate(block)}
+        for i, row in enumerate(block):
+            fresh = [(float(inside[i, place[other]]), other) for other in kept[before:]]
+            found[i].extend(pair for pair in fresh if pair[0] >= threshold - _ROUNDING)
+            joins[row] = yield from _first_accepted(found[i], row)
+            if joins[row] == row:
+                kept.append(row)
+    return joins
+
+
+def older_twins(vectors: Vector, threshold: float, rows: Sequence[int], others: Sequence[int]) -> Asking[tuple[int, int], dict[int, int]]:
+    """For each row the other row before it that it joins, or itself; asks as ``leaders`` does."""
+    joins: dict[int, int] = {}
+    for start in range(0, len(rows), BLOCK):
+        block = rows[start : start + BLOCK]
+        found = near(vectors, block, others, threshold)
+        for i, row in enumerate(block):
+            joins[row] = yield from _first_accepted([pair for pair in found[i] if pair[1] < row], row)
+    return joins
+
+
+def near(vectors: Vector, rows: Sequence[int], others: Sequence[int], threshold: float) -> list[list[tuple[float, int]]]:
+    """Per row, the others with a cosine from the threshold on: (cosine, row) pairs."""
+    found: list[list[tuple[float, int]]] = [[] for _ in rows]
+    for start in range(0, len(others), _COLUMNS):
+        part = others[start : start + _COLUMNS]
+        cosines = vectors[rows] @ vectors[part].T
+        for i, j in np.argwhere(cosines >= threshold - _ROUNDING).tolist():
+            found[i].append((float(cosines[i, j]), part[j]))
+    return found
+
+
+def _first_accepted(candidates: list[tuple[float, int]], row: int) -> Asking[tuple[int, int], int]:
+    for _, other in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
+        if (yield other, row):
+            return other
+    return row
+
+
+def since(entries: Iterable[Experience], commit: int) -> tuple[list[Experience], frozenset[str]]:
+    """Entries in the order in which their present texts were written, and the ids of those written after a commit.
+
+    A survivor of a deduplication has the text it had before: it is no news.
+    """
+    ordered = sorted(entries, key=lambda entry: entry.provenance.commit or 0)
+    news = (e.id for e in ordered if (e.provenance.commit or 0) > commit and e.provenance.cause != "dedupe")
+    return ordered, frozenset(news)
+
+
+class Passes:
+    """Two-level deduplication pass after pass, as a manager runs it beside its other work; lives on one event loop.
+
+    A pass compares what was written since the last one that had no failure with each other, then with what is older (EvolveR); the first
+    one compares all. Entries of one task and kind are one piece of work: what is found there is written in one commit at once, and a
+    failure loses that piece only. Passes come one after the other; one that is cancelled leaves what it has written.
+
+    Args:
+        bank: whose entries are compared.
+        threshold: cosine of two texts from which on the judge is asked.
+    """
+
+    def __init__(self, bank: ExperienceBank, threshold: float) -> None:
+        self._bank = bank
+        self._threshold = threshold
+        self._since = 0
+        self._turn = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="experiential-dedupe")
+
+    async def make(self, judge: LaterJudge, write: Write, attempt: Attempt) -> list[Duplicates]:
+        """One pass; gives the groups merged.
+
+        Args:
+            judge: says whether two entries, the older first, teach the same; what it raises ends the piece of work.
+            write: merges groups in one commit.
+            attempt: the groups merged in one piece of work, or None when that failed.
+        """
+        async with self._turn:
+            head = self._bank.head
+            shelves, news = await asyncio.get_running_loop().run_in_executor(self._threads, self._plan)
+            pieces = await asyncio.gather(*(attempt(self._piece(shelf, news, judge, write)) for shelf in shelves))
+            if None not in pieces:
+                self._since = head
+            return [group for piece in pieces for group in piece or ()]
+
+    def _plan(self) -> tuple[list[list[Experience]], frozenset[str]]:
+        ordered, news = since(self._bank.entries(), self._since)
+        shelves = comparable(ordered, self._threshold) if news else []
+        return [shelf for shelf in shelves if any(entry.id in news for entry in shelf)], news
+
+    async def _piece(self, shelf: Sequence[Experience], news: frozenset[str], judge: LaterJudge, write: Write) -> list[Duplicates]:
+        asking = compare(shelf, self._bank.embedder, self._threshold, news)
+        found = await answered_later(asking, lambda pair: judge(*pair), self._threads)
+        return await write(found, f"judged from cosine {self._threshold:g} on") if found else []
+
+    def close(self) -> None:
+        """Wait for the comparison that runs, and end the thread."""
+        self._threads.shutdown(wait=True)
+
+
+class Merger:
+    """Merges groups of duplicates inside one commit.
+
+    The survivor gets a new version with its own text, the summed counters and all entries of the group as parents, so that what it
+    earns is credited to each; it has no generation of its own. Its task is the one that all share, else None.
+    """
+
+    def __init__(self, draft: Draft, state: State, history: History, vectors: dict[EntryKey, Vector]) -> None:
+        self._draft = draft
+        self._state = state
+        self._history = history
+        self._vectors = vectors
+
+    def merge(self, found: Duplicates) -> Duplicates | None:
+        """Merge one group; an entry that changed since it was compared stays out, and None says that nothing was left to merge."""
+        merged = tuple(entry for entry in found.merged if self._is_unchanged(entry))
+        if not merged or not self._is_unchanged(found.survivor):
+            return None
+        entry = self._merged(found.survivor, merged)
+        origins = frozenset[str]().union(*(live.origins for one in (entry, *merged) if (live := self._draft.live(one.id)) is not None))
+        known = [self._state.statistics.get(entry.id), *(self._state.counted(one.id) for one in merged)]
+        for one in merged:
+            self._draft.remove(one.id)
+        entry = self._draft.put(_made_from(entry, origins), self._vector(entry), origins)
+        self._draft.start_from(entry.id, total(counts or Statistics() for counts in known))
+        return Duplicates(survivor=entry, merged=merged)
+
+    def _is_unchanged(self, entry: Experience) -> bool:
+        live = self._draft.live(entry.id)
+        return live is not None and live.experience.version == entry.version
+
+    def _merged(self, survivor: Experience, merged: Sequence[Experience]) -> Experience:
+        family = (survivor, *merged)
+        parents = tuple((entry.id, entry.version) for entry in family)
+        own = {"cause": "dedupe", "parents": parents, "generation": None, "span": None}
+        provenance = survivor.provenance.model_copy(update=own)
+        version = self._history.last_version(survivor.id) + 1
+        return survivor.model_copy(update={"version": version, "task": common_task(family), "provenance": provenance})
+
+    def _vector(self, entry: Experience) -> Vector:
+        key = EntryKey(entry.text, entry.task)
+        if key in self._vectors:
+            return self._vectors[key]
+        ((_, version), *_) = entry.provenance.parents
+        stored = self._history.stored(entry.id, version)
+        assert stored is not None
+        return stored.vector
+
+
+def _made_from(entry: Experience, origins: frozenset[str]) -> Experience:
+    instance = next(iter(origins)) if len(origins) == 1 else None
+    return entry.model_copy(update={"provenance": entry.provenance.model_copy(update={"instance": instance})})
+
+
+def vectors_needed(found: Iterable[Duplicates], embed: Embed) -> dict[EntryKey, Vector]:
+    """Vectors of the survivors that lose their task, by which they were found; those of others stay as they are."""
+    lost = [group.survivor.text for group in found if common_task((group.survivor, *group.merged)) != group.survivor.task]
+    keys = [EntryKey(text) for text in dict.fromkeys(lost)]
+    return dict(zip(keys, embed_entries(embed, keys), strict=True)) if keys else {}

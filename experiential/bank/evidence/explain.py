@@ -1,0 +1,90 @@
+"""What an episode was shown and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from experiential.bank.evidence.credit import Ancestor
+from experiential.types import Condition, Experience, Generation, Record, Statistics, Trajectory, Uplift, Use
+
+
+class Shown(Record):
+    """One use in an episode, and how its entry is doing now.
+
+    Attributes:
+        text: the entry at the version used; None when the bank never had it.
+        refined: what was shown in its place when an extractor fitted it to a question.
+        statistics: counters of the entry over all its versions.
+        uplift: counts and estimates of the version used.
+    """
+
+    id: str
+    version: int
+    text: str | None
+    refined: str | None
+    rank: int
+    score: float
+    propensity: float
+    how: str
+    turn: int
+    statistics: Statistics
+    uplift: Uplift
+
+
+class Explanation(Record):
+    """What one episode was shown, how it ended, and the entry versions that were written from it."""
+
+    trajectory: str
+    task: str
+    condition: Condition
+    success: bool
+    reward: float
+    error: str | None
+    shown: tuple[Shown, ...]
+    written: tuple[Experience, ...]
+
+
+class Explainer:
+    """Puts explanations together from what a bank can look up.
+
+    Args:
+        version: one version of one entry, with its present counters.
+        generation: a journalled generation.
+        uplift: counts and estimates of an entry version.
+    """
+
+    def __init__(
+        self,
+        version: Callable[[str, int], Experience | None],
+        generation: Callable[[str], Generation | None],
+        uplift: Callable[[str, int], Uplift],
+    ) -> None:
+        self._version = version
+        self._generation = generation
+        self._uplift = uplift
+
+    def explain(self, trajectory: Trajectory, written: Iterable[Ancestor]) -> Explanation:
+        """The explanation of a trajectory, from which the entry versions ``written`` were made."""
+        return Explanation(
+            trajectory=trajectory.id,
+            task=trajectory.task,
+            condition=trajectory.condition,
+            success=trajectory.success,
+            reward=trajectory.reward,
+            error=trajectory.error,
+            shown=tuple(self._shown(use) for use in trajectory.uses),
+            written=tuple(entry for one in written if (entry := self._version(*one)) is not None),
+        )
+
+    def _shown(self, use: Use) -> Shown:
+        entry = self._version(use.experience_id, use.experience_version)
+        generation = self._generation(use.refinement) if use.refinement else None
+        return Shown(
+            id=use.experience_id,
+            version=use.experience_version,
+            text=None if entry is None else entry.text,
+            refined=None if generation is None else generation.text,
+            statistics=Statistics() if entry is None else entry.statistics,
+            uplift=self._uplift(use.experience_id, use.experience_version),
+            **use.model_dump(include={"rank", "score", "propensity", "how", "turn"}),
+        )

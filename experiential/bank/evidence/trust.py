@@ -1,0 +1,338 @@
+"""Trust in entries: a new one is provisional, and only a share of the guided episodes may see it, until it has shown that it helps.
+
+An entry version is trusted when the episodes that used it did better than free members of their groups on enough independent tasks:
+
+* the evidence is that of `experiential.bank.evidence.uplift`: per group (one task, one seed) the success rate of guided members that used
+  the version, or a version that it was merged from, minus that of free members;
+* seeds of one task are not independent, so the differences are first averaged within each task (its ``task_id``, or its words where the
+  environment names none), and the interval is Student's 95 % t-interval over these task means;
+* there must be at least M tasks (``bank.trust_after``), and the lower end of the interval must be above zero. One task has no interval,
+  so M = 1 asks for two tasks, as M = 2 does. M = 0 trusts everything.
+
+All entries start provisional: written by a person or by an extractor, imported, or rewritten. An update is another text, so its evidence
+starts anew; a merged entry starts from the joint evidence of all it was merged from, the good and the bad. Trust is a function
+of the journal and of nothing else, and is never final: later outcomes may take it away again. A rollback brings a version back with all
+that has been learned about it since, as counters do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from experiential.bank.evidence.credit import Ancestor, lineage
+from experiential.bank.evidence.uplift import ALWAYS, Evidence, estimate
+from experiential.bank.index.vectors import Scored
+from experiential.bank.storage.journal import Journal
+from experiential.config import BankSettings
+from experiential.sync import attempted
+from experiential.types import Experience, Hit, Record
+
+if TYPE_CHECKING:
+    from experiential.bank.bank import ExperienceBank
+
+Row = list[Scored[Experience]]
+"""Candidates of one query, best first."""
+Fetch = Callable[[list[int], int], list[Row]]
+"""Gives rows of a length for some queries, named by their places."""
+Episodes = str | Sequence[str]
+"""The id of the episode that asks, or one for each query; empty for none."""
+_META = "trust_after"
+_WIDER = 4
+"""How many times more candidates are asked for when too few of those found are trusted."""
+_USES = """
+    SELECT u.rowid, u.experience, u.version, t.grp FROM uses u
+    CROSS JOIN trajectories t ON t.namespace = u.namespace AND t.id = u.trajectory
+    WHERE u.rowid > ? AND u.namespace = ? AND t.condition = 'guided' AND t.error IS NULL AND t.grp <> '' AND t.commit_id <= ?"""
+_GROUPS = "SELECT rowid, grp FROM trajectories WHERE rowid > ? AND namespace = ? AND error IS NULL AND grp <> '' AND commit_id <= ?"
+_MERGED = """
+    SELECT c.seq, v.id, v.version, v.record FROM changes c
+    CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version AND v.commit_id = c.commit_id
+    WHERE c.seq > ? AND c.namespace = ? AND c.commit_id <= ? AND instr(v.record, '"parents":[[') > 0"""
+
+
+class Standing(Record):
+    """How far one entry version is trusted, and why.
+
+    Attributes:
+        after: independent tasks asked for; 0 trusts everything.
+        tasks: independent tasks with evidence.
+        mean: mean over tasks of the difference of success rates, in [-1, 1]; None without a task.
+        interval: 95 % t-interval of the mean over tasks; None for fewer than two.
+        trusted: whether its lower end is above zero, on at least ``after`` tasks.
+    """
+
+    id: str
+    version: int
+    after: int
+    tasks: int = 0
+    mean: float | None = None
+    interval: tuple[float, float] | None = None
+    trusted: bool
+
+
+def judge(id: str, version: int, by_task: Mapping[str, Sequence[float]], after: int) -> Standing:
+    """The standing of an entry version, from the differences of its groups by task.
+
+    >>> judge("a", 1, {"door": [1.0, 0.5], "well": [0.5], "oven": [1.0]}, after=3).trusted
+    True
+    >>> judge("a", 1, {"door": [1.0, 0.5, 1.0, 1.0]}, after=1).trusted
+    False
+    """
+    over = estimate(mean(differences) for differences in by_task.values())
+    helps = over.interval is not None and over.interval[0] > 0.0 and over.groups >= after
+    shown = over.model_dump(include={"mean", "interval"})
+    return Standing(id=id, version=version, after=after, tasks=over.groups, trusted=helps or not after, **shown)
+
+
+def standing(journal: Journal, namespace: str, entry: Experience, after: int) -> Standing:
+    """One entry version judged by all that the journal holds now."""
+    evidence = Evidence(journal, namespace)
+    return judge(entry.id, entry.version, evidence.by_task(evidence.ancestors(entry.id, entry.version)), after)
+
+
+def recorded(journal: Journal, namespace: str) -> int:
+    """The ``bank.trust_after`` that this bank was last worked with; 0 when there was none."""
+    return int(journal.value("SELECT value FROM meta WHERE namespace = ? AND key = ?", namespace, _META) or 0)
+
+
+def record(journal: Journal, namespace: str, after: int) -> None:
+    """Note what ``bank.trust_after`` is, for whoever reads the bank later; writes nothing when it is known."""
+    if recorded(journal, namespace) != after:
+        journal.run("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", namespace, _META, str(after))
+
+
+class Book:
+    """Which entry versions of one namespace are trusted, whether they stand now or not.
+
+    ``refresh`` reads what the journal has got since it was last called and judges again only what that concerns; any thread may ask
+    meanwhile and is answered from what was known before.
+
+    Args:
+        journal: of the bank.
+        namespace: inside it.
+        after: independent tasks asked for; not 0.
+        until: the last commit that counts.
+    """
+
+    def __init__(self, journal: Journal, namespace: str, after: int, until: int = ALWAYS) -> None:
+        if after < 1:
+            raise ValueError(f"Expected a positive number of tasks to trust an entry after, got {after}")
+        self.after = after
+        self.trusted: frozenset[Ancestor] = frozenset()
+        self._journal = journal
+        self._namespace = namespace
+        self._until = until
+        self._evidence = Evidence(journal, namespace)
+        self._read: Counter[str] = Counter()  # by statement, the row read last
+        self._used_in: dict[str, set[Ancestor]] = {}
+        self._groups: Counter[Ancestor] = Counter()
+        self._parents: dict[Ancestor, list[Ancestor]] = {}
+        self._children: dict[Ancestor, list[Ancestor]] = {}
+        self._touched: set[Ancestor] = set()  # what is to be judged again; a refresh that fails leaves it to the next
+        self._one_at_a_time = threading.Lock()
+
+    def is_trusted(self, experience: Experience) -> bool:
+        """Whether this version was trusted at the last refresh."""
+        return (experience.id, experience.version) in self.trusted
+
+    def standing(self, id: str, version: int) -> Standing:
+        """One version judged now, from all that the last refresh read of merges."""
+        return judge(id, version, self._evidence.by_task(self._ancestors(id, version), self._until), self.after)
+
+    def refresh(self) -> None:
+        """Read on, and judge every version whose evidence may have changed."""
+        with self._one_at_a_time:
+            self._read_uses()
+            self._read_merges()
+            self._read_groups()
+            concerned = {heir for version in self._touched for heir in self._heirs(*version)}
+            helpful = {version for version in concerned if self._may_pass(version) and self.standing(*version).trusted}
+            self.trusted = self.trusted - concerned | helpful
+            self._touched.clear()
+
+    def _rows(self, statement: str) -> list[Any]:
+        """The rows that came since the last call, each after its row number."""
+        rows = self._journal.rows(statement, self._read[statement], self._namespace, self._until)
+        if rows:
+            self._read[statement] = max(row[0] for row in rows)
+        return rows
+
+    def _read_uses(self) -> None:
+        for _, id, version, group in self._rows(_USES):
+            known = self._used_in.setdefault(group, set())
+            if (id, version) not in known:
+                known.add((id, version))
+                self._groups[id, version] += 1
+            self._touched.add((id, version))
+
+    def _read_groups(self) -> None:
+        for _, group in self._rows(_GROUPS):
+            self._touched |= self._used_in.get(group, set())
+
+    def _read_merges(self) -> None:
+        for _, id, version, written in self._rows(_MERGED):
+            parents: list[Ancestor] = [(parent[0], parent[1]) for parent in json.loads(written)["provenance"]["parents"]]
+            self._parents[id, version] = parents
+            for parent in parents:
+                self._children.setdefault(parent, []).append((id, version))
+            self._touched.add((id, version))
+
+    def _ancestors(self, id: str, version: int) -> list[Ancestor]:
+        return lineage(id, version, lambda id, version: self._parents.get((id, version), ()))
+
+    def _heirs(self, id: str, version: int) -> list[Ancestor]:
+        return lineage(id, version, lambda id, version: self._children.get((id, version), ()))
+
+    def _may_pass(self, version: Ancestor) -> bool:
+        """Whether there are groups enough; a group belongs to one task."""
+        return sum(self._groups[one] for one in self._ancestors(*version)) >= max(2, self.after)
+
+
+def may_try(seed: int, episode: str, share: float) -> bool:
+    """The draw whether an episode may see provisional entries: the same whoever makes it, so that it can be checked from the journal.
+
+    >>> sum(may_try(0, f"episode {i}", 0.25) for i in range(1000))
+    272
+    """
+    digest = hashlib.sha256(f"{seed}:{episode}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def checked_episodes(episode: Episodes, count: int) -> list[str]:
+    """One episode for each of ``count`` queries; a single one stands for all.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    episodes = [episode] * count if isinstance(episode, str) else list(episode)
+    if len(episodes) != count:
+        raise ValueError(f"Expected one episode id, or one for each of the {count} queries, got {len(episodes)}")
+    return episodes
+
+
+class Probation:
+    """What a manager shows of provisional entries: nothing to most episodes. Any thread may ask.
+
+    Args:
+        book: who is trusted.
+        head: gives the last commit of the bank.
+        share: of the guided episodes, those that may see provisional entries.
+        seed: of the draws.
+
+    Attributes:
+        failures: refreshes that failed, by reason; the next one catches up.
+    """
+
+    def __init__(self, book: Book, head: Callable[[], int], share: float, seed: int) -> None:
+        self.book = book
+        self.share = share
+        self.failures: Counter[str] = Counter()
+        self._head = head
+        self._seed = seed
+        self._rng = random.Random(f"{seed}: provisional entries")
+        self._seen = -1
+        self._lock = threading.Lock()
+        self._refreshing: Future[bool] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="experiential-trust")
+        self._draws: Counter[bool] = Counter()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        head = self._head()
+        self.book.refresh()
+        self._seen = head
+
+    def admits(self, episode: str) -> bool:
+        """Whether a search of this episode may find provisional entries; without an id each search draws for itself, in order."""
+        with self._lock:
+            drawn = may_try(self._seed, episode, self.share) if episode else self._rng.random() < self.share
+            self._draws[drawn] += 1
+        return drawn
+
+    def wake(self) -> None:
+        """Let the book be brought up to date beside what runs, when the bank has changed."""
+        with self._lock, contextlib.suppress(RuntimeError):  # closed meanwhile: nobody will ask again
+            if self._seen != self._head() and (self._refreshing is None or self._refreshing.done()):
+                self._refreshing = self._thread.submit(self._catch_up)
+
+    async def settle(self) -> None:
+        """Wait until all that the bank holds now is judged, or until that failed."""
+        self.wake()
+        while self._refreshing is not None and await asyncio.wrap_future(self._refreshing):
+            self._refreshing = None
+            self.wake()
+
+    def _catch_up(self) -> bool:
+        outcome = attempted(self._refresh)  # whatever a disk or a closed bank does to it, retrieval goes on with what is known
+        if isinstance(outcome, Exception):
+            self.failures[f"trust: {type(outcome).__name__}"] += 1
+            return False
+        return True
+
+    def sift(self, rows: list[Row], admitted: Sequence[bool], asked: int, floor: float, fetch: Fetch) -> None:
+        """Take provisional entries out of the rows of candidates that are not admitted to them, in place.
+
+        Where too few trusted ones are left although there may be more at or above the floor, longer rows are asked for.
+
+        Args:
+            rows: per query, the nearest entries, best first.
+            admitted: per query, whether it may find provisional entries.
+            asked: candidates that each row was to have.
+            floor: cosine below which nothing is of use.
+            fetch: gives longer rows.
+        """
+        trusted, wanted = self.book.trusted, asked
+        short = [i for i, may in enumerate(admitted) if not may]
+        found = [rows[i] for i in short]
+        while short:
+            for i, row in zip(short, found, strict=True):
+                rows[i] = [scored for scored in row if (scored.item.id, scored.item.version) in trusted]
+            ended = (not trusted or len(row) < asked or row[asked - 1].score < floor for row in found)
+            short = [i for i, end in zip(short, ended, strict=True) if not end and len(rows[i]) < wanted]
+            asked *= _WIDER
+            found = fetch(short, asked) if short else []
+
+    def mark(self, hits: list[Hit], admitted: bool) -> list[Hit]:
+        """The hits with the draw of their episode; the propensity of a provisional one gets the share as a factor."""
+        return [self._marked(hit, admitted and not self.book.is_trusted(hit.experience), admitted) for hit in hits]
+
+    def _marked(self, hit: Hit, provisional: bool, admitted: bool) -> Hit:
+        propensity = hit.propensity * self.share if provisional else hit.propensity
+        return hit.model_copy(update={"propensity": propensity, "provisional": provisional, "admitted": admitted})
+
+    def stats(self, entries: Iterable[Experience]) -> dict[str, int]:
+        """How many of these entries are trusted and provisional, and how the draws of searches ended."""
+        standing = Counter(self.book.is_trusted(entry) for entry in entries)
+        return {
+            "trusted": standing[True],
+            "provisional": standing[False],
+            "searches_admitted": self._draws[True],
+            "searches_held_back": self._draws[False],
+        }
+
+    def close(self) -> None:
+        """Wait for the refresh that runs, and end the thread."""
+        self._thread.shutdown(wait=True)
+
+
+def probation_of(bank: ExperienceBank, settings: BankSettings, seed: int) -> Probation | None:
+    """What a manager with these settings shows of provisional entries; None when all entries are trusted.
+
+    A writable bank notes ``trust_after``, so that ``experiential bank`` can tell who is provisional.
+    """
+    after = settings.trust_after
+    if not after:
+        return None
+    if not bank.read_only:
+        bank.trust_after = after
+    return Probation(bank.trust_book(after), lambda: bank.head, settings.provisional_share, seed)

@@ -1,0 +1,1 @@
+"""The bank over HTTP: the server, its clients and what they say to each other."""

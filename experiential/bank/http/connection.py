@@ -1,0 +1,137 @@
+"""One client's way to a bank server: keys, retries, and errors as the server named them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
+
+from experiential.bank.http import wire
+from experiential.bank.http.wire import Body, Operation
+from experiential.errors import BankError
+from experiential.types import new_id
+
+B = TypeVar("B", bound=Body)
+R = TypeVar("R")
+TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
+_CONNECTIONS = 64
+_CONNECT_SECONDS = 5.0
+_LONGEST_PAUSE = 0.5
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Connection:
+    """Calls operations of a bank server; any thread may use it, and a forked process gets sockets of its own.
+
+    Args:
+        url: where the server is, ``http://host:port``.
+        token: sent as a bearer token; ``$EXPERIENTIAL_TOKEN`` by default.
+        timeout: seconds to wait for one answer.
+        patience: seconds during which a lost connection is tried again; a write keeps its key, so it is carried out once.
+
+    Raises:
+        ValueError: the address cannot be read, or a number is out of range.
+    """
+
+    def __init__(self, url: str, token: str | None, timeout: float, patience: float) -> None:
+        if timeout <= 0 or patience < 0:
+            raise ValueError(f"Expected timeout > 0 and patience >= 0, got {timeout} and {patience}")
+        try:
+            host = urlsplit(url).hostname if urlsplit(url).port != 0 else None
+        except ValueError as error:
+            raise ValueError(f"Expected an address like 'http://127.0.0.1:8321', got {url!r}: {error}") from error
+        if not host:
+            raise ValueError(f"Expected an address with a host and a port, like 'http://127.0.0.1:8321', got {url!r}")
+        self.url = url.rstrip("/")
+        self.closed = False
+        token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._direct = host in _LOOPBACK
+        self._timeout = timeout
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._client: httpx.Client | None = None
+        self._pid = 0
+
+    def call(self, operation: Operation[B, R], namespace: str, body: B) -> R:
+        """The result of one operation.
+
+        Raises:
+            BankError: the server is out of reach or refused; its other errors come as themselves.
+        """
+        headers = {wire.KEY_HEADER: new_id()} if operation.writes else {}
+        response = self._send(operation.name, namespace, _encoded(body), headers)
+        if response.status_code != 200:
+            raise self._refusal(response)
+        try:
+            return operation.result.validate_json(response.content)
+        except ValidationError as error:
+            raise BankError(f"Expected an answer to {operation.name!r} from {self.url}, got another version's; update both ends") from error
+
+    def _send(self, name: str, namespace: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
+        until, pause = time.monotonic() + self._patience, 0.05
+        while True:
+            try:
+                client = self._opened()
+                return client.post(wire.PREFIX + name, params={"namespace": namespace}, content=content, headers=headers)
+            except httpx.TransportError as error:
+                slow = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+                if slow or time.monotonic() + pause > until:
+                    raise BankError(self._complaint(error, slow)) from error
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _complaint(self, error: httpx.TransportError, slow: bool) -> str:
+        if slow:
+            return f"Expected an answer from the bank server at {self.url} within {self._timeout} s, got none; a write may have been made"
+        return (
+            f"Expected a bank server at {self.url}, got {type(error).__name__}: {error}; "
+            "start it where the bank's folder is: experiential serve FOLDER"
+        )
+
+    def _opened(self) -> httpx.Client:
+        with self._lock:
+            if self.closed:
+                raise BankError(f"Expected an open bank, got a closed one; open it again with ExperienceBank({self.url!r})")
+            if self._client is None or self._pid != os.getpid():
+                self._pid = os.getpid()
+                self._client = httpx.Client(
+                    base_url=self.url,
+                    headers=self._headers,
+                    timeout=httpx.Timeout(self._timeout, connect=_CONNECT_SECONDS),
+                    limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS),
+                    trust_env=not self._direct,  # a proxy of the environment is not for this machine
+                )
+            return self._client
+
+    def _refusal(self, response: httpx.Response) -> Exception:
+        try:
+            error: dict[str, Any] = response.json()["error"]
+            kind, message = str(error["type"]), str(error["message"])
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            return BankError(f"Expected a bank server at {self.url}, got status {response.status_code} ; check the address")
+        if response.status_code == 401:
+            return BankError(f"Expected the token of the bank server at {self.url}; pass token= or set {TOKEN_VARIABLE}")
+        return wire.ERRORS.get(kind, BankError)(message)
+
+    def close(self) -> None:
+        """Close the sockets of this process; safe to call twice."""
+        with self._lock:
+            self.closed = True
+            client, self._client = self._client, None
+        if client is not None and self._pid == os.getpid():
+            client.close()
+
+
+def _encoded(body: Body) -> bytes:
+    try:
+        return body.model_dump_json().encode()
+    except PydanticSerializationError as error:
+        raise ValueError(f"Expected values that JSON can hold, got {error}") from error

@@ -1,0 +1,152 @@
+"""Which entries share words with a query: BM25 by SQLite's full-text index, in memory, and a share of words in [0, 1]."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sqlite3
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from experiential.bank.search.where import Scope
+from experiential.bank.storage.history import Live
+from experiential.errors import BankError
+from experiential.types import Experience
+
+_WORD = re.compile(r"[^\W_]+")
+_MATCH = "SELECT rowid FROM entries WHERE entries MATCH ? ORDER BY rank"
+_POSTINGS = 4000
+"""Entries that the words looked up may be in, all words together: the rarest words of a query are taken first."""
+_MOST_WORDS = 256
+"""Different words of a query that count; those after are left out."""
+_STOP = frozenset(
+    """
+    a about after all also an and any are as at be because been before being but by can could did do does doing done for from get
+    got had has have having he her here him his how i if in into is it its just like may me might mine more most must my no nor
+    not of off on once one only or other our out over own same shall she should so some such than that the their them then there
+    these they this those through to too under until up us very was we were what when where which while who whom whose why will
+    with would you your
+    """.split()  # noqa: SIM905  (a list of words is easier to read than a list of texts)
+)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in order: runs of letters and digits, in lower case and without accents.
+
+    >>> words_of("Café ERR_404: why?")
+    ['cafe', 'err', '404', 'why']
+    """
+    if text.isascii():
+        return _WORD.findall(text.lower())
+    plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
+    return _WORD.findall("".join(letter for letter in plain if not unicodedata.combining(letter)))
+
+
+class Weights(dict[str, float]):
+    """The words of one query that tell something, each with its weight.
+
+    The weight of a word is the square of ln(1 + (N - n + 0.5) / (n + 0.5)), for N entries of which n have it; a word that no entry has
+    counts as if one had it. English function words ("what", "the") are left out.
+    """
+
+    def share(self, entry: Experience) -> float:
+        """The part of the whole weight that is on words of this entry, in [0, 1]; 1: it has every word that tells something."""
+        whole = sum(self.values())
+        if not whole:
+            return 0.0
+        held = set(words_of(searched(entry)))
+        return sum(weight for word, weight in self.items() if word in held) / whole
+
+
+class Found(NamedTuple):
+    """What the words of a query weigh, and entries that have some of them, best BM25 first."""
+
+    weights: Weights
+    entries: list[Live]
+
+
+class Lexical:
+    """A full-text index of the live entries: their texts and tasks. The caller holds a lock.
+
+    Nothing is on disk: it is made when the first search asks for it, from the entries that live then, and kept up with every write.
+    """
+
+    def __init__(self, entries: Iterable[Live]) -> None:
+        self._database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        try:
+            # The tokenizer splits at blanks and ASCII marks only, of which words_of leaves blanks: both always agree on what a word is.
+            self._database.execute("CREATE VIRTUAL TABLE entries USING fts5(body, tokenize='ascii')")
+            self._database.execute("CREATE VIRTUAL TABLE vocabulary USING fts5vocab(entries, 'row')")
+        except sqlite3.OperationalError as error:
+            self._database.close()
+            raise BankError(f"Expected SQLite with FTS5 for hybrid retrieval, got {error}; set bank.retrieval.hybrid=0") from error
+        self._rows: dict[str, int] = {}
+        self._live: dict[int, Live] = {}
+        self._last = 0
+        self.apply({live.experience.id: live for live in entries})
+
+    def apply(self, changes: Mapping[str, Live | None]) -> None:
+        """Entries are now these, or gone (None); all at once."""
+        run = self._database
+        run.execute("BEGIN")
+        try:
+            for id, live in changes.items():
+                if (old := self._rows.pop(id, None)) is not None:
+                    run.execute("DELETE FROM entries WHERE rowid = ?", (old,))
+                    del self._live[old]
+                if live is not None:
+                    self._last += 1
+                    body = " ".join(words_of(searched(live.experience)))
+                    run.execute("INSERT INTO entries (rowid, body) VALUES (?, ?)", (self._last, body))
+                    self._rows[id], self._live[self._last] = self._last, live
+        finally:
+            run.execute("COMMIT")
+
+    def search(self, query: str, n: int, scope: Scope) -> Found:
+        """What the words of a query weigh, and the ``n`` entries in ``scope`` that score best by BM25 for the rarest of them."""
+        asked = [word for word in dict.fromkeys(words_of(query)) if word not in _STOP][:_MOST_WORDS]
+        counts = self._counts(asked)
+        weights = Weights((word, _weight(counts.get(word, 1), len(self._live))) for word in asked)
+        return Found(weights, self._matching(_rarest(counts), n, scope))
+
+    def _matching(self, words: Sequence[str], n: int, scope: Scope) -> list[Live]:
+        if not words:
+            return []
+        # Words are letters and digits only: quoted, none can be read as an operator of the query language.
+        match = " OR ".join(f'"{word}"' for word in words)
+        found: list[Live] = []
+        with contextlib.closing(self._database.execute(_MATCH, (match,))) as rows:
+            for (row,) in rows:
+                if len(found) == n:
+                    break
+                if scope.admits(live := self._live[row]):
+                    found.append(live)
+        return found
+
+    def _counts(self, words: Sequence[str]) -> dict[str, int]:
+        """In how many entries each of these words stands, those left out that stand in none."""
+        marks = ", ".join("?" * len(words))
+        return dict(self._database.execute(f"SELECT term, doc FROM vocabulary WHERE term IN ({marks})", tuple(words)).fetchall())
+
+
+def _weight(holders: int, total: int) -> float:
+    return math.log1p(max(0.0, total - holders + 0.5) / (holders + 0.5)) ** 2
+
+
+def _rarest(counts: Mapping[str, int]) -> list[str]:
+    """The words to look up, rarest first, until they stand in ``_POSTINGS`` entries; one at least."""
+    taken: list[str] = []
+    postings = 0
+    for word, count in sorted(counts.items(), key=lambda pair: pair[1]):
+        postings += count
+        if taken and postings > _POSTINGS:
+            break
+        taken.append(word)
+    return taken
+
+
+def searched(entry: Experience) -> str:
+    """The text whose words an entry is found by: its own and its task's, as its vector is made of both."""
+    return f"{entry.text}\n{entry.task or ''}"

@@ -1,0 +1,1 @@
+"""From a query to the entries it receives: batches, filters and strategies."""

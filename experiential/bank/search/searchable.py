@@ -1,0 +1,101 @@
+"""Searching by text: what a bank, a picture of one and a bank behind a server have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, overload
+
+from experiential.bank.index.vectors import Scored
+from experiential.bank.search.where import Filter, Scope, Where
+from experiential.types import Experience, Hit
+
+
+class Searchable(ABC):
+    """What finds entries by text; its subclass compares them."""
+
+    @abstractmethod
+    def nearest(
+        self,
+        queries: Sequence[str],
+        n: int,
+        exclude: Sequence[str | None],
+        where: Sequence[Where | None] = (),
+        words: bool = False,
+    ) -> list[list[Scored[Experience]]]:
+        """The ``n`` nearest entries of each query with their cosines, nearest first.
+
+        Args:
+            queries: texts.
+            n: how many entries for each.
+            exclude: a task instance to leave out (or None) for each query.
+            where: a filter (or None) for each query; empty filters nothing.
+            words: find by words too: a row then has the ``n`` nearest and the ``n`` that share the rarest words with the query, and
+                tells of each how much of the query's words it has, in [0, 1] (see ``experiential.bank.index.lexical``). Needed words are
+                indexed at the first such call, even one without queries.
+        """
+
+    @abstractmethod
+    def read(self, experience: Experience) -> Experience:
+        """The same version with its counters."""
+
+    @overload
+    def search(self, query: str, *, k: int = 1, exclude_instance: str | None = None, where: Filter | None = None) -> list[Hit]: ...
+
+    @overload
+    def search(
+        self,
+        query: list[str] | tuple[str, ...],
+        *,
+        k: int = 1,
+        exclude_instance: str | None = None,
+        where: Filter | None = None,
+    ) -> list[list[Hit]]: ...
+
+    def search(
+        self,
+        query: str | list[str] | tuple[str, ...],
+        *,
+        k: int = 1,
+        exclude_instance: str | None = None,
+        where: Filter | None = None,
+    ) -> list[Hit] | list[list[Hit]]:
+        """The ``k`` most similar entries of one query, or of each of several; no counter changes.
+
+        Args:
+            query: one text or a list of texts.
+            k: how many hits for each.
+            exclude_instance: leave out entries that were made from this task instance, by whatever updates and merges.
+            where: only entries that are so: values by field, ``{"kind": "lesson", "tags": ["alfworld", "webshop"]}``. The fields ``kind``
+                and ``task`` are the entry's own, others are of its metadata; several values are alternatives (see
+                ``experiential.bank.search.where.Where``). If ``k`` entries pass, there are ``k`` hits.
+
+        Raises:
+            ValueError: an argument is something else.
+        """
+        queries = checked_queries(query, k)
+        rows = self._hits(queries, k, Scope(exclude_instance, Where.of(where)))
+        return rows[0] if isinstance(query, str) else rows
+
+    def _hits(self, queries: list[str], k: int, scope: Scope) -> list[list[Hit]]:
+        rows = self.nearest(queries, k, [scope.exclude] * len(queries), [scope.where] * len(queries))
+        return [[Hit(experience=self.read(s.item), score=s.score, rank=i) for i, s in enumerate(row)] for row in rows]
+
+
+def scopes_of(queries: Sequence[str], exclude: Sequence[str | None], where: Sequence[Where | None]) -> list[Scope]:
+    """The scope of each query; empty sequences limit nothing."""
+    nothing = [None] * len(queries)
+    return [Scope(*one) for one in zip(exclude or nothing, where or nothing, strict=True)]
+
+
+def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:
+    """The queries as a list; a wrong type is refused with what was expected, and so is blank text unless ``blank`` allows it."""
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise ValueError(f"Expected k to be a positive whole number, got {k!r}")
+    if not isinstance(query, (str, list, tuple)):
+        raise ValueError(f"Expected a query to be text or a list of texts, got {query!r}")
+    queries: list[Any] = [query] if isinstance(query, str) else list(query)  # pyright: ignore[reportUnknownArgumentType]  (elements are checked next)
+    for one in queries:
+        if not isinstance(one, str) or not (blank or one.strip()):
+            raise ValueError(f"Expected a query to be non-empty text, got {one!r}")
+    return queries

@@ -1,0 +1,179 @@
+"""Filters on what an entry is: its kind, its task and its metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from pydantic_core import to_jsonable_python
+
+from experiential.bank.storage.history import Live
+from experiential.bank.text import canonical, disarm
+from experiential.types import Experience
+
+Value = str | int | float | bool | None
+"""One value that a filter may ask for; None stands for an entry that has none."""
+Key = tuple[str, object]
+"""A value with its sort, so that True is not 1; 1 is 1.0."""
+_MOST_FILTERS = 32
+_EMPTY: tuple[object, ...] = (None,)
+
+
+class Where:
+    """What entries must be, for a search to find them. Immutable and hashable.
+
+    A filter names fields: ``kind`` and ``task`` are the entry's own, any other name is a field of its metadata. An entry passes when it
+    has, in every field named, the value asked for, or one of the values if several are. A metadata field that holds a list has each
+    value in the list. None asks for entries without the field, or with an empty list there. Texts are equal when all their characters
+    are, upper and lower case too; True is not 1, but 1 is 1.0.
+
+    >>> where = Where({"kind": "lesson", "tags": ["alfworld", "webshop"]})
+    >>> where.matches(Experience(text="Look twice.", metadata={"tags": ["alfworld", "kitchen"]}))
+    True
+    >>> where.matches(Experience(text="Look twice.", metadata={"tags": ["minihack"]}))
+    False
+
+    Args:
+        fields: a value (text, number, bool or None) or a non-empty list of values for each field.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+
+    __slots__ = ("_clauses", "_fields")
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = {name: _values(name, value) for name, value in _named(fields).items()}
+        self._clauses = tuple(sorted((name, frozenset(map(_key, values))) for name, values in self._fields.items()))
+
+    @staticmethod
+    def of(fields: Mapping[str, Any] | Where | None) -> Where | None:
+        """A filter of what a user wrote; None when it asks for nothing."""
+        if fields is None or isinstance(fields, Where):
+            return fields
+        where = Where(fields)
+        return where if where._fields else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Where) and self._clauses == other._clauses
+
+    def __hash__(self) -> int:
+        return hash(self._clauses)
+
+    def __repr__(self) -> str:
+        return f"Where({self._fields!r})"
+
+    def to_json(self) -> dict[str, list[Value]]:
+        """The same filter as plain data."""
+        return {name: list(values) for name, values in self._fields.items()}
+
+    def matches(self, item: Experience) -> bool:
+        """Whether an entry passes."""
+        return all(any(_key(value) in wanted for value in _held(item, name)) for name, wanted in self._clauses)
+
+    @property
+    def is_for_chroma(self) -> bool:
+        """Whether Chroma can check all of it."""
+        return all(_chroma_has(name, values) for name, values in self._fields.items())
+
+    def for_chroma(self) -> dict[str, Any] | None:
+        """The part that Chroma can check, in its language; None when there is none. What passes the whole filter passes this part."""
+        checked = {name: values for name, values in self._fields.items() if _chroma_has(name, values)}
+        parts = [{name: {"$in": [value or "" for value in values]}} for name, values in checked.items()]
+        return {"$and": parts} if len(parts) > 1 else (parts[0] if parts else None)
+
+
+Filter = Mapping[str, Any] | Where
+"""A filter as a user writes it."""
+
+
+class Scope(NamedTuple):
+    """Which entries one query may find: none made from the task instance ``exclude``, and only those that pass ``where``."""
+
+    exclude: str | None = None
+    where: Where | None = None
+
+    def admits(self, live: Live) -> bool:
+        """Whether the query may find this entry."""
+        return self.exclude not in live.origins and (self.where is None or self.where.matches(live.experience))
+
+
+class Members:
+    """Which entries pass each of the filters that were asked for lately, kept up with every write. The caller holds a lock."""
+
+    def __init__(self) -> None:
+        self._known: dict[Where, dict[str, None]] = {}
+
+    def change(self, id: str, live: Live | None) -> None:
+        """An entry is now this, or gone."""
+        for where, ids in self._known.items():
+            ids.pop(id, None)
+            if live is not None and where.matches(live.experience):
+                ids[id] = None
+
+    def of(self, where: Where, entries: Callable[[], Iterable[Live]]) -> list[str]:
+        """The ids of the entries that pass; ``entries`` gives all, and is called for a filter that was not asked for lately."""
+        known = self._known.pop(where, None)
+        if known is None:
+            known = {live.experience.id: None for live in entries() if where.matches(live.experience)}
+            while len(self._known) >= _MOST_FILTERS:
+                del self._known[next(iter(self._known))]
+        self._known[where] = known
+        return list(known)
+
+
+def _named(fields: object) -> dict[str, Any]:
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"Expected where to be a mapping of fields to values, got {fields!r}; for example {{'kind': 'lesson'}}")
+    named = dict(cast("Mapping[object, Any]", fields))
+    for name in named:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"Expected the fields of where to be kind, task or names of metadata fields, got {name!r}")
+    return {disarm(canonical(cast("str", name))): value for name, value in named.items()}
+
+
+def _values(name: str, given: object) -> tuple[Value, ...]:
+    several = isinstance(given, list | tuple | set | frozenset)
+    values = tuple(cast("Iterable[object]", given)) if several else (given,)
+    if not values:
+        raise ValueError(f"Expected where[{name!r}] to have a value, got {given!r}, which no entry has; leave {name!r} out to find all")
+    return tuple(form for value in values for form in _forms(name, value))
+
+
+def _forms(name: str, value: object) -> tuple[Value, ...]:
+    """A value, and the form in which a bank keeps a text."""
+    if isinstance(value, str):
+        return tuple(dict.fromkeys((value, disarm(canonical(value)))))
+    if value is not None and not isinstance(value, bool | int) and not (isinstance(value, float) and math.isfinite(value)):
+        raise ValueError(f"Expected where[{name!r}] to be text, a finite number, a bool, None or a list of them, got {value!r}")
+    return (value,)
+
+
+def _chroma_has(name: str, values: Sequence[Value]) -> bool:
+    """Whether these values of a field are in the index: kind and task are, as text, and no task as empty text."""
+    return name in ("kind", "task") and all(isinstance(value, str) or (value is None and name == "task") for value in values)
+
+
+def _held(item: Experience, name: str) -> Iterable[object]:
+    if name == "kind":
+        return (item.kind,)
+    if name == "task":
+        return (item.task,)
+    value = item.metadata.get(name)
+    if isinstance(value, list | tuple | set | frozenset):
+        return cast("Iterable[object]", value) or _EMPTY
+    return (value,)
+
+
+def _key(value: object) -> Key:
+    if value is None or isinstance(value, bool):
+        return ("fixed", value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return ("fixed", None)  # as the journal has it
+    if isinstance(value, int | float):
+        return ("number", value)
+    if isinstance(value, str):
+        return ("text", value)
+    plain: object = to_jsonable_python(value)  # what the journal makes of it: an entry is the same before and after it is opened again
+    return _key(plain) if plain is None or isinstance(plain, str | int | float) else ("other", repr(plain))

@@ -1,0 +1,168 @@
+"""The exchange file of a bank: entries with provenance, counters and a content hash, as JSON Lines or as Markdown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from experiential.bank.storage import markdown
+from experiential.bank.storage.markdown import Row
+from experiential.errors import BankError
+from experiential.types import Experience, Provenance
+
+FORMAT = "experiential-bank"
+VERSION = 1
+_MARKDOWN = (".md", ".markdown")
+_CHECK = "check"
+_SHOWN = 5
+
+
+class Item(NamedTuple):
+    """One entry of a file, its digest, the beginning of the digest it was written with (None: it has none), and where it stands."""
+
+    entry: Experience
+    digest: str
+    check: str | None
+    place: str
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it differs from what was written."""
+        return self.check is not None and self.check != _check(self.digest)
+
+
+def write(file: Path, entries: Sequence[Experience], namespace: str, embedder: str) -> int:
+    """Write entries beside ``file`` and rename, so that a reader finds all of them or the old file; gives their number.
+
+    A name that ends in ``.md`` gives Markdown, any other JSON Lines: a header and one entry a line.
+    """
+    digests = [digest(entry) for entry in entries]
+    header = {"format": FORMAT, "version": VERSION, "namespace": namespace, "embedder": embedder, "entries": len(entries)}
+    header["sha256"] = _content_hash(digests)
+    rows = [{**_fields(entry), _CHECK: _check(known)} for entry, known in zip(entries, digests, strict=True)]
+    if _is_markdown(file):
+        text = markdown.dump(header, rows)
+    else:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [header, *rows])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with scratch.open("w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)  # it is still there only when writing failed
+    return len(entries)
+
+
+def read(file: Path, *, edited: bool = False) -> list[Experience]:
+    """The entries of an exported file; a file written by hand, such as ``{"text": ...}`` lines, is accepted too.
+
+    Args:
+        file: what to read; the end of its name says which format it has.
+        edited: take a file that differs from its hash; what was changed in it counts as written by a person.
+
+    Raises:
+        BankError: the file is missing, a part of it is no entry, or it differs from its hash; the message says where.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BankError(f"Expected a readable export file, got {error}") from error
+    header, rows = markdown.load(text, file.name) if _is_markdown(file) else _load_lines(text, file.name)
+    _check_header(header, file.name)
+    items = [_item(row, f"line {row.line}", file.name) for row in rows]
+    if edited:
+        return [_by_a_person(item.entry) if item.is_changed else item.entry for item in items]
+    if differences := _differences(header, items):
+        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise BankError(
+            f"Expected {file.name} as it was exported, got a file that differs from its hash: {'; '.join(differences[:_SHOWN])}{more}; "
+            "nothing was imported. Restore the file, or import it with edited=True if it was changed on purpose"
+        )
+    return [item.entry for item in items]
+
+
+def digest(entry: Experience) -> str:
+    """SHA-256 of an entry in canonical form: JSON with sorted keys, fields at their defaults left out."""
+    return hashlib.sha256(json.dumps(_fields(entry), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _content_hash(digests: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _check(digest: str) -> str:
+    return digest[:16]
+
+
+def _fields(entry: Experience) -> dict[str, Any]:
+    return {"id": entry.id, "text": entry.text, **json.loads(entry.model_dump_json(exclude_defaults=True))}
+
+
+def _is_markdown(file: Path) -> bool:
+    return file.suffix.lower() in _MARKDOWN
+
+
+def _load_lines(text: str, name: str) -> tuple[dict[str, Any], list[Row]]:
+    rows = [Row(number, _parsed(line, number, name)) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    headers = [row.fields for row in rows if "format" in row.fields]
+    return headers[0] if headers else {}, [row for row in rows if "format" not in row.fields]
+
+
+def _parsed(line: str, number: int, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _no_entry(f"line {number}", name, line) from error
+    if not isinstance(value, dict):
+        raise _no_entry(f"line {number}", name, line)
+    return cast("dict[str, Any]", value)
+
+
+def _item(row: Row, place: str, name: str) -> Item:
+    fields = dict(row.fields)
+    check = fields.pop(_CHECK, None)
+    try:
+        entry = Experience.model_validate(fields)
+        known = digest(entry)
+    except ValueError as error:  # pydantic's errors are, that for a lone surrogate too
+        raise _no_entry(place, name, json.dumps(row.fields)) from error
+    if not entry.text.strip():
+        raise _no_entry(place, name, json.dumps(row.fields))
+    return Item(entry, known, None if check is None else str(check), place)
+
+
+def _no_entry(place: str, name: str, got: str) -> BankError:
+    return BankError(f"Expected an entry with text in {place} of {name}, got {got[:80]!r}; nothing was imported")
+
+
+def _check_header(header: dict[str, Any], name: str) -> None:
+    if header and (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+        found = f"{header.get('format')!r} version {header.get('version')}"
+        raise BankError(f"Expected {FORMAT!r} version {VERSION} in {name}, got {found}; nothing was imported")
+
+
+def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
+    """In words, how entries differ from the hashes they came with; empty for a whole file, and for one that has no hash."""
+    if "sha256" not in header:
+        checked = any(item.check is not None for item in items)
+        return ["its header is missing"] if checked and not header else [f"{one.place} was changed" for one in items if one.is_changed]
+    found = [f"{one.place} was {'added' if one.check is None else 'changed'}" for one in items if one.check is None or one.is_changed]
+    if len(items) != header.get("entries"):
+        found.append(f"it should hold {header.get('entries')} entries and holds {len(items)}")
+    if not found and _content_hash([item.digest for item in items]) != header["sha256"]:
+        found.append("its entries or its header are not those that were written")
+    return found
+
+
+def _by_a_person(entry: Experience) -> Experience:
+    """An entry that was changed in the file: no generation wrote it, but what it was made from still counts."""
+    provenance = Provenance(cause="import", trajectory=entry.provenance.trajectory, instance=entry.provenance.instance)
+    return entry.model_copy(update={"provenance": provenance})

@@ -1,0 +1,165 @@
+"""Commits, entry versions and generations of one namespace: what the journal says was known when."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiential.bank.index.vectors import Vector
+from experiential.bank.storage.journal import Journal
+from experiential.types import Experience, Generation, Record
+
+
+class Commit(Record):
+    """One change of the bank: who made it, why, and what it refers to (a trajectory, a file, another commit)."""
+
+    id: int
+    time: float
+    author: str
+    cause: str
+    ref: str | None = None
+
+
+class Stored(NamedTuple):
+    """One entry version as journalled; ``origins`` are the task instances that its text was made from."""
+
+    experience: Experience
+    vector: Vector
+    origins: frozenset[str]
+
+
+class Live(NamedTuple):
+    """One entry as it stands now, and the task instances that its text was made from."""
+
+    experience: Experience
+    origins: frozenset[str]
+
+
+_LATEST = """
+    SELECT v.record, v.vector, v.origins FROM changes c
+    JOIN (SELECT MAX(seq) AS seq, MIN(seq) AS born FROM changes WHERE namespace = ? AND commit_id <= ? GROUP BY id) m ON c.seq = m.seq
+    JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
+    ORDER BY m.born"""
+
+
+class History:
+    """Reads and writes the history of one namespace; writes must happen inside ``Journal.transaction``."""
+
+    def __init__(self, journal: Journal, namespace: str) -> None:
+        self._journal = journal
+        self._namespace = namespace
+
+    def begin(self, author: str, cause: str, ref: str | None) -> int:
+        """Open a commit; gives its id."""
+        statement = "INSERT INTO commits (namespace, time, author, cause, ref) VALUES (?, ?, ?, ?, ?)"
+        return self._journal.run(statement, self._namespace, time.time(), author, cause, ref)
+
+    def write(self, stored: Stored, commit: int) -> None:
+        """Add one immutable entry version."""
+        experience = stored.experience
+        record = experience.model_dump_json(exclude={"statistics"})
+        self._journal.run(
+            "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
+            self._namespace,
+            experience.id,
+            experience.version,
+            commit,
+            record,
+            stored.vector.tobytes(),
+            json.dumps(sorted(stored.origins)),
+        )
+
+    def point(self, id: str, version: int | None, commit: int) -> int:
+        """From this commit on, entry ``id`` stands at ``version``; None removes it. Gives the position of the change."""
+        statement = "INSERT INTO changes (namespace, commit_id, id, version) VALUES (?, ?, ?, ?)"
+        return self._journal.run(statement, self._namespace, commit, id, version)
+
+    def live(self, commit: int) -> list[Stored]:
+        """All entries as they stood after ``commit``, oldest entry first."""
+        return [_stored(row) for row in self._journal.rows(_LATEST, self._namespace, commit)]
+
+    def live_count(self) -> int:
+        """How many entries stand now."""
+        return self._journal.value(
+            "SELECT COUNT(*) FROM changes c JOIN (SELECT MAX(seq) AS seq FROM changes WHERE namespace = ? GROUP BY id) m "
+            "ON c.seq = m.seq WHERE c.version IS NOT NULL",
+            self._namespace,
+        )
+
+    def stored(self, id: str, version: int) -> Stored | None:
+        """One version of one entry, live or not."""
+        statement = "SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND version = ?"
+        rows = self._journal.rows(statement, self._namespace, id, version)
+        return _stored(rows[0]) if rows else None
+
+    def last_version(self, id: str) -> int:
+        """The highest version that entry ``id`` ever had; 0 when it never existed."""
+        return self._journal.value("SELECT MAX(version) FROM versions WHERE namespace = ? AND id = ?", self._namespace, id) or 0
+
+    def is_empty(self) -> bool:
+        """Whether this namespace never held an entry."""
+        return self._journal.value("SELECT 1 FROM versions WHERE namespace = ? LIMIT 1", self._namespace) is None
+
+    def head(self) -> int:
+        """The id of the last commit; 0 when there is none."""
+        return self._journal.value("SELECT MAX(id) FROM commits WHERE namespace = ?", self._namespace) or 0
+
+    def commits(self) -> list[Commit]:
+        """Every commit, oldest first."""
+        statement = "SELECT id, time, author, cause, ref FROM commits WHERE namespace = ? ORDER BY id"
+        return [
+            Commit(id=row[0], time=row[1], author=row[2], cause=row[3], ref=row[4])
+            for row in self._journal.rows(statement, self._namespace)
+        ]
+
+    def has_commit(self, commit: int) -> bool:
+        """Whether ``commit`` is a commit of this namespace (0, before the first, is)."""
+        statement = "SELECT 1 FROM commits WHERE namespace = ? AND id = ?"
+        return commit == 0 or self._journal.value(statement, self._namespace, commit) is not None
+
+    def last_seq(self) -> int:
+        """Position of the last change, for whoever follows the journal."""
+        return self._journal.value("SELECT MAX(seq) FROM changes WHERE namespace = ?", self._namespace) or 0
+
+    def stamp(self, seq: int) -> str:
+        """What tells the change at a position from one at the same position of another journal."""
+        statement = "SELECT n.id || ' ' || c.time FROM changes n JOIN commits c ON c.id = n.commit_id WHERE n.namespace = ? AND n.seq = ?"
+        return self._journal.value(statement, self._namespace, seq) or ""
+
+    def changes_after(self, seq: int, limit: int) -> list[tuple[int, str, Stored | None]]:
+        """The next ``limit`` changes after position ``seq``: position, entry id, and what it became (None: removed)."""
+        rows = self._journal.rows(
+            "SELECT c.seq, c.id, v.record, v.vector, v.origins FROM changes c "
+            "LEFT JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version "
+            "WHERE c.namespace = ? AND c.seq > ? ORDER BY c.seq LIMIT ?",
+            self._namespace,
+            seq,
+            limit,
+        )
+        return [(row[0], row[1], None if row[2] is None else _stored(row[2:])) for row in rows]
+
+    def keep_generation(self, generation: Generation) -> None:
+        """Journal one generation; a second time changes nothing."""
+        statement = "INSERT OR IGNORE INTO generations VALUES (?, ?, ?)"
+        self._journal.run(statement, self._namespace, generation.id, generation.model_dump_json())
+
+    def generation(self, id: str) -> Generation | None:
+        """One journalled generation."""
+        record = self._journal.value("SELECT record FROM generations WHERE namespace = ? AND id = ?", self._namespace, id)
+        return None if record is None else Generation.model_validate_json(record)
+
+    def meta(self, key: str) -> str | None:
+        """One recorded fact about this namespace."""
+        return self._journal.value("SELECT value FROM meta WHERE namespace = ? AND key = ?", self._namespace, key)
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Record one fact about this namespace."""
+        self._journal.run("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", self._namespace, key, value)
+
+
+def _stored(row: Any) -> Stored:
+    vector = np.frombuffer(row[1], dtype=np.float32)
+    return Stored(Experience.model_validate_json(row[0]), vector, frozenset(json.loads(row[2])))

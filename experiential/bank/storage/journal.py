@@ -1,0 +1,261 @@
+"""The journal: one SQLite file that holds everything a bank was ever told.
+
+Write-ahead logging with ``synchronous=FULL``: a commit is on the disk before it is acknowledged, so it outlives a killed
+process and a power cut; measured cost 0.2 ms a commit. Rows are only ever added, with three exceptions that are states and not
+history: the queue's state column, counters, and ``meta``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from experiential.errors import BankError
+
+JOURNAL_NAME = "journal.sqlite"
+SCHEMA_VERSION = 1
+_CLOCK_TICK_NS = 20_000_000
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (namespace TEXT, key TEXT, value TEXT, PRIMARY KEY (namespace, key));
+CREATE TABLE IF NOT EXISTS commits (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, time REAL NOT NULL,
+    author TEXT NOT NULL, cause TEXT NOT NULL, ref TEXT);
+CREATE TABLE IF NOT EXISTS versions (
+    namespace TEXT, id TEXT, version INTEGER, commit_id INTEGER NOT NULL, record TEXT NOT NULL, vector BLOB NOT NULL,
+    origins TEXT NOT NULL, PRIMARY KEY (namespace, id, version));
+CREATE TABLE IF NOT EXISTS changes (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, commit_id INTEGER NOT NULL, id TEXT NOT NULL, version INTEGER);
+CREATE INDEX IF NOT EXISTS changes_by_entry ON changes (namespace, id, seq);
+CREATE TABLE IF NOT EXISTS generations (namespace TEXT, id TEXT, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
+CREATE TABLE IF NOT EXISTS trajectories (
+    namespace TEXT, id TEXT, commit_id INTEGER NOT NULL, instance TEXT, grp TEXT, condition TEXT, success INTEGER, reward REAL,
+    error TEXT, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
+CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories (namespace, grp, condition, error, success);
+CREATE TABLE IF NOT EXISTS uses (
+    namespace TEXT, id TEXT, trajectory TEXT NOT NULL, experience TEXT NOT NULL, version INTEGER NOT NULL,
+    success INTEGER, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
+CREATE INDEX IF NOT EXISTS uses_by_version ON uses (namespace, experience, version);
+CREATE TABLE IF NOT EXISTS statistics (
+    namespace TEXT, id TEXT, retrievals INTEGER NOT NULL, uses INTEGER NOT NULL, successes INTEGER NOT NULL, PRIMARY KEY (namespace, id));
+CREATE TABLE IF NOT EXISTS queue (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, id TEXT NOT NULL, state TEXT NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (namespace, id));
+CREATE INDEX IF NOT EXISTS queue_by_state ON queue (namespace, state);
+CREATE TABLE IF NOT EXISTS receipts (
+    namespace TEXT, key TEXT, digest TEXT NOT NULL, commit_id INTEGER NOT NULL, PRIMARY KEY (namespace, key));
+"""
+
+Footnote = tuple[str, tuple[Any, ...]]
+"""A statement and its arguments, written at the end of a transaction that somebody else makes."""
+
+
+class Journal:
+    """One connection to the journal, shared by all threads of a bank; every statement holds ``lock``."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.lock = threading.RLock()
+        self._connection = connection
+        self._open = True
+        self._footnotes: dict[int, Footnote] = {}
+
+    @classmethod
+    def open(cls, folder: Path) -> Journal:
+        """Open the journal of ``folder`` for writing, making it when it is not there."""
+        connection = _connect(folder / JOURNAL_NAME)
+        _check_schema(connection, folder)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        return cls(connection)
+
+    @classmethod
+    def open_copy(cls, folder: Path) -> Journal:
+        """Open a private copy of the journal, so that reading never touches the bank's own files.
+
+        SQLite would write a ``-shm`` file even for a read-only connection to a database in WAL mode. The copy is unlinked at once and
+        vanishes with the connection. It is a consistent picture although another process may be writing.
+        """
+        with tempfile.TemporaryDirectory(prefix="experiential-bank-") as scratch:
+            copy = Path(scratch) / JOURNAL_NAME
+            _copy_stable(folder / JOURNAL_NAME, copy)
+            connection = _connect(copy)
+            _check_schema(connection, folder)
+            connection.execute("PRAGMA journal_mode=DELETE")
+            connection.execute("PRAGMA temp_store=MEMORY")
+            connection.execute("PRAGMA query_only=ON")
+        return cls(connection)
+
+    def rows(self, statement: str, *arguments: Any) -> list[Any]:
+        """All rows of one statement."""
+        with self.lock:
+            self._check_open()
+            return self._connection.execute(statement, arguments).fetchall()
+
+    def value(self, statement: str, *arguments: Any) -> Any:
+        """The first column of the first row, or None."""
+        found = self.rows(statement, *arguments)
+        return found[0][0] if found else None
+
+    def run(self, statement: str, *arguments: Any) -> int:
+        """Run one statement; gives the id of the row it inserted."""
+        with self.lock:
+            self._check_open()
+            try:
+                return self._connection.execute(statement, arguments).lastrowid or 0
+            except sqlite3.DatabaseError as error:
+                raise _explained(error) from error
+
+    @contextmanager
+    def transaction(self) -> Generator[None]:
+        """All statements inside become durable together when the block ends, or none does."""
+        with self.lock:
+            self._check_open()
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield
+                self.write_footnote(self.take_footnote())
+                self._connection.execute("COMMIT")
+            except sqlite3.DatabaseError as error:
+                raise _explained(error) from error
+            finally:
+                if self.in_transaction:
+                    self._connection.execute("ROLLBACK")
+
+    @contextmanager
+    def savepoint(self) -> Generator[None]:
+        """Inside a transaction: when the block fails, its own statements are undone and the others stay."""
+        self._connection.execute("SAVEPOINT member")
+        with ExitStack() as failed:
+            failed.callback(self._undo_savepoint)
+            yield
+            failed.pop_all()
+        self._connection.execute("RELEASE member")
+
+    def _undo_savepoint(self) -> None:
+        if self.in_transaction:
+            self._connection.execute("ROLLBACK TO member")
+            self._connection.execute("RELEASE member")
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open; SQLite gives one up by itself over some errors, a full disk among them."""
+        return self._connection.in_transaction
+
+    @contextmanager
+    def footnote(self, statement: str, *arguments: Any) -> Generator[None]:
+        """Inside this block, the next transaction of this thread ends with this statement, as a part of it."""
+        self._footnotes[threading.get_ident()] = (statement, arguments)
+        try:
+            yield
+        finally:
+            self.take_footnote()
+
+    def take_footnote(self) -> Footnote | None:
+        """What ``footnote`` holds for this thread; from here on the caller has to write it."""
+        return self._footnotes.pop(threading.get_ident(), None)
+
+    def write_footnote(self, note: Footnote | None) -> None:
+        """Write a footnote that was taken; None writes nothing."""
+        if note is not None:
+            self._connection.execute(*note)
+
+    def backup(self, folder: Path) -> None:
+        """Write a consistent copy of the whole journal into another folder; it has its name there once it is whole."""
+        part = folder / f"{JOURNAL_NAME}.part"
+        part.unlink(missing_ok=True)
+        try:
+            with closing(_connect(part)) as target, self.lock:
+                self._check_open()
+                self._connection.backup(target)
+        except sqlite3.DatabaseError as error:
+            raise _explained(error) from error
+        os.replace(part, folder / JOURNAL_NAME)
+        _sync_folder(folder)
+
+    def close(self) -> None:
+        """Close the connection; the write-ahead log is folded into the file."""
+        with self.lock:
+            if self._open:
+                self._open = False
+                self._connection.close()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise BankError("Expected an open bank, got a closed one; open it again with ExperienceBank(path)")
+
+
+def _explained(error: sqlite3.DatabaseError) -> Exception:
+    """What to raise for an error of a write: what the disk is to blame for says what to do, a fault of this program stays as it is."""
+    if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
+        return error
+    return BankError(
+        f"Expected to write the journal, got {error} ({error.sqlite_errorname}); nothing of this write was kept: "
+        "make room on its disk or see what ails it, then write again"
+    )
+
+
+def _connect(file: Path) -> sqlite3.Connection:
+    return sqlite3.connect(file, timeout=30.0, isolation_level=None, check_same_thread=False)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let a new name in a folder outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_schema(connection: sqlite3.Connection, folder: Path) -> None:
+    try:
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise BankError(f"Expected a readable journal in {str(folder)!r}, got {error}; restore the file {JOURNAL_NAME}") from error
+    if found > SCHEMA_VERSION:
+        connection.close()
+        raise BankError(f"Expected a journal of schema {SCHEMA_VERSION} or older, got {found}; update experiential-rl")
+
+
+def _copy_stable(source: Path, target: Path, attempts: int = 50) -> None:
+    """Copy a database and its write-ahead log; repeat when a checkpoint of a live writer fell in between.
+
+    Frames appended to the log while it is copied do no harm: SQLite ignores an incomplete tail by its checksums.
+    """
+    log, log_copy = Path(f"{source}-wal"), Path(f"{target}-wal")
+    for attempt in range(attempts):
+        before = _fingerprint(source, log)
+        if time.time_ns() - before[0][0] < _CLOCK_TICK_NS:
+            time.sleep(_CLOCK_TICK_NS / 1e9)  # a second write within one tick of the file clock would not show
+            continue
+        shutil.copyfile(source, target)
+        log_copy.unlink(missing_ok=True)
+        if before[1]:
+            try:
+                shutil.copyfile(log, log_copy)
+            except FileNotFoundError:
+                continue
+        if before == _fingerprint(source, log):
+            return
+        time.sleep(0.01 * (attempt + 1))
+    raise BankError(f"Expected a quiet moment to copy {str(source)!r}, but its writer never paused; try again")
+
+
+def _fingerprint(source: Path, log: Path) -> tuple[tuple[int, int], bytes]:
+    """Changes exactly when the database file was written or its log was started anew."""
+    status = source.stat()
+    try:
+        with log.open("rb") as file:
+            header = file.read(32)
+    except FileNotFoundError:
+        header = b""
+    return (status.st_mtime_ns, status.st_size), header

@@ -1,0 +1,82 @@
+"""The log of a bank: its commits with what each changed, and what differs between two states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from experiential.bank.evidence.credit import Ancestor
+from experiential.bank.storage.history import Commit
+from experiential.bank.storage.journal import Journal
+from experiential.types import Experience, Record
+
+
+class Logged(Commit):
+    """One commit and the number of entries that it wrote, rewrote or removed.
+
+    Attributes:
+        version: in the log of one entry, the version at which the commit let it stand; None when it removed it.
+    """
+
+    changes: int
+    version: int | None = None
+
+
+class Changed(Record):
+    """One entry that stands at another version, before and after."""
+
+    old: Experience
+    new: Experience
+
+
+class Difference(Record):
+    """What differs between two states of a bank, in the order of entries."""
+
+    added: tuple[Experience, ...]
+    removed: tuple[Experience, ...]
+    changed: tuple[Changed, ...]
+
+
+class Log:
+    """Reads the commits of one namespace with what they changed."""
+
+    def __init__(self, journal: Journal, namespace: str) -> None:
+        self._journal = journal
+        self._namespace = namespace
+
+    def commits(self) -> list[Logged]:
+        """Every commit, oldest first."""
+        rows = self._journal.rows(
+            "SELECT c.id, c.time, c.author, c.cause, c.ref, COALESCE(n.changes, 0) FROM commits c LEFT JOIN "
+            "(SELECT commit_id, COUNT(DISTINCT id) AS changes FROM changes WHERE namespace = ?1 GROUP BY commit_id) n "
+            "ON n.commit_id = c.id WHERE c.namespace = ?1 ORDER BY c.id",
+            self._namespace,
+        )
+        names = ("id", "time", "author", "cause", "ref", "changes")
+        return [Logged(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def of(self, id: str) -> list[Logged]:
+        """The commits that changed one entry, oldest first, each with the version at which it left it."""
+        rows = self._journal.rows("SELECT commit_id, version FROM changes WHERE namespace = ? AND id = ? ORDER BY seq", self._namespace, id)
+        versions = {row[0]: row[1] for row in rows}
+        return [commit.model_copy(update={"version": versions[commit.id]}) for commit in self.commits() if commit.id in versions]
+
+    def written_from(self, trajectory: str) -> list[Ancestor]:
+        """Id and version of every entry version that was distilled from a trajectory, in the order of writing."""
+        rows = self._journal.rows(
+            "SELECT n.id, n.version FROM commits c JOIN changes n ON n.commit_id = c.id AND n.namespace = c.namespace "
+            "WHERE c.namespace = ? AND c.cause = 'trajectory' AND c.ref = ? AND n.version IS NOT NULL ORDER BY n.seq",
+            self._namespace,
+            trajectory,
+        )
+        return [(row[0], row[1]) for row in rows]
+
+
+def difference(before: Iterable[Experience], after: Iterable[Experience]) -> Difference:
+    """What was added, removed and changed from one state to another; counters are no change."""
+    old, new = {entry.id: entry for entry in before}, {entry.id: entry for entry in after}
+    both = [(old[id], entry) for id, entry in new.items() if id in old]
+    return Difference(
+        added=tuple(entry for id, entry in new.items() if id not in old),
+        removed=tuple(entry for id, entry in old.items() if id not in new),
+        changed=tuple(Changed(old=a, new=b) for a, b in both if a.version != b.version),
+    )

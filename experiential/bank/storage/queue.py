@@ -1,0 +1,84 @@
+"""The durable distillation queue: states in the journal, one row for each submitted trajectory."""
+
+from __future__ import annotations
+
+from experiential.bank.storage.journal import Journal
+from experiential.types import Record
+
+
+class DeadLetter(Record):
+    """A trajectory whose distillation was given up."""
+
+    id: str
+    attempts: int
+    reason: str
+
+
+class DistillationQueue:
+    """Items go from ``queued`` to ``done`` or ``dead``; an item being worked on is still ``queued``, so a crash loses nothing.
+
+    The id of an item is the id of its trajectory, which makes submitting twice harmless. Writes that belong to a commit
+    happen inside ``Journal.transaction``.
+    """
+
+    def __init__(self, journal: Journal, namespace: str) -> None:
+        self._journal = journal
+        self._namespace = namespace
+
+    def put(self, id: str) -> bool:
+        """Queue a trajectory; False when it was queued before."""
+        if self.state(id) is not None:
+            return False
+        self._journal.run("INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')", self._namespace, id)
+        return True
+
+    def state(self, id: str) -> str | None:
+        """'queued', 'done', 'dead', or None for a stranger."""
+        return self._journal.value("SELECT state FROM queue WHERE namespace = ? AND id = ?", self._namespace, id)
+
+    def waiting(self) -> list[str]:
+        """Ids still to be distilled, oldest first."""
+        statement = "SELECT id FROM queue WHERE namespace = ? AND state = 'queued' ORDER BY seq"
+        return [row[0] for row in self._journal.rows(statement, self._namespace)]
+
+    def finish(self, id: str) -> bool:
+        """Mark an item done; False when it was not waiting any more, and nothing must be written for it."""
+        if self.state(id) != "queued":
+            return False
+        self._set(id, "done", None)
+        return True
+
+    def fail(self, id: str, reason: str, *, last: bool) -> int:
+        """Count a failed attempt, the last one ends among the dead letters; gives the attempts so far."""
+        with self._journal.transaction():
+            statement = "UPDATE queue SET attempts = attempts + 1 WHERE namespace = ? AND id = ?"
+            self._journal.run(statement, self._namespace, id)
+            self._set(id, "dead" if last else "queued", reason)
+        return self.attempts(id)
+
+    def attempts(self, id: str) -> int:
+        """Failed attempts so far."""
+        return self._journal.value("SELECT attempts FROM queue WHERE namespace = ? AND id = ?", self._namespace, id) or 0
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Items that were given up, oldest first."""
+        statement = "SELECT id, attempts, reason FROM queue WHERE namespace = ? AND state = 'dead' ORDER BY seq"
+        rows = self._journal.rows(statement, self._namespace)
+        return [DeadLetter(id=row[0], attempts=row[1], reason=row[2] or "") for row in rows]
+
+    def requeue(self, id: str) -> bool:
+        """Give a dead letter a new life with all its attempts; False when it is not dead."""
+        with self._journal.transaction():
+            if self.state(id) != "dead":
+                return False
+            self._journal.run("UPDATE queue SET attempts = 0 WHERE namespace = ? AND id = ?", self._namespace, id)
+            self._set(id, "queued", None)
+        return True
+
+    def clear(self) -> None:
+        """Forget all items."""
+        self._journal.run("DELETE FROM queue WHERE namespace = ?", self._namespace)
+
+    def _set(self, id: str, state: str, reason: str | None) -> None:
+        statement = "UPDATE queue SET state = ?, reason = ? WHERE namespace = ? AND id = ?"
+        self._journal.run(statement, state, reason, self._namespace, id)
