@@ -38,9 +38,9 @@ import gymnasium as gym
 import numpy as np
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.index.vectors import Vector
 from experiential.bank.manager import ExperienceManager
-from experiential.bank.vectors import Vector
-from experiential.bank.where import Scope
+from experiential.bank.search.where import Scope
 from experiential.envs.text_space import UnicodeText
 from experiential.wrappers.experience import ExperienceWrapper
 

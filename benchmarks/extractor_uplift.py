@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,27 +20,12 @@ import gymnasium as gym
 import numpy as np
 
 import experiential  # noqa: F401  (registers the environments)
-from experiential.agents.actor import ActorAgent
+from benchmarks.finished_run import FinishedRun, Shown, finished, keep
 from experiential.bank.bank import ExperienceBank
-from experiential.config import Experiment
-from experiential.training.checkpoint import CheckpointStore
 from experiential.training.intervals import paired_difference
-from experiential.training.local import build_runtimes
-from experiential.training.rollout import Job, NoBank, Rollout, Task
+from experiential.training.rollout import Job, Rollout, Task
 from experiential.training.tasks import episode_seed
-from experiential.training.trainer import prompt_set_name
-from experiential.types import Condition, Experience, Hit
-
-
-class OneEntry(NoBank):
-    """Finds the entry that belongs to the world asked about."""
-
-    def __init__(self) -> None:
-        self.entry: dict[str, Experience] = {}
-
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
-        """The entry set for this task."""
-        return [Hit(experience=self.entry[query], score=1.0)]
+from experiential.types import Condition, Experience
 
 
 def written(bank: ExperienceBank, early: bool, count: int, seed: int) -> list[Experience]:
@@ -55,19 +38,13 @@ def written(bank: ExperienceBank, early: bool, count: int, seed: int) -> list[Ex
     return entries[:count]
 
 
-async def uplift(experiment: Experiment, actor: Any, entries: Sequence[Experience], worlds: dict[str, int], seeds: int) -> dict[str, Any]:
+async def uplift(final: FinishedRun, entries: Sequence[Experience], worlds: dict[str, int], seeds: int) -> dict[str, Any]:
     """Success with and without each entry on its own world, shape (entries,) each, and the difference with its interval."""
-    manager = OneEntry()
-
-    def make() -> ActorAgent:
-        return ActorAgent(
-            actor, prompts=prompt_set_name(experiment.model), constrain=experiment.actor.constrain, max_tokens=experiment.actor.max_tokens
-        )
-
-    rollout = Rollout(experiment.env, experiment.env.train, manager, make, slots=64)
+    manager, env = Shown(), final.experiment.env
+    rollout = Rollout(env, env.train, manager, final.actor, slots=64)
     rates = np.zeros((2, len(entries)))
     for i, entry in enumerate(entries):
-        manager.entry = {entry.task or "": entry}
+        manager.entry = entry
         jobs = [
             Job(Task(episode_seed(77, i, s), f"{i}.{s}", {"world": worlds[entry.task or ""]}), condition, episode_seed(78, i, s))
             for condition in (Condition.GUIDED, Condition.FREE)
@@ -81,20 +58,15 @@ async def uplift(experiment: Experiment, actor: Any, entries: Sequence[Experienc
 
 async def study(run: Path, count: int, seeds: int) -> dict[str, Any]:
     """Uplift of early and of late entries under the final actor, with examples of text."""
-    folder, manifest = CheckpointStore(run / "checkpoints").latest()
-    experiment = Experiment.model_validate(manifest["experiment"])
-    actor, extractor = build_runtimes(experiment.model, experiment.extractor_model, (experiment.actor.optim, experiment.extractor.optim))
-    await actor.load(folder / "actor")
-    env: Any = gym.make(experiment.env.id, disable_env_checker=True, **(experiment.env.kwargs | experiment.env.train)).unwrapped
-    worlds = {env.reset(seed=0, options={"world": w})[1]["task"]: w for w in env.worlds}
     found: dict[str, Any] = {"run": str(run), "seeds": seeds}
-    with ExperienceBank(folder / "bank", namespace=experiment.bank.namespace, read_only=True) as bank:
+    async with finished(run) as final:
+        settings = final.experiment.env
+        env: Any = gym.make(settings.id, disable_env_checker=True, **(settings.kwargs | settings.train)).unwrapped
+        worlds = {env.reset(seed=0, options={"world": w})[1]["task"]: w for w in env.worlds}
         for name, early in (("early", True), ("late", False)):
-            entries = written(bank, early, count, seed=0)
-            found[name] = await uplift(experiment, actor, entries, worlds, seeds)
+            entries = written(final.bank, early, count, seed=0)
+            found[name] = await uplift(final, entries, worlds, seeds)
             found[name] |= {"entries": len(entries), "examples": [{"task": e.task, "text": e.text} for e in entries[:8]]}
-    actor.close()
-    extractor.close()
     return found
 
 
@@ -106,10 +78,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/extractor_uplift.json"))
     options = parser.parse_args()
-    found = asyncio.run(study(options.run, options.entries, options.seeds))
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    keep(asyncio.run(study(options.run, options.entries, options.seeds)), options.results)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +20,14 @@ import gymnasium as gym
 import numpy as np
 
 import experiential  # noqa: F401  (registers the environments)
-from experiential.agents.actor import ActorAgent
+from benchmarks.finished_run import Shown, finished, keep
 from experiential.bank.bank import ExperienceBank
-from experiential.config import Experiment
-from experiential.training.checkpoint import CheckpointStore
 from experiential.training.intervals import paired_difference
-from experiential.training.local import build_runtimes
-from experiential.training.rollout import Job, NoBank, Rollout, Task
+from experiential.training.rollout import Job, Rollout, Task
 from experiential.training.tasks import episode_seed
-from experiential.training.trainer import prompt_set_name
-from experiential.types import Condition, Experience, Hit
+from experiential.types import Condition, Experience
 
 KINDS = ("nothing", "rules", "way", "bank")
-
-
-class Advice(NoBank):
-    """Finds the text that was set, whatever is asked; None is found as nothing."""
-
-    text: str | None = None
-
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
-        """The text as the only hit."""
-        return [] if self.text is None else [Hit(experience=Experience(text=self.text), score=1.0)]
 
 
 def advice(kind: str, env: Any, task: str, bank: ExperienceBank) -> str | None:
@@ -61,38 +45,26 @@ def advice(kind: str, env: Any, task: str, bank: ExperienceBank) -> str | None:
 
 async def headroom(run: Path, layouts: int, seeds: int) -> dict[str, Any]:
     """Success rate under each kind of advice, and its difference from nothing with a bootstrap interval over layouts."""
-    folder, manifest = CheckpointStore(run / "checkpoints").latest()
-    experiment = Experiment.model_validate(manifest["experiment"])
-    actor, extractor = build_runtimes(experiment.model, experiment.extractor_model, (experiment.actor.optim, experiment.extractor.optim))
-    await actor.load(folder / "actor")
-    settings, manager = experiment.actor, Advice()
-
-    def make() -> ActorAgent:
-        return ActorAgent(
-            actor, prompts=prompt_set_name(experiment.model), constrain=settings.constrain, max_tokens=settings.max_tokens,
-            history=settings.history, keep_first=settings.keep_first,
-        )  # fmt: skip
-
-    rollout = Rollout(experiment.env, experiment.env.eval, manager, make, slots=seeds)
-    probe: Any = gym.make(experiment.env.id, disable_env_checker=True, **(experiment.env.kwargs | experiment.env.eval)).unwrapped
+    manager = Shown()
     rates = {kind: np.zeros(layouts) for kind in KINDS}
     firsts = {kind: np.zeros(layouts) for kind in KINDS}
     shown: dict[str, str] = {}
-    with ExperienceBank(folder / "bank", namespace=experiment.bank.namespace, read_only=True) as bank:
+    async with finished(run) as final:
+        env = final.experiment.env
+        rollout = Rollout(env, env.eval, manager, final.actor, slots=seeds)
+        probe: Any = gym.make(env.id, disable_env_checker=True, **(env.kwargs | env.eval)).unwrapped
         for i in range(layouts):
             seed = episode_seed(91, i, 0)
             task = probe.reset(seed=seed)[1]["task"]
             first = probe.plan()[0].lower()
             for kind in KINDS:
-                manager.text = advice(kind, probe, task, bank)
-                shown[kind] = manager.text or ""
+                text = advice(kind, probe, task, final.bank)
+                shown[kind], manager.entry = text or "", None if text is None else Experience(text=text)
                 jobs = [Job(Task(seed, f"{i}.{s}"), Condition.GUIDED, episode_seed(92, i, s)) for s in range(seeds)]
                 played = [episode.trajectory for episode in await rollout.play(jobs)]
                 rates[kind][i] = np.mean([trajectory.success for trajectory in played])
                 firsts[kind][i] = np.mean([first in trajectory.turns[0].action.lower() for trajectory in played])
-    rollout.close()
-    actor.close()
-    extractor.close()
+        rollout.close()
     found = {
         kind: {
             "success": float(rates[kind].mean()),
@@ -113,10 +85,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/headroom.json"))
     options = parser.parse_args()
-    found = asyncio.run(headroom(options.run, options.layouts, options.seeds))
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    keep(asyncio.run(headroom(options.run, options.layouts, options.seeds)), options.results)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 import experiential  # noqa: F401  (registers the environments)
-from experiential.bank.embed import normalise, resolve_embedder
+from experiential.bank.index.embed import normalise, resolve_embedder
 from experiential.envs.vault import LEVERS, VaultEnv
 
 

@@ -1,0 +1,75 @@
+"""A finished training run, for benchmarks that play with its final actor and its bank; and results kept as a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiential.agents.actor import ActorAgent
+from experiential.bank.bank import ExperienceBank
+from experiential.config import Experiment
+from experiential.training.checkpoint import CheckpointStore
+from experiential.training.local import build_runtimes
+from experiential.training.rollout import NoBank
+from experiential.training.runtime import PolicyRuntime
+from experiential.training.trainer import prompt_set_name
+from experiential.types import Experience, Hit
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The newest checkpoint of a run, opened."""
+
+    experiment: Experiment
+    policy: PolicyRuntime
+    bank: ExperienceBank
+
+    def actor(self) -> ActorAgent:
+        """An agent with the run's own settings."""
+        settings = self.experiment.actor
+        return ActorAgent(
+            self.policy, prompts=prompt_set_name(self.experiment.model), constrain=settings.constrain, max_tokens=settings.max_tokens,
+            history=settings.history, keep_first=settings.keep_first, advice=settings.advice,
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def finished(run: Path) -> AsyncGenerator[FinishedRun]:
+    """The final policy and bank of a run; the bank is read, never written.
+
+    Raises:
+        CheckpointError: the folder has no checkpoint.
+    """
+    folder, manifest = CheckpointStore(run / "checkpoints").latest()
+    experiment = Experiment.model_validate(manifest["experiment"])
+    with ExitStack() as stack:
+        optims = (experiment.actor.optim, experiment.extractor.optim)
+        actor, extractor = build_runtimes(experiment.model, experiment.extractor_model, optims)
+        stack.callback(actor.close)
+        stack.callback(extractor.close)
+        await actor.load(folder / "actor")
+        bank = ExperienceBank(folder / "bank", namespace=experiment.bank.namespace, read_only=True)
+        yield FinishedRun(experiment, actor, stack.enter_context(bank))
+
+
+class Shown(NoBank):
+    """In place of a bank: finds what was set, whatever is asked; None is found as nothing."""
+
+    entry: Experience | None = None
+
+    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
+        """The entry as the only hit."""
+        return [] if self.entry is None else [Hit(experience=self.entry, score=1.0)]
+
+
+def keep(found: dict[str, Any], file: Path) -> None:
+    """Write results as JSON to a file, whose folder is made, and print them."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found, indent=1) + "\n"
+    file.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
