@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from inspect import signature
@@ -16,12 +16,12 @@ import torch
 from experiential.config import ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
-from experiential.llm.grammar import Schemas
 from experiential.llm.lane import ComputeLane
 from experiential.llm.transformers import TransformersLLM
-from experiential.training import losses
+from experiential.training.batch_loss import batch_loss
+from experiential.training.logprobs import blocked_tokens, token_logprobs
 from experiential.training.packing import Row, micro_batches, pack
-from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
+from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, check_sample
 from experiential.types import Generation
 
 _STATE = "state.pt"
@@ -79,7 +79,7 @@ class LocalRuntime(PolicyRuntime):
         """Optimise on ``samples``; empty input changes nothing."""
         usable = [s for s in samples if s.positions]
         for sample in usable:
-            _check(sample)
+            check_sample(sample)
         if not usable:
             return TrainStats(version=self.version)
         return await self.llm.lane.run(lambda: self._train(usable, loss), priority=self._priority)
@@ -163,26 +163,8 @@ class LocalRuntime(PolicyRuntime):
         members = [samples[i] for row in rows for i in row.samples]
         reference = self._reference_logprobs(rows, samples) if loss.kl > 0 else None  # first: it swaps weights in place
         logp = self._logprobs(rows, samples)
-        device = logp.device
-        old = torch.tensor([x for s in members for x in s.logprobs], device=device)
-        advantages = torch.tensor([x for s in members for x in s.advantages], device=device)
-        segment = torch.tensor([i for i, s in enumerate(members) for _ in s.positions], device=device)
-        weights = torch.tensor([s.weight for s in members], device=device)
-        share = len(logp) / total
-        if loss.kind == "cispo":
-            value, metrics = losses.cispo_loss(logp, old, advantages, eps_low=loss.low, eps_high=loss.high)
-            value = value * share
-        elif loss.kind == "sft":
-            value, metrics = losses.sft_loss(logp, segment, weights), {}
-        else:
-            value, metrics = losses.ppo_clip_loss(
-                logp, old, advantages, segment=segment, weights=weights, clip_low=loss.low, clip_high=loss.high, ratio=loss.ratio
-            )
-        if reference is not None:
-            penalty = losses.kl_k3(logp, reference)
-            value = value + loss.kl * penalty.mean() * share
-            metrics = metrics | {"kl_reference": float(penalty.detach().mean())}
-        return value, metrics, share
+        value, metrics = batch_loss(logp, members, loss, total, reference)
+        return value, metrics, len(logp) / total
 
     def _logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
         """Log-probability of every trained token of the rows' samples, in the order of ``rows``, shape (n,)."""
@@ -194,8 +176,8 @@ class LocalRuntime(PolicyRuntime):
         picks = torch.tensor(list(unique), device=device)
         logits = _logits(self._model, _inputs(rows, device, _base(self._model).dtype), picks)
         members = [samples[m] for row in rows for m in row.samples]
-        blocked = _blocked(members, logits.shape[1], lambda: self.llm.schemas)
-        return _token_logprobs(logits[torch.tensor(where, device=device)], members, blocked if blocked is None else blocked.to(device))
+        blocked = blocked_tokens(members, logits.shape[1], lambda: self.llm.schemas)
+        return token_logprobs(logits[torch.tensor(where, device=device)], members, blocked if blocked is None else blocked.to(device))
 
     def _reference_logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
         with torch.no_grad():
@@ -288,16 +270,6 @@ def _trainable(model: Any, adapter: str | None) -> list[torch.nn.Parameter]:
     return chosen
 
 
-def _check(sample: Sample) -> None:
-    n = len(sample.positions)
-    if len(sample.logprobs) != n or len(sample.advantages) != n or (sample.allowed and len(sample.allowed) != n):
-        raise ValueError(f"Expected {n} log-probabilities, advantages and constraints, one per position, got other lengths")
-    if min(sample.positions) < 1 or max(sample.positions) >= len(sample.tokens):
-        raise ValueError(
-            f"Expected positions between 1 and {len(sample.tokens) - 1}, got {min(sample.positions)} to {max(sample.positions)}"
-        )
-
-
 def _base(model: Any) -> Any:
     """The causal language model inside a peft wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -356,36 +328,6 @@ def _logits(model: Any, inputs: dict[str, torch.Tensor], picks: torch.Tensor) ->
         return full[picks[:, 0], picks[:, 1]].float()
     hidden = base.base_model(**inputs).last_hidden_state
     return base.get_output_embeddings()(hidden[picks[:, 0], picks[:, 1]]).float()
-
-
-def _token_logprobs(logits: torch.Tensor, members: list[Sample], blocked: torch.Tensor | None) -> torch.Tensor:
-    """Log-probabilities of the trained tokens under temperature and without the ``blocked`` ones, shape (n,)."""
-    device = logits.device
-    temperatures = torch.tensor([s.temperature for s in members for _ in s.positions], device=device)
-    tokens = torch.tensor([s.tokens[p] for s in members for p in s.positions], device=device)
-    scaled = logits / temperatures[:, None] if any(s.temperature != 1.0 for s in members) else logits
-    if blocked is not None:
-        scaled = scaled.masked_fill(blocked, float("-inf"))
-    return torch.log_softmax(scaled, dim=1).gather(1, tokens[:, None])[:, 0]
-
-
-def _blocked(members: list[Sample], vocabulary: int, schemas: Callable[[], Schemas]) -> torch.Tensor | None:
-    """The tokens that could not have been drawn at each trained position, shape (n, vocabulary); None when any could."""
-    sets = [a for s in members for a in (s.allowed or ((),) * len(s.positions))]
-    if not any(sets) and not any(s.json_schema for s in members):
-        return None
-    blocked = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
-    start = 0
-    for sample in members:
-        end = start + len(sample.positions)
-        if sample.json_schema is not None:
-            places = [p - sample.response for p in sample.positions]
-            allowed = schemas().allowed(sample.json_schema, sample.tokens[sample.response :], places)
-            blocked[start:end] = torch.as_tensor(~allowed)
-        start = end
-    blocked[[i for i, a in enumerate(sets) if a]] = True
-    blocked[[i for i, a in enumerate(sets) for _ in a], [t for a in sets for t in a]] = False
-    return blocked
 
 
 def _split(order: list[int], parts: int) -> list[list[int]]:

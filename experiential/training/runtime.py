@@ -44,6 +44,21 @@ class Sample:
     policy_version: int = 0
 
 
+def check_sample(sample: Sample) -> None:
+    """Refuse a malformed sample.
+
+    Raises:
+        ValueError: lengths differ, or a position is out of range.
+    """
+    n = len(sample.positions)
+    if len(sample.logprobs) != n or len(sample.advantages) != n or (sample.allowed and len(sample.allowed) != n):
+        raise ValueError(f"Expected {n} log-probabilities, advantages and constraints, one per position, got other lengths")
+    if min(sample.positions) < 1 or max(sample.positions) >= len(sample.tokens):
+        raise ValueError(
+            f"Expected positions between 1 and {len(sample.tokens) - 1}, got {min(sample.positions)} to {max(sample.positions)}"
+        )
+
+
 class LossSettings(Record):
     """Which loss to minimise and its constants."""
 
