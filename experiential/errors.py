@@ -8,6 +8,7 @@ ExperientialError
 │   ├── BankLockedError  another process writes this bank             (exit code 2)
 │   └── ReadOnlyBankError  a write on a bank opened read-only
 ├── BackendError         a language-model backend failed
+├── EnvError             an environment failed where it runs: it raised, hung, or its process died
 └── CheckpointError      a checkpoint cannot be read or written       (exit code 2)
 """
 
@@ -25,8 +26,9 @@ class ConfigError(ExperientialError, ValueError):
 class MissingExtraError(ExperientialError, ImportError):
     """An optional dependency is missing; the message names the extra to install."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"Expected the package {package!r}, which is not installed; run: pip install 'experiential-rl[{extra}]'")
+    def __init__(self, package: str, extra: str, then: str = "") -> None:
+        run = f"pip install 'experiential-rl[{extra}]'" + (f" && {then}" if then else "")
+        super().__init__(f"Expected the package {package!r}, which is not installed; run: {run}")
 
 
 class ModelNotFoundError(ExperientialError, FileNotFoundError):
@@ -47,6 +49,10 @@ class ReadOnlyBankError(BankError):
 
 class BackendError(ExperientialError):
     """A language-model backend failed: time-out, refusal, malformed reply."""
+
+
+class EnvError(ExperientialError):
+    """An environment that runs elsewhere failed: it raised, gave no answer in time, or its process died."""
 
 
 class CheckpointError(ExperientialError):

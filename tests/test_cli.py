@@ -25,6 +25,7 @@ from experiential.cli.view import LiveView, PlainView, make_view
 from experiential.errors import BackendError, BankLockedError, ConfigError
 from experiential.llm import models
 from experiential.recipe import load_experiment
+from experiential.training.openrlhf import versions
 from tests.llm_tiny import tiny_random_llama, tiny_tokenizer
 
 Train = Callable[..., tuple[int, str, str]]
@@ -129,6 +130,22 @@ def run_main(capsys: pytest.CaptureFixture[str]) -> Train:
     return run
 
 
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without nvidia-smi."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with one GPU, as nvidia-smi tells it."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 def assert_user_error(result: tuple[int, str, str], *said: str) -> None:
     code, out, error = result
     assert code == 2
@@ -183,6 +200,37 @@ class TestUserErrors:
 
     def test_extractor_model_is_checked_too(self, run_train: Train) -> None:
         assert_user_error(run_train("extractor_model.name=./nowhere"), "./nowhere")
+
+    def test_unknown_runtime(self, run_train: Train) -> None:
+        assert_user_error(run_train("--runtime", "openrlf", "--dry-run"), "Expected runtime to be 'local' or 'openrlhf', got 'openrlf'")
+
+    @pytest.mark.parametrize("package", ["openrlhf", "ray", "vllm", "deepspeed"])
+    def test_missing_cluster_package(self, run_train: Train, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+        here = {"openrlhf", "ray", "vllm", "deepspeed"} - {package}
+        monkeypatch.setattr(preflight, "find_spec", lambda name: object() if name in here else find_spec(name))
+        said = ("pip install 'experiential-rl[openrlhf]' && pip install --no-deps openrlhf==0.11.2", repr(package))
+        assert_user_error(run_train("--runtime", "openrlhf", "model.dtype=bfloat16"), *said)
+
+    def test_other_versions_than_those_wanted(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(preflight, "find_spec", lambda _: object())
+        said = ("deepspeed 0.19.6 (found none)", "transformers 5.15.0 (found ", "docs/cluster.md")
+        assert_user_error(run_train("--runtime", "openrlhf", "model.dtype=bfloat16"), *said)
+
+    def test_flash_attention_is_there_where_it_is_wanted(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        cluster = ("--runtime", "openrlhf", "model.dtype=bfloat16")
+        monkeypatch.setattr(versions, "found_version", lambda name: versions.WANTED.get(name, ""))
+        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "flash_attn" else object())
+        assert_user_error(run_train(*cluster), "'flash_attn', which OpenRLHF imports", "--no-build-isolation", "stand-in")
+        monkeypatch.setattr(preflight, "find_spec", lambda _: object())
+        assert_user_error(run_train(*cluster, "cluster.actor.attention=sdpa"), "cluster.extractor.attention=sdpa", "only a stand-in")
+
+    def test_impossible_placement(self, run_train: Train) -> None:
+        said = ("multiple of 12 = micro_batch_size 4 x 3 ranks",)
+        assert_user_error(run_train("--runtime", "openrlhf", "--dry-run", "model.dtype=bfloat16", "cluster.actor.gpus_per_node=3"), *said)
+
+    def test_fewer_gpus_than_are_needed(self, run_train: Train, one_gpu: None) -> None:
+        result = run_train("--runtime", "openrlhf", "--dry-run", "model.dtype=bfloat16")
+        assert_user_error(result, "Expected at least 4 GPUs", "this machine has 1")
 
     def test_unknown_environment(self, run_train: Train) -> None:
         assert_user_error(run_train("env.id=experiential/Valt-v0"), "Vault")
@@ -265,6 +313,24 @@ class TestTrain:
         assert code == 0
         assert load_experiment(saved) == load_experiment("grpo", ["run.steps=5", "seed=3"])
         assert "# episodes: 320 in training" in out
+
+    def test_dry_run_of_a_cluster_prints_its_placement_and_needs_none_of_its_packages(
+        self, run_train: Train, no_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+        code, out, error = run_train("--recipe", "complementary-7b", "--dry-run", "run.steps=5")
+        saved = tmp_path / "config.yaml"
+        saved.write_text(out)
+        assert (code, error) == (0, "")
+        assert load_experiment(saved) == load_experiment("complementary-7b", ["run.steps=5"])
+        assert "# placement: 8 GPUs of 80.0 GB on a Ray started on this machine" in out
+        assert "# actor: Qwen/Qwen2.5-7B-Instruct, 7,616 million parameters" in out
+        assert "memory of weights and optimisers" not in out
+
+    def test_runtime_is_the_same_as_the_setting(self, run_train: Train, no_gpus: None) -> None:
+        plain = run_train("--dry-run", "model.dtype=bfloat16", "runtime=openrlhf")
+        assert run_train("--dry-run", "model.dtype=bfloat16", "--runtime", "openrlhf") == plain
+        assert "\nruntime: openrlhf\n" in plain[1]
 
     def test_dry_run_writes_nothing(self, run_train: Train, tmp_path: Path) -> None:
         run_train("--dry-run", "--output", tmp_path / "run")
@@ -445,6 +511,13 @@ class TestMain:
     def test_settings(self, run_main: Train) -> None:
         rows = json.loads(run_main("settings", "--json")[1])
         assert {"key": "actor.group_size", "type": "int", "default": 8, "about": "K: episodes per task and seed"} in rows
+
+    def test_doctor_looks_at_the_cluster(self, run_main: Train, one_gpu: None) -> None:
+        rows = {row["name"]: row["found"] for row in json.loads(run_main("doctor", "--json")[1]) if row["extra"] == "cluster"}
+        assert list(rows)[:5] == ["openrlhf 0.11.2", "ray 2.55.0", "deepspeed 0.19.6", "vllm 0.29.0", "transformers 5.15.0"]
+        assert rows["GPUs"] == "1 by nvidia-smi: NVIDIA H100 80GB HBM3 85.5 GB"
+        assert {"flash-attn", "NCCL", "Ray cluster", "port 6379", "port 8265", "/dev/shm"} <= set(rows)
+        assert all(rows.values())
 
     def test_doctor_names_missing_extras(self, run_main: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         from experiential.cli import doctor

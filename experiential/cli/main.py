@@ -15,6 +15,7 @@ from experiential.cli.rows import AsJson, show_rows
 
 Version = Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the page for the documentation.")]
+RayAddress = Annotated[str | None, typer.Option("--address", help="Ray cluster to look for.  [default: RAY_ADDRESS, or one started here]")]
 
 app = new_app("Look at banks, runs, environments and the installation of experiential.")
 app.add_typer(bank.app, name="bank")
@@ -59,11 +60,12 @@ def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Show what is installed, what is missing, and how to get it."""
+def doctor(as_json: AsJson = False, address: RayAddress = None) -> None:
+    """Show what is installed, what is missing, and how to get it; for the cluster engine also the state of this machine."""
+    from experiential.cli.cluster import examine_cluster
     from experiential.cli.doctor import examine
 
-    found = [finding._asdict() for finding in examine()]
+    found = [finding._asdict() for finding in (*examine(), *examine_cluster(address))]
     if not as_json:
         for row in found:
             row["found"] = row["found"] or missing_hint(row["extra"])

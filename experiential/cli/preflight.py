@@ -8,10 +8,14 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from experiential.config import EnvSettings, Experiment, ModelSettings
+from experiential.config import ClusterSettings, EnvSettings, Experiment, ModelSettings
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.llm.models import resolve_model
+
+if TYPE_CHECKING:
+    from experiential.training.openrlhf.placement import Placement
 
 CONFIG_FILE = "config.yaml"
 RUN_CONTENTS = (
@@ -30,20 +34,77 @@ RUN_CONTENTS = (
 """What a run writes into its folder; `--overwrite` removes these and nothing else."""
 
 
-def check_experiment(experiment: Experiment) -> None:
-    """Extras, models, environment and bank folder of an experiment.
+def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placement | None:
+    """Extras, models, environment, bank folder and placement of an experiment.
+
+    Args:
+        experiment: what shall be run.
+        dry_run: it is only planned: what runs on a cluster is often planned elsewhere, so neither its packages nor its GPUs are
+            looked for here, unless this machine has GPUs.
+
+    Returns:
+        its placement on a cluster; None for a run in this process.
 
     Raises:
         MissingExtraError: a package that the experiment needs is not installed.
         ModelNotFoundError: a model folder does not exist.
-        ConfigError: no such environment, or the bank to start from does not exist.
+        ConfigError: no such environment, the bank to start from does not exist, or the placement is impossible.
     """
     models = [experiment.model, *([experiment.extractor_model] if experiment.extractor_model else [])]
+    clustered = experiment.runtime == "openrlhf"
     for model in models:
-        check_extras(model)
+        if not (clustered and dry_run):
+            check_extras(model)
         check_model(model.name)
     check_env(experiment.env)
     check_bank(experiment.bank.path)
+    return check_cluster(experiment, dry_run=dry_run) if clustered else None
+
+
+def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:
+    """Packages, versions and placement of a run on a cluster.
+
+    Raises:
+        MissingExtraError: a package of the cluster engine is not installed.
+        ConfigError: another version than the one wanted, or an impossible placement.
+    """
+    from experiential.training.openrlhf.machine import find_gpus, torch_gpus
+    from experiential.training.openrlhf.placement import place
+    from experiential.training.openrlhf.versions import check_versions
+
+    if dry_run:
+        return place(experiment, find_gpus() or None)
+    check_cluster_packages()
+    check_versions()
+    check_flash_attention(experiment.cluster)
+    here = find_gpus()
+    return place(experiment, torch_gpus() if here is None else here)
+
+
+def check_cluster_packages() -> None:
+    """Refuse to start a cluster whose packages are missing."""
+    from experiential.training.openrlhf.versions import WANTED
+
+    for package in ("ray", "deepspeed", "vllm", "openrlhf"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "openrlhf", f"pip install --no-deps openrlhf=={WANTED['openrlhf']}")
+
+
+def check_flash_attention(cluster: ClusterSettings) -> None:
+    """Refuse to start without flash-attn where it is needed: OpenRLHF imports it always, and uses it when the settings say so."""
+    from experiential.training.openrlhf.versions import BUILD_FLASH_ATTENTION, found_version
+
+    if find_spec("flash_attn") is None:
+        raise ConfigError(
+            f"Expected the package 'flash_attn', which OpenRLHF imports, found none; "
+            f"build it ({BUILD_FLASH_ATTENTION}), or put the stand-in there that docs/cluster.md names"
+        )
+    for role, settings in (("actor", cluster.actor), ("extractor", cluster.extractor)):
+        if settings.attention.startswith("flash") and not found_version("flash-attn"):
+            raise ConfigError(
+                f"Expected flash-attn for cluster.{role}.attention={settings.attention}, found only a stand-in; "
+                f"set cluster.{role}.attention=sdpa, or build it ({BUILD_FLASH_ATTENTION})"
+            )
 
 
 def check_extras(model: ModelSettings) -> None:

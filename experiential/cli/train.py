@@ -6,7 +6,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from experiential.cli.preflight import CONFIG_FILE, check_experiment, prepare_ou
 from experiential.config import Experiment
 from experiential.errors import CheckpointError, ConfigError
 from experiential.recipe import dump_experiment, load_experiment
+
+if TYPE_CHECKING:
+    from experiential.training.openrlhf.placement import Placement
 
 DEFAULT_RECIPE = "complementary"
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -34,20 +37,24 @@ def train(
     output: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/RECIPE-TIME]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in --output.")] = False,
     seed: Annotated[int | None, typer.Option(help="Same as seed=N.")] = None,
+    runtime: Annotated[str | None, typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Train an actor and an experience extractor together, then evaluate on held-out worlds.
 
-    Recipes: complementary, exp-only, grpo, static-online.
+    Recipes: complementary, complementary-7b, exp-only, grpo, static-online.
     Exit code: 0 done, 2 user error (one line on stderr), 1 failure.
     """
-    experiment = resolve(recipe, [*(overrides or []), *([f"seed={seed}"] if seed is not None else [])], output if resume else None)
+    named = {"seed": seed, "runtime": runtime}
+    experiment = resolve(
+        recipe, [*(overrides or []), *(f"{key}={value}" for key, value in named.items() if value is not None)], output if resume else None
+    )
     if resume and output is None:
         raise ConfigError("Expected --output with --resume, got none; name the folder of the run to go on with")
-    check_experiment(experiment)
+    placement = check_experiment(experiment, dry_run=dry_run)
     if dry_run:
-        show_plan(experiment)
+        show_plan(experiment, placement)
         return
     folder = prepare_output(output or default_output(experiment.recipe), resume=resume, overwrite=overwrite)
     run(experiment, folder, resume=resume, plain=plain)
@@ -72,10 +79,10 @@ def default_output(recipe: str) -> Path:
     return Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def show_plan(experiment: Experiment) -> None:
-    """Print the resolved settings as YAML, and the expected cost as YAML comments."""
+def show_plan(experiment: Experiment, placement: Placement | None) -> None:
+    """Print the resolved settings as YAML, and the expected cost and placement as YAML comments."""
     sys.stdout.write(dump_experiment(experiment))
-    sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment))
+    sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment, placement))
 
 
 def run(experiment: Experiment, folder: Path, *, resume: bool, plain: bool) -> None:

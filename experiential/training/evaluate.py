@@ -17,7 +17,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment
 from experiential.training.intervals import Interval, paired_difference, wilson
-from experiential.training.rollout import Episode, Job, NoBank, Rollout, Task
+from experiential.training.rollout import Episode, Job, MakeEnv, NoBank, Rollout, Task, make_env
 from experiential.training.tasks import episode_seed, world_count
 from experiential.types import Condition, Record
 
@@ -64,10 +64,14 @@ class VisitEvaluator:
         actor: an ``LLM`` that acts.
         make_actor: builds an actor agent for evaluation.
         extractor: distils between the visits; None leaves the bank as it is.
+        make_env: builds the environments; in this process by default.
     """
 
-    def __init__(self, experiment: Experiment, make_actor: Callable[[], ActorAgent], extractor: Any | None) -> None:
+    def __init__(
+        self, experiment: Experiment, make_actor: Callable[[], ActorAgent], extractor: Any | None, *, make_env: MakeEnv = make_env
+    ) -> None:
         self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
+        self._make_env = make_env
         kwargs = experiment.env.kwargs | experiment.env.eval
         listed = world_count(experiment.env.id, kwargs)
         self._listed = listed is not None
@@ -88,7 +92,8 @@ class VisitEvaluator:
 
     async def _arm(self, arm: str, manager: Any, condition: Condition, step: int, entries: int) -> Visits:
         settings = self._experiment
-        rollout = Rollout(settings.env, settings.env.eval, manager, self._make_actor, slots=min(64, self._worlds))
+        slots = min(64, self._worlds)
+        rollout = Rollout(settings.env, settings.env.eval, manager, self._make_actor, slots=slots, make_env=self._make_env)
         columns: list[list[Episode]] = []
         try:
             for visit in range(settings.eval.visits):

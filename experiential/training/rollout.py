@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import gymnasium as gym
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
-from experiential.errors import BackendError
+from experiential.errors import BackendError, EnvError
+from experiential.training.awaited import AwaitedEnv, Start, Step
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.types import Answer, Condition, Generation, Trajectory, Use
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,30 @@ class NoBank:
         """Nothing to close."""
 
 
+MakeEnv = Callable[[EnvSettings, dict[str, Any]], gym.Env[str, str]]
+"""Builds the environment that the wrappers stand around, from the settings and further arguments of ``gymnasium.make``."""
+
+
+def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
+    """The environment that settings name, in this process; ``kwargs`` override those of the settings."""
+    kwargs = settings.kwargs | kwargs
+    return gym.make(settings.id, max_episode_steps=settings.max_turns, disable_env_checker=True, **kwargs)
+
+
+class Slot(NamedTuple):
+    """One place of a rollout: the wrapped environment, what awaits the innermost one, and the actor."""
+
+    env: gym.Env[str, str]
+    inner: AwaitedEnv
+    actor: ActorAgent
+
+
 class Rollout:
     """Slots of environment and actor that play episodes concurrently.
 
     Environment calls run in threads, so a slow environment or a bank query never holds up the others; the backend
-    batches the actors' requests.
+    batches the actors' requests. An environment with ``areset`` and ``astep`` is awaited instead and holds no thread, so that
+    episodes at once are not bounded by threads.
 
     Args:
         settings: which environment.
@@ -78,6 +100,7 @@ class Rollout:
         make_actor: builds one actor per slot.
         slots: episodes played at once.
         search_and_ask: calls allowed per guided episode; 0 leaves the tool out.
+        make_env: builds the innermost environments; in this process by default.
     """
 
     def __init__(
@@ -89,24 +112,26 @@ class Rollout:
         *,
         slots: int,
         search_and_ask: int = 0,
+        make_env: MakeEnv = make_env,
     ) -> None:
         self._settings, self._kwargs, self._manager, self._make_actor = settings, kwargs, manager, make_actor
+        self._make_env = make_env
         self._limit, self._calls = slots, search_and_ask
         self._threads = ThreadPoolExecutor(max_workers=min(slots, 32), thread_name_prefix="env")
-        self._slots: list[tuple[gym.Env[str, str], ActorAgent]] = []
+        self._slots: list[Slot] = []
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
         """Play all jobs, at most ``slots`` at a time; a failed episode comes back with its reason as an error."""
         while len(self._slots) < min(self._limit, len(jobs)):
-            self._slots.append((self._make_env(), self._make_actor()))
-        free: asyncio.Queue[tuple[gym.Env[str, str], ActorAgent]] = asyncio.Queue()
+            self._slots.append(self._make_slot())
+        free: asyncio.Queue[Slot] = asyncio.Queue()
         for slot in self._slots:
             free.put_nowait(slot)
 
         async def one(job: Job) -> Episode:
             slot = await free.get()
             try:
-                return await self._episode(*slot, job)
+                return await self._episode(slot, job)
             finally:
                 free.put_nowait(slot)
 
@@ -114,36 +139,49 @@ class Rollout:
 
     def close(self) -> None:
         """Close environments and threads."""
-        for env, _ in self._slots:
-            env.close()
+        for slot in self._slots:
+            slot.env.close()
         self._slots.clear()
         self._threads.shutdown(wait=False)
 
-    def _make_env(self) -> gym.Env[str, str]:
-        kwargs = self._settings.kwargs | self._kwargs
-        env: gym.Env[str, str] = gym.make(self._settings.id, max_episode_steps=self._settings.max_turns, disable_env_checker=True, **kwargs)
-        env = ExperienceWrapper(env, self._manager, inject="system")
-        return SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env
+    def _make_slot(self) -> Slot:
+        inner = AwaitedEnv(self._make_env(self._settings, self._kwargs))
+        env: gym.Env[str, str] = ExperienceWrapper(inner, self._manager, inject="system")
+        return Slot(SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner, self._make_actor())
 
-    async def _episode(self, env: gym.Env[str, str], actor: ActorAgent, job: Job) -> Episode:
-        loop = asyncio.get_running_loop()
+    async def _episode(self, slot: Slot, job: Job) -> Episode:
+        info: dict[str, Any] = {}
+        try:
+            slot.actor.reset(seed=job.sampling_seed)
+            observation, info = await self._reset(slot, job)
+            done = False
+            while not done:
+                action = await slot.actor.aact(observation, info)
+                observation, _, terminated, truncated, info = await self._step(slot, action)
+                done = terminated or truncated
+        except (BackendError, EnvError) as error:
+            reason = f"{'env' if isinstance(error, EnvError) else 'backend'}: {error}"
+            failed = Trajectory(task=str(info.get("task", "")), group=job.task.group, condition=job.condition, error=reason)
+            return Episode(failed, ())
+        return Episode(slot.env.get_wrapper_attr("last_trajectory"), tuple(slot.actor.generations))
+
+    async def _reset(self, slot: Slot, job: Job) -> Start:
         options = job.task.options | {
             "guided": job.condition is Condition.GUIDED,
             "group": job.task.group,
-            "policy_version": actor.llm.version,
+            "policy_version": slot.actor.llm.version,
         }
-        actor.reset(seed=job.sampling_seed)
-        observation, info = await loop.run_in_executor(self._threads, lambda: env.reset(seed=job.task.seed, options=options))
-        try:
-            done = False
-            while not done:
-                action = await actor.aact(observation, info)
-                observation, _, terminated, truncated, info = await loop.run_in_executor(self._threads, partial(env.step, action))
-                done = terminated or truncated
-        except BackendError as error:
-            failed = Trajectory(task=str(info.get("task", "")), group=job.task.group, condition=job.condition, error=f"backend: {error}")
-            return Episode(failed, ())
-        return Episode(env.get_wrapper_attr("last_trajectory"), tuple(actor.generations))
+        await slot.inner.await_reset(seed=job.task.seed, options=dict(job.task.options))
+        return await self._in_thread(lambda: slot.env.reset(seed=job.task.seed, options=options))
+
+    async def _step(self, slot: Slot, action: str) -> Step:
+        if not (isinstance(slot.env, SearchAndAskWrapper) and slot.env.query_of(action) is not None):
+            await slot.inner.await_step(action)  # a call to the bank does not step the environment
+        observation, reward, terminated, truncated, info = await self._in_thread(partial(slot.env.step, action))
+        return observation, float(reward), terminated, truncated, info
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def guided_members(group_size: int, guided: str) -> list[Condition]:
@@ -161,7 +199,7 @@ def trajectory_samples(generations: Sequence[Generation], advantage: float, weig
     chained: list[Sample] = []
     for generation in generations:
         sample = sample_from_generation(generation, advantage, weight=weight)
-        if chained and sample.tokens[: len(chained[-1].tokens)] == chained[-1].tokens:
+        if chained and _continues(chained[-1], sample):
             sample = _joined(chained.pop(), sample)
         chained.append(sample)
     chained = [s for s in chained if s.positions]
@@ -172,6 +210,11 @@ def trajectory_samples(generations: Sequence[Generation], advantage: float, weig
 def credited_uses(trajectory: Trajectory) -> list[Use]:
     """The uses of a trajectory that count: none when the episode failed for a technical reason."""
     return list(trajectory.uses) if trajectory.error is None else []
+
+
+def _continues(first: Sample, second: Sample) -> bool:
+    """Whether both can be one sequence: a schema rules one response only, so samples that have one stay apart."""
+    return first.json_schema is None and second.json_schema is None and second.tokens[: len(first.tokens)] == first.tokens
 
 
 def _joined(first: Sample, second: Sample) -> Sample:

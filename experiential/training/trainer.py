@@ -27,7 +27,7 @@ from experiential.training.checkpoint import CheckpointStore
 from experiential.training.evaluate import VisitEvaluator, Visits, compare
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.metrics import Metrics, Observer, peak_memory_gb
-from experiential.training.rollout import Episode, NoBank, Rollout, trajectory_samples
+from experiential.training.rollout import Episode, MakeEnv, NoBank, Rollout, make_env, trajectory_samples
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
 from experiential.training.tasks import TaskSource, world_count
 from experiential.types import Condition
@@ -97,6 +97,7 @@ class Trainer:
         self._episodes = Metrics(self.output / "episodes.jsonl")
         stack.callback(self._episodes.close)
         self._tasks = TaskSource(settings.env, world_count(settings.env.id, settings.env.kwargs | settings.env.train), settings.seed)
+        self._make_env = self._env_maker(stack)
         self._rollout = Rollout(
             settings.env,
             settings.env.train,
@@ -104,6 +105,7 @@ class Trainer:
             lambda: self._make_actor(settings.actor.temperature),
             slots=settings.actor.groups * settings.actor.group_size,
             search_and_ask=settings.actor.search_and_ask,
+            make_env=self._make_env,
         )
         stack.callback(self._rollout.close)
         stack.push_async_callback(self._cancel_background)
@@ -130,13 +132,30 @@ class Trainer:
                 settings.bank.path, namespace=settings.bank.namespace, embedder=settings.bank.embedder, read_only=True
             ) as source:
                 source.fork(folder).close()
-        bank = ExperienceBank(folder, namespace=settings.bank.namespace, embedder=settings.bank.embedder, chroma=settings.bank.chroma)
-        self._bank = stack.enter_context(bank)
+        self._bank = stack.enter_context(self._opened_bank(folder, stack))
         options: dict[str, Any] = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
         self._manager = stack.enter_context(ExperienceManager(self._bank, self._make_extractor(), seed=settings.seed, **options))
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
         self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
         self._manager.on_distillation = self._track.on_distillation
+
+    def _opened_bank(self, folder: Path, stack: contextlib.AsyncExitStack) -> ExperienceBank:
+        """The run's bank, written by this process or by a Ray actor."""
+        settings, cluster = self.experiment.bank, self.experiment.cluster
+        if self.experiment.runtime != "openrlhf" or not cluster.remote_bank:
+            return ExperienceBank(folder, namespace=settings.namespace, embedder=settings.embedder, chroma=settings.chroma)
+        from experiential.training.openrlhf.bank_actor import BankActor
+
+        return stack.enter_context(BankActor(folder, settings, cluster)).bank()
+
+    def _env_maker(self, stack: contextlib.AsyncExitStack) -> MakeEnv:
+        """What builds environments: in this process, or in workers on the cluster."""
+        cluster = self.experiment.cluster
+        if self.experiment.runtime != "openrlhf" or not cluster.env_workers:
+            return make_env
+        from experiential.training.openrlhf.env_workers import EnvWorkers
+
+        return stack.enter_context(EnvWorkers(cluster)).make
 
     async def _train(self) -> int:
         """All steps; returns the last one done."""
@@ -262,6 +281,7 @@ class Trainer:
             self.experiment,
             lambda: self._make_actor(self.experiment.eval.temperature),
             self._make_extractor() if self._manager is not None else None,
+            make_env=self._make_env,
         )
         arms = [await evaluator.without_bank(step)]
         if self._bank is not None:
@@ -398,6 +418,10 @@ def prompt_set_name(settings: ModelSettings) -> str:
 
 
 def _build(experiment: Experiment) -> Runtimes:
+    if experiment.runtime == "openrlhf":
+        from experiential.training.openrlhf.runtime import build_runtimes as build_on_cluster
+
+        return build_on_cluster(experiment)
     from experiential.training.local import build_runtimes
 
     optims = (experiment.actor.optim, experiment.extractor.optim)

@@ -1,0 +1,183 @@
+"""The doctor's look at a machine of a cluster: versions, GPUs, NCCL, Ray, ports and shared memory, each with what to do about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from experiential.cli.doctor import Finding, version_of
+from experiential.training.openrlhf.machine import find_gpus, torch_gpus
+from experiential.training.openrlhf.versions import BUILD_FLASH_ATTENTION, WANTED, found_version
+
+PORTS = {6379: "Ray's head node", 8265: "Ray's dashboard"}
+"""Ports that Ray takes by default, and for what."""
+STORE_SHARE = 0.3
+"""Share of the machine's memory that Ray gives its object store by default; the store lies in /dev/shm."""
+STORE_CAP_GB = 10.0
+"""Where /dev/shm is smaller than the store should be, Ray shrinks it, but not under this: then it goes to the disk, which is slow."""
+STORE_LEAST_GB = 2.0
+"""What /dev/shm should have on any machine: NCCL and vLLM use it too."""
+_CURRENT = Path("/tmp/ray/ray_current_cluster")
+
+
+def examine_cluster(address: str | None = None) -> Iterator[Finding]:
+    """Findings about running the cluster engine on this machine.
+
+    Args:
+        address: of a Ray cluster; None takes ``RAY_ADDRESS``.
+    """
+    for package, wanted in WANTED.items():
+        yield Finding("cluster", f"{package} {wanted}", about_version(package, wanted, found_version(package)))
+    yield Finding("cluster", "flash-attn", about_flash_attention(version_of("flash-attn")))
+    yield Finding("cluster", "GPUs", about_gpus())
+    yield Finding("cluster", "NCCL", about_nccl())
+    yield Finding("cluster", "Ray cluster", about_ray(address or os.environ.get("RAY_ADDRESS")))
+    for port, what in PORTS.items():
+        yield Finding("cluster", f"port {port}", about_port(port, what))
+    yield Finding("cluster", "/dev/shm", about_shared_memory())
+
+
+def about_version(package: str, wanted: str, found: str) -> str:
+    """The version found, and how to get the one wanted if it is another."""
+    if found == wanted:
+        return found
+    way = f"pip install --no-deps openrlhf=={wanted}" if package == "openrlhf" else "pip install 'experiential-rl[openrlhf]'"
+    if not found:
+        return f"missing: run {way} (see docs/cluster.md)"
+    return f"{found}, and the cluster engine wants {wanted}: run {way} in an environment of its own (see docs/cluster.md)"
+
+
+def about_flash_attention(found: str) -> str:
+    """The version, or the two ways to go on without."""
+    return found or (
+        f"missing: run {BUILD_FLASH_ATTENTION} after torch, packaging, psutil, ninja, wheel and setuptools; "
+        "or go without: the stand-in that docs/cluster.md names, and cluster.actor.attention=sdpa cluster.extractor.attention=sdpa"
+    )
+
+
+def about_gpus() -> str:
+    """Name and memory of each GPU, by nvidia-smi or else by torch."""
+    gpus = find_gpus()
+    by = "nvidia-smi"
+    if gpus is None:
+        gpus, by = torch_gpus(), "torch"
+    if not gpus:
+        return f"none by {by}: fine for a dry run; to train, check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+    return f"{len(gpus)} by {by}: " + ", ".join(f"{gpu.name} {gpu.gb:.1f} GB" for gpu in gpus)
+
+
+def about_nccl() -> str:
+    """NCCL's version, or what is missing. Loads torch.
+
+    Without NCCL weights would reach no engine: OpenRLHF's broadcast then does nothing and says nothing.
+    """
+    if find_spec("torch") is None:
+        return "unknown, torch is missing: run pip install 'experiential-rl[openrlhf]'"
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return "missing: this torch was built without CUDA; on a machine with GPUs install a CUDA build of the same version"
+    cuda: Any = torch.cuda
+    return ".".join(map(str, cuda.nccl.version()))
+
+
+def about_ray(address: str | None) -> str:
+    """Whether something answers at the address of a Ray cluster; ``auto`` is the one that was started on this machine."""
+    own = address in (None, "auto", "local")
+    where = _current() if own else address
+    if where is None or (own and not _reached(where)):
+        return "none running here: a run starts Ray itself (cluster.address=null), or run ray start --head on the first node"
+    host, port = _split(where)
+    if not (host and port.isdigit()):
+        return f"unreadable address {where!r}: write HOST:PORT, e.g. 10.0.0.1:6379"
+    if not _reached(where):
+        return f"nothing answers at {where}: run ray start --head --port={port} there and open the port in the firewall"
+    return f"{where} answers; join it with cluster.address={address or 'auto'}"
+
+
+def about_port(port: int, what: str) -> str:
+    """Free, or taken by whom, as far as this user may see."""
+    if not _answers("127.0.0.1", port):
+        return f"free ({what})"
+    owner = _listener(port) or "a process of another user"
+    advice = (
+        "it is Ray itself" if "ray" in owner or "gcs" in owner else f"{what} then needs another port (ray start --port, --dashboard-port)"
+    )
+    return f"taken by {owner}: {advice}"
+
+
+def about_shared_memory(path: str = "/dev/shm", memory_gb: float | None = None) -> str:
+    """Size of the shared memory against what Ray's object store wants.
+
+    Args:
+        path: where it is mounted.
+        memory_gb: of the machine; asked of the machine when None.
+    """
+    if not os.path.isdir(path):
+        return "missing: Ray's object store then lies on the disk, which is slow"
+    status = os.statvfs(path)
+    size, memory = status.f_blocks * status.f_frsize / 1e9, memory_gb or machine_gb()
+    wanted = max(STORE_LEAST_GB, min(STORE_SHARE * memory, STORE_CAP_GB))
+    rule = f"{STORE_SHARE:.0%} of {memory:.0f} GB, at least {STORE_LEAST_GB:.0f} and at most {STORE_CAP_GB:.0f}"
+    if size >= wanted:
+        return f"{size:.1f} GB (Ray wants {wanted:.1f}: {rule})"
+    ways = f"mount -o remount,size={wanted:.0f}G {path}, or docker run --shm-size={wanted:.0f}g"
+    return f"{size:.1f} GB, Ray wants {wanted:.1f} ({rule}): run {ways}"
+
+
+def machine_gb() -> float:
+    """Memory of this machine, or of its container where that is less, in units of 1e9 bytes."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    with suppress(OSError, ValueError):
+        size = min(size, int(limit.read_text()))
+    return size / 1e9
+
+
+def _current() -> str | None:
+    """Address that Ray wrote down when it was started on this machine."""
+    with suppress(OSError):
+        return _CURRENT.read_text().strip() or None
+    return None
+
+
+def _split(address: str) -> tuple[str, str]:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    return host, port
+
+
+def _reached(address: str) -> bool:
+    host, port = _split(address)
+    return port.isdigit() and _answers(host, int(port))
+
+
+def _answers(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), timeout=2.0):
+        return True
+    return False
+
+
+def _listener(port: int) -> str:
+    """Name and id of the process that listens, from /proc; empty when this user may not see it."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(link) in sockets:
+                process = link.parts[2]
+                return f"{Path('/proc', process, 'comm').read_text().strip()} (process {process})"
+    return ""
+
+
+def _listening(port: int) -> Iterator[str]:
+    """Inodes of the sockets that listen on a port; in /proc/net/tcp ports are hexadecimal and 0A is the state of a listener."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                columns = line.split()
+                if int(columns[1].rpartition(":")[2], 16) == port and columns[3] == "0A":
+                    yield columns[9]

