@@ -227,6 +227,9 @@ class RunSettings(Settings):
     minutes: float | None = Field(default=None, gt=0.0, description="stop training after this many minutes")
     checkpoint_every: int = Field(default=10, ge=0, description="steps between checkpoints; 0 keeps only the last")
     keep_checkpoints: int = Field(default=2, gt=0)
+    ahead: int = Field(
+        default=0, ge=0, description="steps that rollouts may run ahead of the actor's updates; more than 0 on a cluster keeps both busy"
+    )
     drain: bool = Field(default=False, description="wait for the distillation queue at the end of each step (exactly repeatable runs)")
 
 

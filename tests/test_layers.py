@@ -24,7 +24,22 @@ LAYERS = [
     ("cli",),
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-HEAVY = {"torch", "transformers", "chromadb", "sentence_transformers", "peft", "safetensors", "openai", "matplotlib", "tensorboard", "gguf"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "chromadb",
+    "sentence_transformers",
+    "peft",
+    "safetensors",
+    "openai",
+    "matplotlib",
+    "tensorboard",
+    "gguf",
+    "ray",
+    "vllm",
+    "deepspeed",
+    "openrlhf",
+}
 FILES = sorted(ROOT.rglob("*.py"))
 
 

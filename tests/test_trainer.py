@@ -149,6 +149,16 @@ def test_grpo_has_no_bank_and_all_episodes_are_free(tmp_path: Path) -> None:
     assert {row["condition"] for row in rows} == {"free"}
 
 
+def test_rollouts_may_run_ahead_of_updates_but_not_of_a_checkpoint(tmp_path: Path) -> None:
+    settings = ("run.steps=4", "run.ahead=1", "run.checkpoint_every=3", "eval.before=false", "eval.after=false")
+    Trainer(experiment("grpo", *settings), tmp_path, runtimes=policies()).run()
+    steps = [e for e in read_events(tmp_path / "metrics.jsonl") if e["event"] == "step"]
+    assert [e["step"] for e in steps] == [1, 2, 3, 4]
+    lag, versions = [e["actor_staleness"] for e in steps], [e["actor_version"] for e in steps]
+    assert lag[0] == 0 and lag[3] == 0, "the first step, and the one after the checkpoint, were played by the newest weights"
+    assert all(0 <= a <= new - old for a, old, new in zip(lag[1:3], versions, versions[1:], strict=False)), "one step behind at most"
+
+
 @pytest.mark.parametrize(("recipe", "still"), [("static-online", 1), ("exp-only", 0)])
 def test_a_frozen_policy_keeps_its_weights(tmp_path: Path, recipe: str, still: int) -> None:
     runtimes = policies()

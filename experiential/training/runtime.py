@@ -108,6 +108,10 @@ class PolicyRuntime(LLM):
         """Prompt and response tokens of all generations so far."""
         return 0
 
+    def busy(self) -> dict[str, float]:
+        """Shares of the time so far in which devices of this policy worked, where that is known; in [0, 1]."""
+        return {}
+
     def foreground(self) -> AbstractContextManager[None]:
         """Around a rollout: where policies share a device, background work on it waits meanwhile."""
         return nullcontext()

@@ -23,6 +23,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment, ModelSettings
 from experiential.training.advantages import pooled_group_advantages, split_group_advantages, split_weights
+from experiential.training.ahead import RolloutsAhead
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.evaluate import VisitEvaluator, Visits, compare
 from experiential.training.extractor_track import ExtractorTrack
@@ -109,6 +110,8 @@ class Trainer:
         )
         stack.callback(self._rollout.close)
         stack.push_async_callback(self._cancel_background)
+        self._ahead = RolloutsAhead(self._play, settings.run.ahead)
+        stack.push_async_callback(self._ahead.close)
         if self._restored is not None:
             await self._restore(*self._restored)
         self._metrics.emit(
@@ -169,20 +172,23 @@ class Trainer:
                 await self._checkpoint(step)
             if self.experiment.eval.every and step % self.experiment.eval.every == 0 and step < settings.steps:
                 await self._evaluate(step)
+        await self._ahead.close()
         return step
+
+    def _next_pause(self, step: int) -> int:
+        """The step before which a checkpoint, an evaluation or the end comes: rollouts do not run ahead of these."""
+        every = [n for n in (self.experiment.run.checkpoint_every, self.experiment.eval.every) if n]
+        return min([self.experiment.run.steps, *((step // n + 1) * n for n in every)])
 
     def _out_of_time(self) -> bool:
         minutes = self.experiment.run.minutes
         return minutes is not None and time.perf_counter() - self._begin > 60 * minutes
 
     async def _step(self, step: int) -> None:
-        settings = self.experiment
         begin = time.perf_counter()
         tokens_before = self._tokens()
-        guided = settings.actor.guided if self._manager is not None and step >= settings.actor.warmup_steps else "none"
-        with self.actor.foreground():
-            episodes = await self._rollout.play(self._tasks.jobs(step, settings.actor.groups, settings.actor.group_size, guided))
-        rollout_s = time.perf_counter() - begin
+        episodes, rollout_s = await self._ahead.take(step, self._next_pause(step))
+        waited = time.perf_counter() - begin
         if self._track is not None:
             self._track.credit([e.trajectory for e in episodes])
             await self._track.step(step)
@@ -190,8 +196,18 @@ class Trainer:
         await self._consolidate(step)
         wall = time.perf_counter() - begin
         speed = (self._tokens() - tokens_before + update.sequence_tokens) / wall
+        times = {"rollout_s": rollout_s, "waited_s": waited, "step_s": wall, "tokens_per_s": speed}
         self._episodes.emit({"event": "episodes", "step": step + 1, "rows": [_row(e) for e in episodes]})
-        self._metrics.emit(self._step_event(step, episodes, update) | {"rollout_s": rollout_s, "step_s": wall, "tokens_per_s": speed})
+        self._metrics.emit(self._step_event(step, episodes, update) | times)
+
+    async def _play(self, step: int) -> tuple[list[Episode], float]:
+        """The episodes of a step, and how long they took in seconds."""
+        settings = self.experiment.actor
+        begin = time.perf_counter()
+        guided = settings.guided if self._manager is not None and step >= settings.warmup_steps else "none"
+        with self.actor.foreground():
+            episodes = await self._rollout.play(self._tasks.jobs(step, settings.groups, settings.group_size, guided))
+        return episodes, time.perf_counter() - begin
 
     async def _consolidate(self, step: int) -> None:
         """Start the periodic merge and deduplication; wait for what runs beside when it lags too far, or the run must be repeatable."""
@@ -222,8 +238,10 @@ class Trainer:
             mini_batches=settings.mini_batches,
             seed=step,
         )
-        stats = await self.actor.train(actor_samples(episodes, settings.advantage), loss)
+        samples, version = actor_samples(episodes, settings.advantage), self.actor.version
+        stats = await self.actor.train(samples, loss)
         await self.actor.sync()
+        stats.metrics["staleness"] = sum(version - s.policy_version for s in samples) / max(1, len(samples))
         return stats
 
     def _step_event(self, step: int, episodes: Sequence[Episode], update: TrainStats) -> dict[str, Any]:
@@ -247,7 +265,8 @@ class Trainer:
             "elapsed_s": time.perf_counter() - self._begin,
             "memory_gb": peak_memory_gb(),
         }
-        event |= {f"actor_{name}": value for name, value in update.metrics.items()}
+        event |= {f"actor_{name}": value for name, value in (update.metrics | self.actor.busy()).items()}
+        event |= {f"extractor_{name}": value for name, value in self.extractor.busy().items()}
         return event | self._bank_event()
 
     def _bank_event(self) -> dict[str, Any]:

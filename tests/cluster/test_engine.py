@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test-cluster` r
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 PROMPTS = [[{"role": "user", "content": f"task {i}: the door is locked. What now?"}] for i in range(8)]
-ACTIONS = ("open the red box", "open the blue box", "wait", "pull the lever")
+ACTIONS = ("pull red", "pull blue", "pull green", "wait")
 LR = 3e-4
 
 
@@ -66,7 +66,7 @@ def actor(policies: tuple[Any, Any], initial: tuple[Path, Path]) -> Any:
 async def responses(runtime: Any, seed: int = 0) -> list[Generation]:
     """Sixteen responses: half free, half one of the actions."""
     free = [runtime.generate(p, SamplingParams(max_tokens=16, seed=seed + i)) for i, p in enumerate(PROMPTS)]
-    chosen = [runtime.generate(p, SamplingParams(choices=ACTIONS, seed=seed + i, temperature=1.3)) for i, p in enumerate(PROMPTS)]
+    chosen = [runtime.generate(p, SamplingParams(choices=ACTIONS, seed=seed + i, temperature=2.0)) for i, p in enumerate(PROMPTS)]
     return list(await asyncio.gather(*free, *chosen))
 
 
