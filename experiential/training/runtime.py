@@ -109,7 +109,7 @@ class PolicyRuntime(LLM):
         return 0
 
     def busy(self) -> dict[str, float]:
-        """Shares of the time so far in which devices of this policy worked, where that is known; in [0, 1]."""
+        """Shares of the time since this was last asked in which devices of this policy worked, where that is known; in [0, 1]."""
         return {}
 
     def foreground(self) -> AbstractContextManager[None]:

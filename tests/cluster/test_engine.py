@@ -128,13 +128,15 @@ async def test_both_runtimes_take_the_same_step(actor: Any, kind: Literal["ppo",
     loss = LossSettings(kind=kind, kl=0.0 if kind == "sft" else 0.1)
     there, here = await actor.train(samples, loss), await local.train(samples, loss)
     assert there.updates == here.updates == 1 and there.tokens == here.tokens
-    assert there.loss == pytest.approx(here.loss, rel=0.05, abs=2e-3)
-    assert there.grad_norm == pytest.approx(here.grad_norm, rel=0.05)
-    mine = [float(x) for x in local._logprobs(pack(samples), samples)]
-    behaviour = flat([s.logprobs for s in samples])
-    moved = [abs(a - b) for a, b in zip(mine, behaviour, strict=True)]
-    apart = [abs(a - b) for a, b in zip(mine, flat(await actor.score(samples)), strict=True)]
-    assert sum(apart) < 0.15 * sum(moved), "both went the same way, and as far"
+    assert there.loss == pytest.approx(here.loss, rel=0.02, abs=0.01), "a mean over about a hundred ratios, each off by some percent"
+    assert there.grad_norm == pytest.approx(here.grad_norm, rel=0.02)
+    rows = pack(samples)
+    mine = [float(x) for x in local._logprobs(rows, samples)]
+    scored, order = await actor.score(samples), [i for row in rows for i in row.samples]
+    before, theirs = flat([samples[i].logprobs for i in order]), flat([scored[i] for i in order])
+    moved = [abs(a - b) for a, b in zip(mine, before, strict=True)]
+    apart = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+    assert sum(apart) < 0.2 * sum(moved), "both went the same way, and as far"
     local.close()
 
 
@@ -174,7 +176,9 @@ async def test_a_killed_engine_is_replaced_by_one_with_the_weights_of_now(actor:
     assert kl(flat(await actor.score(samples)), flat([s.logprobs for s in samples])) < 1e-3
 
 
-async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3(actor: Any, tmp_path: Path) -> None:
+async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3_and_a_dead_rank_is_named(
+    actor: Any, ray_with_gpus: Any, tmp_path: Path
+) -> None:
     from experiential.config import ClusterSettings, PolicyClusterSettings
     from experiential.llm.models import load_tokenizer, resolve_model
     from experiential.sync import EventLoopThread
@@ -193,16 +197,20 @@ async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3(actor: Any, tmp_
     await other.ready()
     await other.load(tmp_path / "saved")
     assert other.version == actor.version == 2
-    assert flat(await other.score(samples)) == pytest.approx(flat(await actor.score(samples)), abs=0.02)
+    assert kl(flat(await other.score(samples)), flat(await actor.score(samples))) < 1e-3
     mine, theirs = [await runtime.train(samples, LossSettings(kind="cispo")) for runtime in (actor, other)]
-    assert theirs.loss == pytest.approx(mine.loss, rel=0.02, abs=1e-3) and theirs.grad_norm == pytest.approx(mine.grad_norm, rel=0.02)
+    assert theirs.loss == pytest.approx(mine.loss, rel=0.02, abs=0.01) and theirs.grad_norm == pytest.approx(mine.grad_norm, rel=0.05)
     after, before = flat(await actor.score(samples)), [x for s in samples for x in s.logprobs]
     apart = [abs(a - b) for a, b in zip(after, flat(await other.score(samples)), strict=True)]
     moved = [abs(a - b) for a, b in zip(after, before, strict=True)]
-    assert sum(apart) < 0.05 * sum(moved), "the moments of the optimiser were restored too: the third step is the same"
+    assert sum(apart) < 0.2 * sum(moved), "the moments of the optimiser were restored too: the third step is the same"
     await other.sync()
     drawn = samples_of(await responses(other))
     assert kl(flat(await other.score(drawn)), flat([s.logprobs for s in drawn])) < 1e-3
+
+    ray_with_gpus.kill(other._ranks[1])
+    with pytest.raises(BackendError, match="wide rank 1 to be alive"):
+        await other.train(samples, LossSettings(kind="cispo"))
     other.close()
 
 

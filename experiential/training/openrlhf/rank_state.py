@@ -108,11 +108,11 @@ def _link_moments(engine: Any) -> None:
     group: of the groups after it none are found, ever.
     """
     zero = engine.optimizer
-    for group in zero.optimizer.param_groups:
-        for flat in group["params"]:
-            if not zero.optimizer.state[flat]:
-                moments = {"exp_avg": torch.zeros_like(flat.data), "exp_avg_sq": torch.zeros_like(flat.data)}
-                zero.optimizer.state[flat].update(step=0, **moments)
+    parts = getattr(zero, "fp32_partitioned_groups_flat", None)  # under ZeRO 3 the optimiser knows its parameters only while it steps
+    for flat in parts or [flat for group in zero.optimizer.param_groups for flat in group["params"]]:
+        if not zero.optimizer.state[flat]:
+            moments = {"exp_avg": torch.zeros_like(flat.data), "exp_avg_sq": torch.zeros_like(flat.data)}
+            zero.optimizer.state[flat].update(step=0, **moments)
     if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
