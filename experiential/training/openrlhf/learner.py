@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -146,7 +146,7 @@ class Learner:
         self._references = self._reference_logprobs() if settings.kl > 0 else []
         for i, sample in enumerate(self._samples):
             self._append(self._experience(i, sample))
-        torch.manual_seed(settings.seed)  # the order within an epoch
+        cast("Any", torch).manual_seed(settings.seed)  # the order within an epoch
         status = self._fit()
         self.loss.stats.grad_norm = float(status.get("actor_grad_norm", 0.0))
         self._samples.clear()
@@ -155,7 +155,7 @@ class Learner:
     def score(self) -> list[tuple[float, ...]]:
         """Log-probabilities of the trained tokens of the samples taken since the last call, under the weights of now."""
         with torch.no_grad():
-            found = [tuple(part.tolist()) for part in self._logprobs_of(self._model, self._samples)]
+            found = [tuple(float(value) for value in part) for part in self._logprobs_of(self._model, self._samples)]
         self._samples.clear()
         return found
 
@@ -223,4 +223,4 @@ class Learner:
             sequences = torch.tensor([[*s.tokens, *([0] * (width - len(s.tokens)))] for s in members], device=device)
             mask = torch.tensor([[1] * len(s.tokens) + [0] * (width - len(s.tokens)) for s in members], device=device)
             flat = self._logprobs(model, sequences, mask, members).cpu()
-            yield from flat.split([len(s.positions) for s in members])
+            yield from cast("Any", flat).split([len(s.positions) for s in members])
