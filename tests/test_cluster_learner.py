@@ -78,7 +78,7 @@ class Rank:
         )
         (loss / self._accumulated / self._ranks).backward()
         assert len(rest) == 4
-        return {"num_action_tokens": float(mask.sum())}
+        return {"num_action_tokens": float(experience.action_mask.sum())}
 
     def fit(self) -> dict[str, Any]:
         info = {"dp_size": self._ranks, "batch_num_tokens": self.tokens / self._accumulated, "global_batch_size": 0.0}
