@@ -76,7 +76,15 @@ class ActorSettings(Settings):
     group_size: int = Field(default=8, gt=0, description="K: episodes per task and seed")
     groups: int = Field(default=8, gt=0, description="tasks per step; groups x group_size episodes")
     guided: Literal["half", "all", "none"] = Field(default="half", description="which members of a group may see the bank")
-    advantage: Literal["split", "pooled"] = "split"
+    advantage: Literal["split", "pooled"] = Field(
+        default="split", description="advantages within the halves of a group (eq. 5), or within all of it"
+    )
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(default="grpo", description="how rewards become advantages")
+    aggregate: Literal["sequence", "token", "constant"] = Field(
+        default="sequence", description="mean over the tokens of each trajectory; every token of the batch equally; sum over length_norm"
+    )
+    length_norm: int = Field(default=256, gt=0, description="tokens that a trajectory's sum is divided by, with aggregate: constant")
+    drop_constant: bool = Field(default=False, description="dynamic filtering: groups (or halves) with equal rewards take no weight")
     clip_low: float = Field(default=0.2, gt=0.0)
     clip_high: float = Field(default=0.2, gt=0.0)
     ratio: Literal["token", "sequence"] = "token"

@@ -52,7 +52,16 @@ class BackendError(ExperientialError):
 
 
 class EnvError(ExperientialError):
-    """An environment that runs elsewhere failed: it raised, gave no answer in time, or its process died."""
+    """An environment failed: it raised, gave no answer in time, or the process that held it died.
+
+    Args:
+        message: the reason.
+        lost: the process that held it is gone, which says nothing against the environment; the next episode runs in another one.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False) -> None:
+        super().__init__(message)
+        self.lost = lost
 
 
 class CheckpointError(ExperientialError):

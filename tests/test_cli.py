@@ -235,6 +235,14 @@ class TestUserErrors:
     def test_unknown_environment(self, run_train: Train) -> None:
         assert_user_error(run_train("env.id=experiential/Valt-v0"), "Vault")
 
+    def test_arguments_that_the_environment_does_not_take(self, run_train: Train) -> None:
+        said = ("Expected env.kwargs and env.train to be arguments of 'experiential/FrozenLake-v0'", "keyword argument 'worlds'", "160")
+        assert_user_error(run_train("env.id=experiential/FrozenLake-v0", "--dry-run"), *said)
+
+    def test_values_that_the_environment_refuses_in_evaluation_only(self, run_train: Train) -> None:
+        said = ("Expected env.kwargs and env.eval to be arguments of 'experiential/Vault-v0'", "worlds", "got 0")
+        assert_user_error(run_train("env.eval={split: eval, worlds: 0}"), *said)
+
     def test_environment_of_a_missing_module(self, run_train: Train) -> None:
         assert_user_error(run_train("env.id=no_such_module:Some-v0"), "no_such_module")
 
@@ -329,7 +337,8 @@ class TestTrain:
 
     def test_runtime_is_the_same_as_the_setting(self, run_train: Train, no_gpus: None) -> None:
         plain = run_train("--dry-run", "model.dtype=bfloat16", "runtime=openrlhf")
-        assert run_train("--dry-run", "model.dtype=bfloat16", "--runtime", "openrlhf") == plain
+        assert run_train("--dry-run", "--runtime", "openrlhf") == plain, "and bfloat16, unless another is asked for, which is refused"
+        assert_user_error(run_train("--dry-run", "--runtime", "openrlhf", "model.dtype=float32"), "Expected model.dtype to be bfloat16")
         assert "\nruntime: openrlhf\n" in plain[1]
 
     def test_dry_run_writes_nothing(self, run_train: Train, tmp_path: Path) -> None:

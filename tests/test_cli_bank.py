@@ -62,6 +62,14 @@ def test_search_finds_the_entry_and_counts_nothing(folder: Path, run: Run) -> No
     assert journal_digest(folder) == before
 
 
+def test_search_can_weigh_words(folder: Path, run: Run) -> None:
+    plain, worded = (json.loads(run("search", folder, "red key", "--hybrid", weight, "--json")[1]) for weight in (0, 1))
+    assert [row["text"] for row in worded][0] == TEXTS[0]
+    assert worded[0]["score"] == 1.0 != plain[0]["score"]
+    code, _, error = run("search", folder, "red key", "--hybrid", 1.5)
+    assert code == 2 and "--hybrid" in error
+
+
 def test_show_gives_one_entry_whole(folder: Path, run: Run) -> None:
     entry = json.loads(run("ls", folder, "--json")[1])[0]
     shown = json.loads(run("show", folder, entry["id"], "--json")[1])

@@ -160,6 +160,36 @@ def test_the_default_model_misses_a_code_that_words_find(tmp_path: Path) -> None
             assert manager.search("the quarterly report of the finance team") == []
 
 
+@pytest.mark.parametrize("hybrid", [0.25, 0.5, 1])
+@pytest.mark.parametrize("query", ["QX77ZP", "what does qx77zp mean?", "the guard of the red door"])
+def test_a_search_of_the_bank_ranks_and_scores_as_a_manager_with_the_same_weight(
+    bank: xp.ExperienceBank, query: str, hybrid: float
+) -> None:
+    def told(hits: list[xp.Hit]) -> list[tuple[str, float, int]]:
+        return [(hit.experience.text, pytest.approx(hit.score), hit.rank) for hit in hits]
+
+    retrieval = {"hybrid": hybrid, "strategy": "nearest", "floor": -1.0}
+    with xp.ExperienceManager(bank, retrieval=retrieval) as manager:
+        assert told(bank.search(query, k=3, hybrid=hybrid)) == told(manager.search(query, k=3))
+    assert told(bank.snapshot().search(query, k=3, hybrid=hybrid)) == told(bank.search(query, k=3, hybrid=hybrid))
+    assert [told(row) for row in bank.search([query, "egg"], k=3, hybrid=hybrid)][0] == told(bank.search(query, k=3, hybrid=hybrid))
+
+
+def test_a_search_finds_by_words_what_is_not_among_the_nearest(bank: xp.ExperienceBank) -> None:
+    bank.add_many(f"what is {number}?" for number in range(100))
+    assert CODE not in [hit.experience.text for hit in bank.search("what is QX77ZP?", k=50)]
+    assert bank.search("what is QX77ZP?", hybrid=0.5)[0].experience.text == CODE
+    assert bank.search("what is QX77ZP?", hybrid=0.0) == bank.search("what is QX77ZP?")
+    assert CODE not in [hit.experience.text for hit in bank.search("QX77ZP", hybrid=1.0, where={"kind": "warning"})]
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan, "0.5", True, None])
+def test_a_weight_outside_its_range_is_refused(bank: xp.ExperienceBank, weight: Any) -> None:
+    for searched in (bank, bank.snapshot()):
+        with pytest.raises(ValueError, match="Expected hybrid to be a number from 0 to 1, got "):
+            searched.search("door", hybrid=weight)
+
+
 def test_common_words_do_not_break_abstention(bank: xp.ExperienceBank) -> None:
     """One word of six is shared: less than the floor."""
     with xp.ExperienceManager(bank, retrieval={**HYBRID, "floor": 0.6}) as manager:

@@ -18,18 +18,19 @@ import pytest
 import torch
 
 from experiential.bank.bank import ExperienceBank
-from experiential.config import EnvSettings, Experiment, OptimSettings
+from experiential.config import ActorSettings, EnvSettings, Experiment, OptimSettings
 from experiential.errors import BackendError, BankLockedError, CheckpointError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
+from experiential.training.actor_samples import actor_samples
 from experiential.training.evaluate import Visits, compare
 from experiential.training.intervals import paired_difference, wilson
 from experiential.training.local import LocalRuntime
 from experiential.training.metrics import read_events
 from experiential.training.rollout import Episode
 from experiential.training.tasks import TaskSource
-from experiential.training.trainer import Trainer, actor_samples
+from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Trajectory
 from tests.llm_tiny import tiny_random_model
 
@@ -265,10 +266,10 @@ def test_actor_samples_carry_the_advantages_and_weights_of_equation_5() -> None:
     made = Generation(text="a", prompt_ids=(1, 2), response_ids=(3,), logprobs=(-0.5,))
     members = [(Condition.GUIDED, 1.0), (Condition.GUIDED, 0.0), (Condition.FREE, 1.0), (Condition.FREE, 1.0)]
     episodes = [Episode(Trajectory(task="t", group="g", condition=c, reward=r), (made,)) for c, r in members]
-    samples = actor_samples(episodes, "split")
+    samples = actor_samples(episodes, ActorSettings())
     assert [s.advantages for s in samples] == [pytest.approx((1.0,), abs=1e-4), pytest.approx((-1.0,), abs=1e-4)]
     assert [s.weight for s in samples] == [0.25, 0.25]
-    pooled = actor_samples(episodes, "pooled")
+    pooled = actor_samples(episodes, ActorSettings(advantage="pooled"))
     assert [round(s.advantages[0], 3) for s in pooled] == [0.577, -1.732, 0.577, 0.577]
 
 

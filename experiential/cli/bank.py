@@ -180,6 +180,7 @@ def search(
     folder: Folder,
     query: Annotated[str, typer.Argument(help="What to look for.")],
     k: Annotated[int, typer.Option(min=1, help="Hits to show.")] = 5,
+    hybrid: Annotated[float, typer.Option(min=0.0, max=1.0, help="Weight of shared words beside the cosine; 0 leaves words out.")] = 0.0,
     kind: Annotated[list[str] | None, typer.Option(help="Only entries of this kind; given again, of this one too.")] = None,
     where: Annotated[
         list[str] | None,
@@ -191,7 +192,7 @@ def search(
     """Search a bank; nothing is counted."""
     fields = filter_of(kind or [], where or [])
     with opened(folder, namespace) as bank:
-        hits = bank.search(query, k=k, where=fields)
+        hits = bank.search(query, k=k, hybrid=hybrid, where=fields)
     rows = [{"rank": hit.rank, "score": round(hit.score, 4), "id": hit.experience.id, "text": hit.experience.text} for hit in hits]
     show_rows(rows, as_json)
 

@@ -48,7 +48,7 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     Raises:
         MissingExtraError: a package that the experiment needs is not installed.
         ModelNotFoundError: a model folder does not exist.
-        ConfigError: no such environment, the bank to start from does not exist, or the placement is impossible.
+        ConfigError: no such environment, or not with these arguments; the bank to start from does not exist; an impossible placement.
     """
     models = [experiment.model, *([experiment.extractor_model] if experiment.extractor_model else [])]
     clustered = experiment.runtime == "openrlhf"
@@ -57,6 +57,7 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
             check_extras(model)
         check_model(model.name)
     check_env(experiment.env)
+    check_env_arguments(experiment.env)
     check_bank(experiment.bank.path)
     return check_cluster(experiment, dry_run=dry_run) if clustered else None
 
@@ -138,6 +139,22 @@ def check_env(settings: EnvSettings) -> None:
         gymnasium.spec(name)
     except (gymnasium.error.Error, ImportError) as error:
         raise ConfigError(f"Expected env.id to be a registered Gymnasium environment, got {settings.id!r}: {error}") from error
+
+
+def check_env_arguments(settings: EnvSettings) -> None:
+    """Refuse arguments that the environment does not take: one is made for training and one for evaluation, and closed."""
+    from gymnasium.error import Error
+
+    from experiential.training.rollout import make_env
+
+    for name, kwargs in (("train", settings.train), ("eval", settings.eval)):
+        try:
+            make_env(settings, kwargs).close()
+        except (TypeError, ValueError, Error) as error:
+            raise ConfigError(
+                f"Expected env.kwargs and env.{name} to be arguments of {settings.id!r}, got {settings.kwargs | kwargs}: "
+                f"{str(error).partition(' was raised from the environment creator')[0]}; set env.{name} to what it takes, or to {{}}"
+            ) from error
 
 
 def check_bank(path: str | None) -> None:

@@ -37,19 +37,21 @@ def train(
     output: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/RECIPE-TIME]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in --output.")] = False,
     seed: Annotated[int | None, typer.Option(help="Same as seed=N.")] = None,
-    runtime: Annotated[str | None, typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME.")] = None,
+    runtime: Annotated[
+        str | None, typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16.")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Train an actor and an experience extractor together, then evaluate on held-out worlds.
 
-    Recipes: complementary, complementary-7b, exp-only, grpo, static-online.
+    Recipes: complementary, complementary-7b, dapo, dr-grpo, exp-only, grpo, reinforce-pp, rloo, static-online.
     Exit code: 0 done, 2 user error (one line on stderr), 1 failure.
     """
     named = {"seed": seed, "runtime": runtime}
-    experiment = resolve(
-        recipe, [*(overrides or []), *(f"{key}={value}" for key, value in named.items() if value is not None)], output if resume else None
-    )
+    chosen = [f"{key}={value}" for key, value in named.items() if value is not None]
+    before = ["model.dtype=bfloat16"] if runtime == "openrlhf" and not resume else []  # the only one that it trains in
+    experiment = resolve(recipe, [*before, *(overrides or []), *chosen], output if resume else None)
     if resume and output is None:
         raise ConfigError("Expected --output with --resume, got none; name the folder of the run to go on with")
     placement = check_experiment(experiment, dry_run=dry_run)

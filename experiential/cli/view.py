@@ -24,11 +24,14 @@ FIELDS = (
     ("extractor_updates", "extractor updates", "{:,.0f}"),
     ("malformed", "malformed", "{:,.0f}"),
     ("staleness", "staleness", "{:.1f}"),
+    ("errors", "errors", "{:,.0f}"),
     ("tokens_per_s", "tokens/s", "{:,.0f}"),
     ("rollout_s", "rollout s", "{:.1f}"),
     ("update_s", "update s", "{:.1f}"),
 )
 """Fields of a step event in the order shown: name, label, format."""
+WHEN_ANY = ("errors",)
+"""Fields that are shown only when they are not 0."""
 
 
 class View(Protocol):
@@ -54,7 +57,8 @@ def make_view(console: Console, *, plain: bool) -> View:
 
 def shown_fields(event: Event) -> list[tuple[str, str]]:
     """Labels and formatted values of a step event; what the event lacks is left out."""
-    known = [(label, form.format(event[name])) for name, label, form in FIELDS if isinstance(event.get(name), (int, float))]
+    told = [field for field in FIELDS if isinstance(event.get(field[0]), (int, float)) and (event[field[0]] or field[0] not in WHEN_ANY)]
+    known = [(label, form.format(event[name])) for name, label, form in told]
     return [*known, ("memory", f"{event.get('memory_gb') or peak_memory_gb():.1f} GB")]
 
 
@@ -62,7 +66,8 @@ def describe_evaluation(event: Event) -> str:
     """One line for an evaluation event."""
     rates = [f"{visit['successes'] / visit['episodes']:.0%}" for visit in event["visits"] if visit["episodes"]]
     arm = "with the bank" if event["arm"] == "bank" else "without the bank"
-    return f"evaluation at step {event['step']} {arm}, success by visit: {' '.join(rates)}"
+    errors = f"; {event['errors']} episodes failed" if event.get("errors") else ""
+    return f"evaluation at step {event['step']} {arm}, success by visit: {' '.join(rates)}{errors}"
 
 
 class PlainView:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
+"""How rewards of one cell become advantages."""
 
 
 def split_group_advantages(rewards: npt.ArrayLike, group: npt.ArrayLike, guided: npt.ArrayLike, *, eps: float = 1e-6) -> Floats:
@@ -28,13 +30,50 @@ def split_group_advantages(rewards: npt.ArrayLike, group: npt.ArrayLike, guided:
     Raises:
         ValueError: shapes differ, or a reward is not finite.
     """
+    return cell_advantages(rewards, group, guided, eps=eps)
+
+
+def cell_advantages(
+    rewards: npt.ArrayLike, group: npt.ArrayLike, guided: npt.ArrayLike, *, estimator: Estimator = "grpo", eps: float = 1e-6
+) -> Floats:
+    """Advantages relative to the members of the same (group, condition) cell; with ``guided`` all false a cell is a group.
+
+    With mean and population standard deviation over a cell of K members:
+
+    * ``grpo``: A = (r - mean) / std (Shao et al. 2024);
+    * ``dr_grpo``: A = r - mean, so that easy and hard tasks are not weighed up (Liu et al. 2025);
+    * ``rloo``: A = r - mean of the others = (r - mean) K / (K - 1) (Ahmadian et al. 2024);
+    * ``reinforce++``: A = (r - mean) / standard deviation of r - mean over the whole batch (REINFORCE++-baseline, Hu et al. 2025).
+
+    Args:
+        rewards: outcome per trajectory, shape (n,), float.
+        group: id of the task instance, shape (n,), integer or text.
+        guided: condition, shape (n,), bool.
+        estimator: one of the above.
+        eps: spread (standard deviation) up to which a cell, or with ``reinforce++`` the batch, counts as constant.
+
+    Returns:
+        advantages, shape (n,), float32; a cell with fewer than two members or zero spread gives 0.
+
+    Raises:
+        ValueError: shapes differ, a reward is not finite, or the estimator is unknown.
+    """
+    if estimator not in get_args(Estimator):
+        raise ValueError(f"Expected an estimator of {', '.join(get_args(Estimator))}, got {estimator!r}")
     values = _rewards(rewards)
     cell, count = _cells(len(values), group, guided)
     sizes = np.bincount(cell, minlength=count)
     centred = values - (np.bincount(cell, values, count) / np.maximum(sizes, 1))[cell]
     spread = np.sqrt(np.bincount(cell, centred**2, count) / np.maximum(sizes, 1))[cell]
     informative = (spread > eps) & (sizes[cell] > 1)
-    return np.where(informative, centred / np.where(informative, spread, 1.0), 0.0).astype(np.float32)
+    scale = np.ones(len(values))
+    if estimator == "grpo":
+        scale = np.where(informative, spread, 1.0)
+    elif estimator == "rloo":
+        scale = 1.0 - 1.0 / np.maximum(sizes[cell], 2)
+    elif estimator == "reinforce++":
+        scale = np.full(len(values), max(float(np.sqrt((centred**2).mean())) if len(values) else 1.0, eps))
+    return np.where(informative, centred / scale, 0.0).astype(np.float32)
 
 
 def pooled_group_advantages(rewards: npt.ArrayLike, group: npt.ArrayLike, *, eps: float = 1e-6) -> Floats:

@@ -1,18 +1,23 @@
-"""An environment whose next answer can be awaited on an event loop before the synchronous wrappers above ask for it."""
+"""The border to an environment: its next answer can be awaited before the synchronous wrappers ask for it, and its failures get a name."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import math
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import gymnasium as gym
 
+from experiential.errors import ConfigError, EnvError, ExperientialError
+from experiential.sync import attempted, awaited
+
+T = TypeVar("T")
 Start = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 @runtime_checkable
 class AwaitableEnv(Protocol):
-    """An environment with coroutines beside ``reset`` and ``step``."""
+    """An environment with coroutines beside ``reset`` and ``step``; they raise what those raise."""
 
     async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         """Coroutine form of ``reset``."""
@@ -29,6 +34,9 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
     Gymnasium's wrappers are synchronous, so a wrapper that waits for a remote environment holds a thread while it waits. Here the loop
     first awaits ``await_reset`` or ``await_step``, with no thread, and then calls the stack with the same action.
 
+    It is also where failures of the environment are told from all others: whatever the environment raises becomes an ``EnvError``,
+    and so does an answer that is none (no text, a reward that is no finite number). What wrappers above raise does not.
+
     Caveat: the loop must know whether the stack will step the environment at all; ``SearchAndAskWrapper`` answers a call itself. What
     was not awaited before is asked for synchronously.
 
@@ -40,6 +48,7 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         env: an environment; only an ``AwaitableEnv`` is awaited, any other is called as always.
 
     Raises:
+        EnvError: the environment failed.
         RuntimeError: another call comes than the one whose answer was awaited.
     """
 
@@ -53,25 +62,86 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         """Fetch the answer of the next ``reset``; nothing happens where the environment cannot be awaited."""
         self._start = self._step = None
         if self._awaitable is not None:
-            self._start = await self._awaitable.areset(seed=seed, options=options)
+            self._start = given(await awaited(_awaited_start(self._awaitable, seed, options)))
 
     async def await_step(self, action: str) -> None:
         """Fetch the answer of the next ``step``, which must have the same action."""
         self._step = None
         if self._awaitable is not None:
-            self._step = action, await self._awaitable.astep(action)
+            self._step = action, given(await awaited(_awaited_step(self._awaitable, action)))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         """Start an episode."""
         start, self._start = self._start, None
-        return start if start is not None else self.env.reset(seed=seed, options=options)
+        return start if start is not None else given(attempted(lambda: checked_start(self.env.reset(seed=seed, options=options))))
 
     def step(self, action: str) -> Step:
         """Act."""
-        awaited, self._step = self._step, None
-        if awaited is None:
-            observation, reward, terminated, truncated, info = self.env.step(action)
-            return observation, float(reward), terminated, truncated, info
-        if awaited[0] != action:
-            raise RuntimeError(f"Expected the action {awaited[0]!r}, which was awaited and taken already, got {action!r}")
-        return awaited[1]
+        answer, self._step = self._step, None
+        if answer is None:
+            return given(attempted(lambda: checked_step(self.env.step(action))))
+        if answer[0] != action:
+            raise RuntimeError(f"Expected the action {answer[0]!r}, which was awaited and taken already, got {action!r}")
+        return answer[1]
+
+    def close(self) -> None:
+        """Close the environment."""
+        given(attempted(self.env.close))
+
+
+async def _awaited_start(env: AwaitableEnv, seed: int | None, options: dict[str, Any] | None) -> Start:
+    return checked_start(await env.areset(seed=seed, options=options))
+
+
+async def _awaited_step(env: AwaitableEnv, action: str) -> Step:
+    return checked_step(await env.astep(action))
+
+
+def given(outcome: T | Exception) -> T:
+    """What an environment gave, or what it raised as the error that ends its episode.
+
+    Errors that this package raises on purpose pass as they are: they say more, and one of them (no worker is left) ends a run.
+
+    Raises:
+        EnvError: it raised anything else, or a ``ConfigError``, which is of this episode's world.
+    """
+    if not isinstance(outcome, Exception):
+        return outcome
+    if isinstance(outcome, ExperientialError) and not isinstance(outcome, ConfigError):
+        raise outcome
+    raise EnvError(f"{type(outcome).__name__}: {outcome}") from outcome
+
+
+def checked_start(answer: Any) -> Start:
+    """What a ``reset`` returned, if it is an answer.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    observation, info = answer
+    return _text(observation), _info(info)
+
+
+def checked_step(answer: Any) -> Step:
+    """What a ``step`` returned, if it is an answer; its reward as a float.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    observation, reward, terminated, truncated, info = answer
+    reward = float(reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"Expected step() to give a finite reward, got {reward}")
+    return _text(observation), reward, bool(terminated), bool(truncated), _info(info)
+
+
+def _text(observation: Any) -> str:
+    if not isinstance(observation, str):
+        raise TypeError(f"Expected the environment to observe text, got {type(observation).__name__}; wrap it in TextObservation")
+    return observation
+
+
+def _info(info: Any) -> dict[str, Any]:
+    if not isinstance(info, dict):
+        raise TypeError(f"Expected the environment's info to be a dict, got {type(info).__name__}")
+    return cast("dict[str, Any]", info)

@@ -7,29 +7,35 @@ written to is a scratch copy: the training bank does not change by one byte.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from experiential.agents.actor import ActorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment
 from experiential.training.intervals import Interval, paired_difference, wilson
-from experiential.training.rollout import Episode, Job, MakeEnv, NoBank, Rollout, Task, make_env
+from experiential.training.rollout import Episode, Job, MakeEnv, NoBank, Rollout, Task, failures, make_env, refuse_broken
 from experiential.training.tasks import episode_seed, world_count
 from experiential.types import Condition, Record
 
 
 class Visits(Record):
-    """Outcomes of one arm: ``outcomes[w][v]`` is whether visit v to world w succeeded."""
+    """Outcomes of one arm: ``outcomes[w][v]`` is whether visit v to world w succeeded.
+
+    An episode that failed for a technical reason counts as no success; ``failures`` says how many did, by reason.
+    """
 
     arm: str
     step: int
     outcomes: tuple[tuple[bool, ...], ...]
     errors: int = 0
     entries: int = 0
+    failures: dict[str, int] = Field(default_factory=dict[str, int])
 
     def rates(self) -> list[Interval]:
         """Success by visit number, with Wilson intervals."""
@@ -45,7 +51,7 @@ class Visits(Record):
         table = np.array(self.outcomes)
         visits = [{"visit": i + 1, "successes": int(c.sum()), "episodes": int(c.size)} for i, c in enumerate(table.T)]
         outcomes = [[int(x) for x in row] for row in self.outcomes]
-        return {
+        event: dict[str, Any] = {
             "event": "eval",
             "step": self.step,
             "arm": self.arm,
@@ -54,6 +60,7 @@ class Visits(Record):
             "errors": self.errors,
             "entries": self.entries,
         }
+        return event | ({"failures": self.failures} if self.failures else {})
 
 
 class VisitEvaluator:
@@ -65,6 +72,8 @@ class VisitEvaluator:
         make_actor: builds an actor agent for evaluation.
         extractor: distils between the visits; None leaves the bank as it is.
         make_env: builds the environments; in this process by default.
+
+    Its arms raise ``ExperientialError`` when the environment fails every episode of a visit.
     """
 
     def __init__(
@@ -98,13 +107,14 @@ class VisitEvaluator:
         try:
             for visit in range(settings.eval.visits):
                 columns.append(await rollout.play([self._job(world, visit, condition) for world in range(self._worlds)]))
+                refuse_broken(columns[-1])
                 if isinstance(manager, ExperienceManager):
                     await manager.adrain()
         finally:
             rollout.close()
         outcomes = tuple(tuple(column[w].trajectory.success for column in columns) for w in range(self._worlds))
-        errors = sum(e.trajectory.error is not None for column in columns for e in column)
-        return Visits(arm=arm, step=step, outcomes=outcomes, errors=errors, entries=entries)
+        reasons = failures(list(chain.from_iterable(columns)))
+        return Visits(arm=arm, step=step, outcomes=outcomes, errors=sum(reasons.values()), entries=entries, failures=reasons)
 
     def _job(self, world: int, visit: int, condition: Condition) -> Job:
         seed = episode_seed(self._experiment.eval.seed, world, visit)

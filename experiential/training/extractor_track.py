@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiential.bank.bank import ExperienceBank
 from experiential.config import ExtractorSettings
@@ -14,6 +14,14 @@ from experiential.training.rewards import use_reward
 from experiential.training.rollout import credited_uses
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, sample_from_generation
 from experiential.types import Distillation, Experience, Generation, Trajectory, Use
+
+
+class Written(NamedTuple):
+    """What an entry version was written by: its key in the buffer, the generation, and the characters of it that did."""
+
+    key: tuple[str, int]
+    generation: Generation
+    span: tuple[int, int] | None
 
 
 class ExtractorTrack:
@@ -52,18 +60,20 @@ class ExtractorTrack:
         if distillation.generation is not None and not distillation.parsed.operations:
             self._refused.append(distillation.generation)  # the manager's thread calls this: the buffer is filled in credit()
 
-    def credit(self, trajectories: Sequence[Trajectory]) -> int:
-        """Give every use of these trajectories its reward; returns how many uses counted."""
+    async def credit(self, trajectories: Sequence[Trajectory]) -> int:
+        """Give every use of these trajectories its reward; returns how many uses counted.
+
+        The bank is read in a thread, since a bank behind a server takes a while; what it says of a version never changes. The buffer
+        changes on the event loop only, in the order of the trajectories, so an update that runs meanwhile never meets half of it.
+        """
         self._take_malformed()
         if not self._settings.train:
             return 0
-        count = 0
-        for trajectory in trajectories:
-            uses = {(use.experience_id, use.experience_version, use.refinement): use for use in credited_uses(trajectory)}
-            for use in uses.values():  # an entry met twice in one episode counts once: T_m of section 3.3
-                self._credit(use, use_reward(trajectory.success))
-            count += len(uses)
-        return count
+        uses = [(use, use_reward(trajectory.success)) for trajectory in trajectories for use in _counted(trajectory)]
+        written = await asyncio.to_thread(lambda: [(one, reward) for use, reward in uses for one in self._written_by(use)])
+        for one, reward in written:
+            self.buffer.add_use(one.key, reward, one.generation, one.span)
+        return len(uses)
 
     async def step(self, step: int) -> None:
         """Start updating if a batch is ready and no update runs; never waits for one."""
@@ -95,18 +105,21 @@ class ExtractorTrack:
             if self._settings.train:
                 self.buffer.add_malformed(generation, self._settings.malformed_reward)
 
-    def _credit(self, use: Use, reward: float) -> None:
+    def _written_by(self, use: Use) -> list[Written]:
+        """The generations that the outcome of a use belongs to: of the version, of its ancestors, and the refinement."""
+        written: list[Written] = []
         for identity, version in self._bank.lineage(use.experience_id, use.experience_version):
             entry = self._bank.version(identity, version)
             if entry is None or entry.provenance.generation is None:
                 continue
             generation = self._bank.generation(entry.provenance.generation)
             if generation is not None:
-                self.buffer.add_use((identity, version), reward, generation, entry.provenance.span)
+                written.append(Written((identity, version), generation, entry.provenance.span))
         if use.refinement is not None:
             generation = self._bank.generation(use.refinement)
             if generation is not None:
-                self.buffer.add_use((use.refinement, 0), reward, generation, None)
+                written.append(Written((use.refinement, 0), generation, None))
+        return written
 
     async def _updates(self, step: int) -> None:
         for _ in range(self._settings.updates_per_step):
@@ -128,6 +141,11 @@ class ExtractorTrack:
         value = item.advantage * item.weight
         mask = span_mask(item.generation, item.span, self._runtime.tokenizer)
         return sample_from_generation(item.generation, [value if kept else float("nan") for kept in mask])
+
+
+def _counted(trajectory: Trajectory) -> list[Use]:
+    """Its uses that count; an entry met twice in one episode counts once: T_m of section 3.3."""
+    return list({(use.experience_id, use.experience_version, use.refinement): use for use in credited_uses(trajectory)}.values())
 
 
 def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: Any) -> list[bool]:

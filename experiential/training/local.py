@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -121,7 +120,7 @@ class LocalRuntime(PolicyRuntime):
                 order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
             parts = _split(order, loss.mini_batches)
             for part in parts:
-                self._step([replace(samples[i], weight=samples[i].weight * len(parts)) for i in part], loss, stats)
+                self._step([samples[i].weighted(len(parts)) for i in part], loss, stats)
         self._activate(training=False)
         stats.loss /= max(1, stats.updates)
         stats.grad_norm /= max(1, stats.updates)

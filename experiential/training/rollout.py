@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,14 +15,18 @@ import gymnasium as gym
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
-from experiential.errors import BackendError, EnvError
-from experiential.training.awaited import AwaitedEnv, Start, Step
+from experiential.errors import BackendError, EnvError, ExperientialError
+from experiential.sync import attempted
+from experiential.training.awaited import AwaitedEnv, Start, Step, given
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.types import Answer, Condition, Generation, Trajectory, Use
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_REASON = 120
+"""Characters of a reason by which failures are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +49,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A finished episode with the responses that made it."""
+    """A finished episode with the responses that made it; ``broken`` when its environment failed, so that it never finished."""
 
     trajectory: Trajectory
     generations: tuple[Generation, ...]
+    broken: bool = False
 
 
 class NoBank:
@@ -78,12 +85,19 @@ def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]
     return gym.make(settings.id, max_episode_steps=settings.max_turns, disable_env_checker=True, **kwargs)
 
 
-class Slot(NamedTuple):
-    """One place of a rollout: the wrapped environment, what awaits the innermost one, and the actor."""
+class Stack(NamedTuple):
+    """A wrapped environment and its innermost wrapper, which awaits the environment."""
 
     env: gym.Env[str, str]
     inner: AwaitedEnv
-    actor: ActorAgent
+
+
+class Slot:
+    """One place of a rollout: an actor, and the environment it plays in, from the first episode until one that the environment fails."""
+
+    def __init__(self, actor: ActorAgent) -> None:
+        self.actor = actor
+        self.stack: Stack | None = None
 
 
 class Rollout:
@@ -93,6 +107,9 @@ class Rollout:
     batches the actors' requests. An environment with ``areset`` and ``astep`` is awaited instead and holds no thread, so that
     episodes at once are not bounded by threads.
 
+    An episode that its environment or the backend fails is data: it comes back with the reason. After an environment failed it is
+    closed, and the next episode of its slot gets a new one.
+
     Args:
         settings: which environment.
         kwargs: arguments of ``gymnasium.make`` beside ``settings.kwargs``.
@@ -100,7 +117,10 @@ class Rollout:
         make_actor: builds one actor per slot.
         slots: episodes played at once.
         search_and_ask: calls allowed per guided episode; 0 leaves the tool out.
-        make_env: builds the innermost environments; in this process by default.
+        make_env: builds the innermost environments, on the event loop; in this process by default.
+
+    Attributes:
+        close_errors: how often closing an environment failed, by reason.
     """
 
     def __init__(
@@ -119,11 +139,12 @@ class Rollout:
         self._limit, self._calls = slots, search_and_ask
         self._threads = ThreadPoolExecutor(max_workers=min(slots, 32), thread_name_prefix="env")
         self._slots: list[Slot] = []
+        self.close_errors: Counter[str] = Counter()
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
         """Play all jobs, at most ``slots`` at a time; a failed episode comes back with its reason as an error."""
         while len(self._slots) < min(self._limit, len(jobs)):
-            self._slots.append(self._make_slot())
+            self._slots.append(Slot(self._make_actor()))
         free: asyncio.Queue[Slot] = asyncio.Queue()
         for slot in self._slots:
             free.put_nowait(slot)
@@ -140,48 +161,105 @@ class Rollout:
     def close(self) -> None:
         """Close environments and threads."""
         for slot in self._slots:
-            slot.env.close()
+            if slot.stack is not None:
+                self._note_close(_closed(slot.stack))
         self._slots.clear()
         self._threads.shutdown(wait=False)
-
-    def _make_slot(self) -> Slot:
-        inner = AwaitedEnv(self._make_env(self._settings, self._kwargs))
-        env: gym.Env[str, str] = ExperienceWrapper(inner, self._manager, inject="system")
-        return Slot(SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner, self._make_actor())
 
     async def _episode(self, slot: Slot, job: Job) -> Episode:
         info: dict[str, Any] = {}
         try:
+            stack = slot.stack = slot.stack or self._make_stack()
             slot.actor.reset(seed=job.sampling_seed)
-            observation, info = await self._reset(slot, job)
+            observation, info = await self._reset(stack, job, slot.actor.llm.version)
             done = False
             while not done:
                 action = await slot.actor.aact(observation, info)
-                observation, _, terminated, truncated, info = await self._step(slot, action)
+                observation, _, terminated, truncated, info = await self._step(stack, action)
                 done = terminated or truncated
-        except (BackendError, EnvError) as error:
-            reason = f"{'env' if isinstance(error, EnvError) else 'backend'}: {error}"
-            failed = Trajectory(task=str(info.get("task", "")), group=job.task.group, condition=job.condition, error=reason)
-            return Episode(failed, ())
-        return Episode(slot.env.get_wrapper_attr("last_trajectory"), tuple(slot.actor.generations))
+        except BackendError as error:
+            return _failed(job, info, f"backend: {error}")
+        except EnvError as error:
+            await self._discard(slot)
+            return _failed(job, info, f"env: {error}", broken=not error.lost)
+        return Episode(stack.env.get_wrapper_attr("last_trajectory"), tuple(slot.actor.generations))
 
-    async def _reset(self, slot: Slot, job: Job) -> Start:
-        options = job.task.options | {
-            "guided": job.condition is Condition.GUIDED,
-            "group": job.task.group,
-            "policy_version": slot.actor.llm.version,
-        }
-        await slot.inner.await_reset(seed=job.task.seed, options=dict(job.task.options))
-        return await self._in_thread(lambda: slot.env.reset(seed=job.task.seed, options=options))
+    def _make_stack(self) -> Stack:
+        inner = AwaitedEnv(given(attempted(lambda: self._make_env(self._settings, self._kwargs))))
+        env: gym.Env[str, str] = ExperienceWrapper(inner, self._manager, inject="system")
+        return Stack(SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner)
 
-    async def _step(self, slot: Slot, action: str) -> Step:
-        if not (isinstance(slot.env, SearchAndAskWrapper) and slot.env.query_of(action) is not None):
-            await slot.inner.await_step(action)  # a call to the bank does not step the environment
-        observation, reward, terminated, truncated, info = await self._in_thread(partial(slot.env.step, action))
+    async def _discard(self, slot: Slot) -> None:
+        """Close the environment of a slot; the next episode there makes another."""
+        stack, slot.stack = slot.stack, None
+        if stack is not None:
+            self._note_close(await self._in_thread(lambda: _closed(stack)))
+
+    def _note_close(self, reason: str | None) -> None:
+        if reason is not None:
+            self.close_errors[shortened(reason)] += 1
+            _log.warning("Closing an environment failed: %s", reason)
+
+    async def _reset(self, stack: Stack, job: Job, version: int) -> Start:
+        options = job.task.options | {"guided": job.condition is Condition.GUIDED, "group": job.task.group, "policy_version": version}
+        await stack.inner.await_reset(seed=job.task.seed, options=dict(job.task.options))
+        return await self._in_thread(lambda: stack.env.reset(seed=job.task.seed, options=options))
+
+    async def _step(self, stack: Stack, action: str) -> Step:
+        if not (isinstance(stack.env, SearchAndAskWrapper) and stack.env.query_of(action) is not None):
+            await stack.inner.await_step(action)  # a call to the bank does not step the environment
+        observation, reward, terminated, truncated, info = await self._in_thread(partial(stack.env.step, action))
         return observation, float(reward), terminated, truncated, info
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _failed(job: Job, info: dict[str, Any], reason: str, *, broken: bool = False) -> Episode:
+    """An episode that ended for a technical reason: no turns, no uses, nothing to train on."""
+    task = str(info.get("task", ""))
+    told = Trajectory(task=task, group=job.task.group, seed=job.task.seed, condition=job.condition, error=reason)
+    return Episode(told, (), broken)
+
+
+def _closed(stack: Stack) -> str | None:
+    """Close an environment; gives why it failed to, or None."""
+    try:
+        stack.env.close()
+    except EnvError as error:
+        return str(error)
+    return None
+
+
+def shortened(reason: str) -> str:
+    r"""The first line of a reason, at most 120 characters of it.
+
+    >>> shortened("env: ValueError: no such room\nIt was torn down.")
+    'env: ValueError: no such room'
+    """
+    return reason.strip().partition("\n")[0][:_REASON]
+
+
+def failures(episodes: Sequence[Episode]) -> dict[str, int]:
+    """How many of these episodes failed for which technical reason, shortened, the most frequent first."""
+    return dict(Counter(shortened(e.trajectory.error) for e in episodes if e.trajectory.error is not None).most_common())
+
+
+def refuse_broken(episodes: Sequence[Episode]) -> None:
+    """Refuse to go on when the environment failed every one of these episodes, since nothing can be learned from it.
+
+    Episodes whose environment went down with its process do not count: the next ones have another, for as long as there is one.
+
+    Raises:
+        ExperientialError: it did; the message names the reasons.
+    """
+    if not episodes or not all(episode.broken for episode in episodes):
+        return
+    reasons = "; ".join(f"{reason} ({count} times)" for reason, count in list(failures(episodes).items())[:3])
+    raise ExperientialError(
+        f"Expected an environment that can be played, got {len(episodes)} of {len(episodes)} episodes that it failed: {reasons}; "
+        "try it alone: gymnasium.make, reset and step"
+    )
 
 
 def guided_members(group_size: int, guided: str) -> list[Condition]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +42,10 @@ class Sample:
     weight: float = 1.0
     temperature: float = 1.0
     policy_version: int = 0
+
+    def weighted(self, factor: float) -> Sample:
+        """The same with its weight multiplied."""
+        return replace(self, weight=self.weight * factor)
 
 
 def check_sample(sample: Sample) -> None:

@@ -15,21 +15,19 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment, ModelSettings
-from experiential.training.advantages import pooled_group_advantages, split_group_advantages, split_weights
+from experiential.training.actor_samples import actor_samples
 from experiential.training.ahead import RolloutsAhead
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.evaluate import VisitEvaluator, Visits, compare
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.metrics import Metrics, Observer, peak_memory_gb
-from experiential.training.rollout import Episode, MakeEnv, NoBank, Rollout, make_env, trajectory_samples
-from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
+from experiential.training.rollout import Episode, MakeEnv, NoBank, Rollout, failures, make_env, refuse_broken
+from experiential.training.runtime import LossSettings, PolicyRuntime, TrainStats
 from experiential.training.tasks import TaskSource, world_count
 from experiential.types import Condition
 
@@ -190,7 +188,7 @@ class Trainer:
         episodes, rollout_s = await self._ahead.take(step, self._next_pause(step))
         waited = time.perf_counter() - begin
         if self._track is not None:
-            self._track.credit([e.trajectory for e in episodes])
+            await self._track.credit([e.trajectory for e in episodes])
             await self._track.step(step)
         update = await self._update_actor(episodes, step)
         await self._consolidate(step)
@@ -199,6 +197,7 @@ class Trainer:
         times = {"rollout_s": rollout_s, "waited_s": waited, "step_s": wall, "tokens_per_s": speed}
         self._episodes.emit({"event": "episodes", "step": step + 1, "rows": [_row(e) for e in episodes]})
         self._metrics.emit(self._step_event(step, episodes, update) | times)
+        refuse_broken(episodes)
 
     async def _play(self, step: int) -> tuple[list[Episode], float]:
         """The episodes of a step, and how long they took in seconds."""
@@ -238,7 +237,7 @@ class Trainer:
             mini_batches=settings.mini_batches,
             seed=step,
         )
-        samples, version = actor_samples(episodes, settings.advantage), self.actor.version
+        samples, version = actor_samples(episodes, settings), self.actor.version
         stats = await self.actor.train(samples, loss)
         await self.actor.sync()
         stats.metrics["staleness"] = sum(version - s.policy_version for s in samples) / max(1, len(samples))
@@ -267,7 +266,8 @@ class Trainer:
         }
         event |= {f"actor_{name}": value for name, value in (update.metrics | self.actor.busy()).items()}
         event |= {f"extractor_{name}": value for name, value in self.extractor.busy().items()}
-        return event | self._bank_event()
+        found = {"failures": failures(episodes), "close_errors": dict(self._rollout.close_errors)}
+        return event | {name: counts for name, counts in found.items() if counts} | self._bank_event()
 
     def _bank_event(self) -> dict[str, Any]:
         if self._manager is None or self._track is None or self._bank is None:
@@ -403,30 +403,6 @@ class Trainer:
             "difference": difference,
             "files": {Path(name).stem: str(self.output / name) for name in _FILES if (self.output / name).exists()},
         }
-
-
-def actor_samples(episodes: Sequence[Episode], advantage: str) -> list[Sample]:
-    """Weighted samples of a batch of episodes: eq. 5 for ``split``, one group-wide normalisation for ``pooled``.
-
-    Episodes that failed for a technical reason and those with zero advantage give none.
-    """
-    played = [e for e in episodes if e.trajectory.error is None and e.generations]
-    if not played:
-        return []
-    names = {name: i for i, name in enumerate(dict.fromkeys(e.trajectory.group for e in played))}
-    rewards = np.array([e.trajectory.reward for e in played], dtype=np.float32)
-    group = np.array([names[e.trajectory.group] for e in played], dtype=np.int64)
-    guided = np.array([e.trajectory.condition is Condition.GUIDED for e in played])
-    if advantage == "split":
-        values, weights = split_group_advantages(rewards, group, guided), split_weights(group, guided)
-    else:
-        values, weights = pooled_group_advantages(rewards, group), np.full(len(played), 1 / len(played))
-    return [
-        sample
-        for episode, value, weight in zip(played, values, weights, strict=True)
-        if value != 0
-        for sample in trajectory_samples(episode.generations, float(value), float(weight))
-    ]
 
 
 def prompt_set_name(settings: ModelSettings) -> str:

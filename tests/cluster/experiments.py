@@ -11,5 +11,5 @@ _POLICY = ("attention=sdpa", "max_length=1024", "gpu_memory=0.2", "enforce_eager
 def cluster_experiment(*overrides: str) -> Experiment:
     """The complementary recipe with two tiny policies on the cluster engine."""
     policies = [f"cluster.{role}.{setting}" for role in ("actor", "extractor") for setting in _POLICY]
-    timeouts = ["cluster.start_timeout=400", "cluster.call_timeout=240"]
+    timeouts = ["cluster.start_timeout=1200", "cluster.call_timeout=240"]
     return load_experiment("complementary", ["model.dtype=bfloat16", "runtime=openrlhf", *policies, *timeouts, *overrides])

@@ -20,7 +20,7 @@ from tests.cluster.experiments import cluster_experiment
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-cluster` runs these tests")
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-cluster` runs these tests")
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 PROMPTS = [[{"role": "user", "content": f"task {i}: the door is locked. What now?"}] for i in range(8)]
 ACTIONS = ("pull red", "pull blue", "pull green", "wait")

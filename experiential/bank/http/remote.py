@@ -70,9 +70,9 @@ class Caller:
             page = self.ask(wire.ENTRIES, cursor=page.cursor)
             yield from page.entries
 
-    def search(self, queries: list[str], k: int, scope: Scope) -> list[list[Hit]]:
+    def search(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
         """Hits of each query."""
-        asked = {"queries": queries, "k": k, "exclude_instance": scope.exclude, "where": _plain(scope.where)}
+        asked = {"queries": queries, "k": k, "hybrid": hybrid, "exclude_instance": scope.exclude, "where": _plain(scope.where)}
         return self.ask(wire.SEARCH, **asked) if queries else []
 
     def nearest(
@@ -136,8 +136,8 @@ class RemoteView(BankView):
 
     get = _asks(wire.GET, BankView.get)
 
-    def _hits(self, queries: list[str], k: int, scope: Scope) -> list[list[Hit]]:
-        return self._caller.search(queries, k, scope)
+    def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
+        return self._caller.search(queries, k, hybrid, scope)
 
     def nearest(
         self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None] = (), words: bool = False
@@ -347,8 +347,8 @@ class RemoteBank(ExperienceBank):
         """Every entry as it stands now, oldest first; fetched page by page, all of one moment."""
         return self._caller.entries()
 
-    def _hits(self, queries: list[str], k: int, scope: Scope) -> list[list[Hit]]:
-        return self._caller.search(queries, k, scope)
+    def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
+        return self._caller.search(queries, k, hybrid, scope)
 
     def nearest(
         self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None] = (), words: bool = False

@@ -298,7 +298,8 @@ def _embed(served: ServedBank, body: wire.Texts) -> list[list[float]]:
 
 @_serves(wire.SEARCH)
 def _search(served: ServedBank, body: wire.Searched) -> list[list[Hit]]:
-    return served.reader(body.at).search(body.queries, k=body.k, exclude_instance=body.exclude_instance, where=body.where)
+    reader = served.reader(body.at)
+    return reader.search(body.queries, k=body.k, hybrid=body.hybrid, exclude_instance=body.exclude_instance, where=body.where)
 
 
 @_serves(wire.NEAREST)

@@ -119,10 +119,11 @@ class Page(Body):
 
 
 class Searched(Reading):
-    """Queries, how many hits for each, a task instance to leave out, and what entries must be (values by field)."""
+    """Queries, how many hits for each, the weight of words, a task instance to leave out, what entries must be (values by field)."""
 
     queries: list[str]
     k: int = 1
+    hybrid: float = 0.0
     exclude_instance: str | None = None
     where: dict[str, Any] | None = None
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, overload
 
 from experiential.bank.index.vectors import Scored
+from experiential.bank.search.strategies import Candidate, above_floor, candidates_for
 from experiential.bank.search.where import Filter, Scope, Where
+from experiential.config import RetrievalSettings
 from experiential.types import Experience, Hit
+
+_POOL = RetrievalSettings().pool
 
 
 class Searchable(ABC):
@@ -40,7 +45,9 @@ class Searchable(ABC):
         """The same version with its counters."""
 
     @overload
-    def search(self, query: str, *, k: int = 1, exclude_instance: str | None = None, where: Filter | None = None) -> list[Hit]: ...
+    def search(
+        self, query: str, *, k: int = 1, hybrid: float = 0.0, exclude_instance: str | None = None, where: Filter | None = None
+    ) -> list[Hit]: ...
 
     @overload
     def search(
@@ -48,6 +55,7 @@ class Searchable(ABC):
         query: list[str] | tuple[str, ...],
         *,
         k: int = 1,
+        hybrid: float = 0.0,
         exclude_instance: str | None = None,
         where: Filter | None = None,
     ) -> list[list[Hit]]: ...
@@ -57,6 +65,7 @@ class Searchable(ABC):
         query: str | list[str] | tuple[str, ...],
         *,
         k: int = 1,
+        hybrid: float = 0.0,
         exclude_instance: str | None = None,
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
@@ -65,6 +74,9 @@ class Searchable(ABC):
         Args:
             query: one text or a list of texts.
             k: how many hits for each.
+            hybrid: weight of the words that query and entry share beside their cosine, in [0, 1], as ``bank.retrieval.hybrid``: hits are
+                ranked by (1 - hybrid) cosine + hybrid words, which is their score. Candidates are the nearest entries and those that
+                words find best, ``16 k`` of each. The first search with words indexes them.
             exclude_instance: leave out entries that were made from this task instance, by whatever updates and merges.
             where: only entries that are so: values by field, ``{"kind": "lesson", "tags": ["alfworld", "webshop"]}``. The fields ``kind``
                 and ``task`` are the entry's own, others are of its metadata; several values are alternatives (see
@@ -74,18 +86,35 @@ class Searchable(ABC):
             ValueError: an argument is something else.
         """
         queries = checked_queries(query, k)
-        rows = self._hits(queries, k, Scope(exclude_instance, Where.of(where)))
+        rows = self._hits(queries, k, checked_weight(hybrid), Scope(exclude_instance, Where.of(where)))
         return rows[0] if isinstance(query, str) else rows
 
-    def _hits(self, queries: list[str], k: int, scope: Scope) -> list[list[Hit]]:
-        rows = self.nearest(queries, k, [scope.exclude] * len(queries), [scope.where] * len(queries))
-        return [[Hit(experience=self.read(s.item), score=s.score, rank=i) for i, s in enumerate(row)] for row in rows]
+    def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
+        wanted = candidates_for(k, _POOL) if hybrid else k
+        rows = self.nearest(queries, wanted, [scope.exclude] * len(queries), [scope.where] * len(queries), words=hybrid > 0.0)
+        return [self._ranked(row, k, hybrid) for row in rows]
+
+    def _ranked(self, row: Sequence[Scored[Experience]], k: int, hybrid: float) -> list[Hit]:
+        found = {scored.item.id: scored.item for scored in row}
+        best = above_floor([Candidate(scored.item.id, scored.score, scored.words) for scored in row], -math.inf, hybrid)[:k]
+        return [Hit(experience=self.read(found[one.id]), score=one.relevance(hybrid), rank=rank) for rank, one in enumerate(best)]
 
 
 def scopes_of(queries: Sequence[str], exclude: Sequence[str | None], where: Sequence[Where | None]) -> list[Scope]:
     """The scope of each query; empty sequences limit nothing."""
     nothing = [None] * len(queries)
     return [Scope(*one) for one in zip(exclude or nothing, where or nothing, strict=True)]
+
+
+def checked_weight(hybrid: object) -> float:
+    """The weight of words, if it is one.
+
+    Raises:
+        ValueError: it is no number in [0, 1].
+    """
+    if isinstance(hybrid, bool) or not isinstance(hybrid, int | float) or not 0.0 <= hybrid <= 1.0:
+        raise ValueError(f"Expected hybrid to be a number from 0 to 1, got {hybrid!r}")
+    return float(hybrid)
 
 
 def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:

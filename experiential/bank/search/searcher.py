@@ -15,15 +15,13 @@ from typing import NamedTuple
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.evidence.trust import Probation
 from experiential.bank.index.vectors import Scored
-from experiential.bank.search.strategies import Candidate, Retrievals, select
+from experiential.bank.search.strategies import Candidate, Retrievals, candidates_for, select
 from experiential.bank.search.where import Where
 from experiential.config import RetrievalSettings
 from experiential.errors import BankError
 from experiential.sync import attempted
 from experiential.types import Experience, Hit, Statistics
 
-_TIED = 4
-"""Candidates fetched for each place of the pool, so that ties at its border can rotate."""
 _MOST = 512
 """Queries of one batch, when so many wait because all workers are busy."""
 _CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
@@ -221,7 +219,7 @@ class Searcher:
     def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:
         if self._probation is not None:
             self._probation.wake()
-        wanted = max(request.k for request in batch) * self._settings.pool * _TIED
+        wanted = candidates_for(max(request.k for request in batch), self._settings.pool)
         rows = self._nearest(batch, wanted)
         if self._probation is not None:
             admitted = [request.admitted is True for request in batch]

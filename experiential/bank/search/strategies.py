@@ -40,6 +40,13 @@ class Candidate(NamedTuple):
 
 
 _COSINE = attrgetter("cosine")
+_TIED = 4
+"""Candidates fetched for each place of the pool, so that ties at its border can rotate."""
+
+
+def candidates_for(k: int, pool: int) -> int:
+    """How many entries to fetch by cosine, and as many by words, when ``k`` are to be chosen."""
+    return k * pool * _TIED
 
 
 class Pick(NamedTuple):

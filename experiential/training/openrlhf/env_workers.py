@@ -208,7 +208,7 @@ class EnvWorker:
             EnvError: the environment raised, did not answer in time, or its worker died; the message names worker and node.
         """
         if life is not self._life or not self.alive:
-            raise EnvError(self._end_of(life))
+            raise EnvError(self._end_of(life), lost=True)
         reference = getattr(life.handle, method).remote(*arguments)
         value, reason = await self._asked(life, reference, seconds or self._cluster.call_timeout, method, arguments[0])
         if reason is not None:
@@ -225,7 +225,7 @@ class EnvWorker:
             self._end(life, f"died: {told(error)}")
         except TimeoutError:
             await self._examine(life, f"{method} gave no answer within {seconds:g} s", number)
-        raise EnvError(self._end_of(life))
+        raise EnvError(self._end_of(life), lost=True)
 
     async def _examine(self, life: Life, complaint: str, number: object) -> None:
         """End a life that does not answer at all; where the host answers, only the environment hangs."""

@@ -1,0 +1,127 @@
+"""Credit of the extractor: whose generations a use pays, the same for a folder and a served bank, beside a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+
+import experiential as xp
+from experiential.config import ExtractorSettings
+from experiential.training.extractor_track import ExtractorTrack
+from experiential.types import Condition, Generation, ParsedOperations, Provenance, Use
+from tests.test_serve import serving
+
+
+class Story(NamedTuple):
+    """A bank with two entries merged into one and a refinement, and the generations that wrote them."""
+
+    bank: Any
+    merged: xp.Experience
+    generations: dict[str, Generation]
+
+
+def distillation(name: str, *operations: Any) -> xp.Distillation:
+    return xp.Distillation(
+        parsed=ParsedOperations(operations=operations),
+        generation=Generation(id=name, text=name, response_ids=(1, 2), logprobs=(-1.0, -1.0)),
+    )
+
+
+def story(bank: Any) -> Story:
+    trajectory = xp.Trajectory(task="leave", task_id="leave", instance="leave#1")
+    told = {name: distillation(name, xp.Add(text=f"lesson of {name}", span=(1, 5))) for name in ("one", "two")}
+    entries = [bank.apply(told[name], trajectory=trajectory, shown=[])[0] for name in told]
+    told["merge"] = distillation("merge", xp.Merge(entries=(1, 2), text="both lessons", span=(2, 7)))
+    (merged,) = bank.consolidate(told["merge"], shown=entries)
+    told["refine"] = distillation("refine")
+    bank.keep_generation(told["refine"].generation)
+    return Story(bank, merged, {name: cast("Generation", one.generation) for name, one in told.items()})
+
+
+def episode(*used: xp.Experience, success: bool = True, refinement: str | None = None, error: str | None = None) -> xp.Trajectory:
+    uses = tuple(Use(experience_id=one.id, experience_version=one.version, score=0.5, refinement=refinement) for one in used)
+    return xp.Trajectory(task="leave", uses=uses, success=success, condition=Condition.GUIDED, error=error)
+
+
+def track_of(bank: Any, **settings: Any) -> ExtractorTrack:
+    return ExtractorTrack(cast("Any", None), bank, ExtractorSettings(**settings))  # no update is asked for, so no policy
+
+
+@pytest.fixture(params=["folder", "served"])
+def told(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Story]:
+    if request.param == "folder":
+        with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+            yield story(bank)
+    else:
+        with serving(tmp_path / "bank", embedder="hashing") as url, xp.ExperienceBank(url) as bank:
+            yield story(bank)
+
+
+def rewards(track: ExtractorTrack) -> dict[str, tuple[float, int, Any]]:
+    """Total reward, uses and span of what waits, by the generation that wrote it."""
+    waiting = track.buffer.state_dict()["waiting"]
+    return {one["generation"]["id"]: (one["total"], one["uses"], one["span"]) for _, one in waiting}
+
+
+async def test_a_use_pays_the_version_its_ancestors_and_the_refinement(told: Story) -> None:
+    track = track_of(told.bank)
+    twice = episode(told.merged, told.merged, success=False)
+    failed = episode(told.merged, error="env: OSError: x")
+    counted = await track.credit([episode(told.merged, refinement="refine"), episode(told.merged), twice, failed])
+    assert counted == 3
+    lineage = (1.0, 3, [2, 7]), (1.0, 3, [1, 5])
+    assert rewards(track) == {"merge": lineage[0], "one": lineage[1], "two": lineage[1], "refine": (1.0, 1, None)}
+
+
+async def test_the_order_of_the_samples_is_that_of_the_trajectories(told: Story) -> None:
+    loose = told.bank.apply(
+        distillation("late", xp.Add(text="a late lesson", span=(0, 4))), trajectory=xp.Trajectory(task="leave"), shown=[]
+    )
+    track = track_of(told.bank)
+    await track.credit([episode(loose[0]), episode(told.merged)])
+    order = list(rewards(track))
+    assert order[0] == "late" and set(order[1:]) == {"merge", "one", "two"}
+
+
+async def test_an_extractor_that_is_not_trained_is_credited_nothing(told: Story) -> None:
+    track = track_of(told.bank, train=False)
+    assert await track.credit([episode(told.merged)]) == 0
+    assert len(track.buffer) == 0
+
+
+class WaitingBank:
+    """Answers after the event loop has gone on, or fails; notes who asked."""
+
+    def __init__(self) -> None:
+        self.went_on = threading.Event()
+        self.asked_by: set[int] = set()
+
+    def lineage(self, id: str, version: int) -> Sequence[tuple[str, int]]:
+        self.asked_by.add(threading.get_ident())
+        if not self.went_on.wait(30):
+            raise TimeoutError("the event loop stood still while the bank was asked")
+        return [(id, version)]
+
+    def version(self, id: str, version: int) -> xp.Experience:
+        return xp.Experience(id=id, text="x", provenance=Provenance(generation=id))
+
+    def generation(self, id: str) -> Generation:
+        return Generation(id=id, text="x", response_ids=(1,), logprobs=(-1.0,))
+
+
+async def test_the_event_loop_goes_on_while_the_bank_is_asked_and_the_buffer_changes_there_at_once() -> None:
+    bank, entries = WaitingBank(), [xp.Experience(text="a"), xp.Experience(text="b")]
+    track = track_of(bank)
+    crediting = asyncio.create_task(track.credit([episode(*entries)]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(track.buffer) == 0  # an update that takes its batch here meets nothing of it
+    bank.went_on.set()
+    assert await crediting == 2
+    assert list(rewards(track)) == [entry.id for entry in entries]
+    assert threading.get_ident() not in bank.asked_by
