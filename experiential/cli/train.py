@@ -37,9 +37,7 @@ def train(
     output: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/RECIPE-TIME]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in --output.")] = False,
     seed: Annotated[int | None, typer.Option(help="Same as seed=N.")] = None,
-    runtime: Annotated[
-        str | None, typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16.")
-    ] = None,
+    runtime: Annotated[str | None, typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from experiential.errors import BackendError
 from experiential.training.openrlhf.parts import EngineSeat, end_engine
@@ -39,6 +39,7 @@ class Engines:
         start_timeout: seconds that an engine may take to start.
         restarts: times that each may be started again.
         replaced: awaited after an engine was started again: connects it and gives it the weights of now.
+        fixed: why an engine that is lost is not started again, for the error; None starts it again.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class Engines:
         start_timeout: float,
         restarts: int,
         replaced: Callable[[], Awaitable[None]],
+        fixed: str | None = None,
     ) -> None:
-        self._start, self._replaced, self._restarts = start, replaced, restarts
+        self._start, self._replaced, self._restarts, self._fixed = start, replaced, restarts, fixed
         self._call_timeout, self._start_timeout = call_timeout, start_timeout
         self._engines = [Engine(f"{name} engine {i}", start(i)) for i in range(count)]
         self._mending = asyncio.Lock()
@@ -110,6 +112,19 @@ class Engines:
         """Let the engines go on."""
         await self._each("resume_generation", self._call_timeout)
 
+    async def sleep(self) -> None:
+        """Move the weights to the machine's memory and forget the cache; no request may be running, vLLM would break it off."""
+        await self._each("sleep", self._call_timeout)
+
+    async def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        """Give sleeping engines back what is named; they answer once they have both.
+
+        Weights alone are enough to send new ones. An engine with weights alone cannot be put to sleep: vLLM takes it for asleep.
+        """
+        await self._each("wake_up", self._call_timeout, list(parts))
+        if "kv_cache" in parts:
+            await self._each("reset_prefix_cache", self._call_timeout)
+
     def close(self) -> None:
         """Kill the engines and free their GPUs."""
         for engine in self._engines:
@@ -125,8 +140,8 @@ class Engines:
             except LostActorError as error:
                 await self._replace(engine, handle, error)
 
-    async def _each(self, method: str, seconds: float) -> None:
-        calls = [getattr(engine.seat.handle, method).remote() for engine in self._engines]
+    async def _each(self, method: str, seconds: float, *arguments: Any) -> None:
+        calls = [getattr(engine.seat.handle, method).remote(*arguments) for engine in self._engines]
         await answers(calls, [engine.name for engine in self._engines], seconds)
 
     async def _replace(self, engine: Engine, lost: Any, reason: LostActorError) -> None:
@@ -134,6 +149,8 @@ class Engines:
         async with self._mending:
             if engine.seat.handle is not lost:
                 return
+            if self._fixed is not None:
+                raise BackendError(f"{reason}; {self._fixed}") from reason
             if engine.restarts >= self._restarts:
                 raise BackendError(f"{reason}; it was started again {engine.restarts} times already (cluster.restarts)") from reason
             self._serving.clear()

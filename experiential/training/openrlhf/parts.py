@@ -11,20 +11,27 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from experiential.config import OptimSettings, PolicyClusterSettings
+from experiential.errors import BackendError
+from experiential.sync import attempted
 from experiential.training.openrlhf.learner import Learner, RankStats
 from experiential.training.openrlhf.rank_state import load_state, save_state
+from experiential.training.openrlhf.remote import LostActorError
 from experiential.training.runtime import LossSettings, Sample
 
 _FAR = 1_000_000_000
 """Steps of a learning-rate schedule that never ends: the rate is constant."""
+_SHARE = 0.2
+"""Of a GPU and of a CPU, as OpenRLHF gives it to engines in a shared group: a number for Ray's count, no limit of anything."""
 
 
 class EngineSeat(NamedTuple):
-    """A running vLLM engine and the placement group that keeps its GPUs."""
+    """A running vLLM engine and the placement group that keeps its GPUs; None if the group is not for it alone."""
 
     handle: Any
     group: Any
@@ -84,11 +91,7 @@ def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: in
     """
     groups: Any = import_module("ray.util.placement_group")
     before = set(groups.placement_group_table())
-    [handle] = import_module("openrlhf.trainer.ray.vllm_engine").create_vllm_engines(
-        num_engines=1, tensor_parallel_size=settings.tensor_parallel, pretrain=str(model), seed=seed, full_determinism=False,
-        enable_prefix_caching=True, enforce_eager=settings.enforce_eager, max_model_len=settings.max_length, shared_pg=None,
-        gpu_memory_utilization=settings.gpu_memory, vllm_enable_sleep=False, logprobs_mode="processed_logprobs",
-    )  # fmt: skip
+    [handle] = _create_engines(1, model, settings, seed, None)
     [new] = set(groups.placement_group_table()) - before
     return EngineSeat(handle, groups.PlacementGroup(import_module("ray._raylet").PlacementGroupID.from_hex(new)))
 
@@ -96,7 +99,83 @@ def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: in
 def end_engine(seat: EngineSeat) -> None:
     """Kill an engine, whatever state it is in, and free its GPUs."""
     import_module("ray").kill(seat.handle)
-    import_module("ray.util.placement_group").remove_placement_group(seat.group)
+    if seat.group is not None:
+        end_group(seat.group)
+
+
+def start_group(gpus: int, *, seconds: float) -> Any:
+    """The placement group that both policies share: one bundle for each GPU, all on one node.
+
+    OpenRLHF gives a rank and an engine that share a GPU a fifth of it each, and a fifth of a CPU, so a bundle has room for those of
+    two policies.
+
+    Raises:
+        BackendError: no node had so many GPUs and CPUs free within ``seconds``.
+    """
+    groups: Any = import_module("ray.util.placement_group")
+    group = groups.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="STRICT_PACK")
+    if not group.wait(seconds):
+        end_group(group)
+        raise BackendError(
+            f"Expected one node with {gpus} free GPUs and as many free CPUs within {seconds:g} s (cluster.start_timeout), got none; "
+            "end what else runs there, or lower cluster.*.gpus_per_node"
+        )
+    return group
+
+
+def end_group(group: Any) -> None:
+    """Free the GPUs of a placement group; Ray kills what still runs on them."""
+    import_module("ray.util.placement_group").remove_placement_group(group)
+
+
+def start_sleeping_engines(
+    model: Path | str, settings: PolicyClusterSettings, group: Any, *, seed: int, name: str, seconds: float
+) -> list[Any]:
+    """All vLLM engines of one policy in a group that is shared; returns once they have started and sleep.
+
+    OpenRLHF waits for them without an end, so it does so in a thread that may be left behind.
+
+    Args:
+        model: a folder in Hugging Face format, or a hub name.
+        settings: sizes of this policy.
+        group: of `start_group`; engine ``i`` gets bundle ``i``, or the ``tensor_parallel`` bundles from there on.
+        seed: of the first engine; the others have the ones after it.
+        name: of the policy, for errors.
+        seconds: how long they may take.
+
+    Returns:
+        Their Ray handles, in order.
+
+    Raises:
+        LostActorError: one did not start, or took longer.
+    """
+    found: SimpleQueue[list[Any] | Exception] = SimpleQueue()
+
+    def start() -> list[Any]:
+        return _create_engines(settings.engines, model, settings, seed, group)
+
+    Thread(target=lambda: found.put(attempted(start)), name=f"{name} engines", daemon=True).start()
+    try:
+        engines = found.get(timeout=seconds)
+    except Empty:
+        raise LostActorError(f"Expected the engines of the {name} to start within {seconds:g} s (cluster.start_timeout)") from None
+    ray: Any = import_module("ray")
+    try:
+        if isinstance(engines, Exception):
+            raise engines
+    except ray.exceptions.RayError as error:
+        cause = str(error).strip().splitlines()[-1]
+        raise LostActorError(f"Expected the engines of the {name} to start and fall asleep, got: {cause}") from error
+    return engines
+
+
+def _create_engines(count: int, model: Path | str, settings: PolicyClusterSettings, seed: int, shared: Any | None) -> list[Any]:
+    """Engines with GPUs of their own; or in a shared group, asleep, waited for without an end."""
+    return import_module("openrlhf.trainer.ray.vllm_engine").create_vllm_engines(
+        num_engines=count, tensor_parallel_size=settings.tensor_parallel, pretrain=str(model), seed=seed, full_determinism=False,
+        enable_prefix_caching=True, enforce_eager=settings.enforce_eager, max_model_len=settings.max_length, shared_pg=shared,
+        gpu_memory_utilization=settings.gpu_memory, vllm_enable_sleep=shared is not None, logprobs_mode="processed_logprobs",
+    )  # fmt: skip
 
 
 def sampling_params(
@@ -109,10 +188,10 @@ def sampling_params(
     )  # fmt: skip
 
 
-def start_ranks(settings: PolicyClusterSettings) -> Any:
-    """The DeepSpeed ranks of one policy, one GPU each, as OpenRLHF's ``RayActorGroup``."""
+def start_ranks(settings: PolicyClusterSettings, shared: Any | None = None) -> Any:
+    """The DeepSpeed ranks of one policy, as OpenRLHF's ``RayActorGroup``: one GPU each, or a fifth of each bundle of a shared group."""
     return import_module("openrlhf.trainer.ray.launcher").RayActorGroup(
-        settings.nodes, settings.gpus_per_node, _rank_actor(), num_gpus_per_actor=1
+        settings.nodes, settings.gpus_per_node, _rank_actor(), pg=shared, num_gpus_per_actor=1 if shared is None else _SHARE
     )
 
 

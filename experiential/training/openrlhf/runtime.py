@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -22,12 +23,16 @@ from experiential.sync import EventLoopThread
 from experiential.training.openrlhf import parts
 from experiential.training.openrlhf.engines import Engines
 from experiential.training.openrlhf.learner import BLANK, RankStats
+from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
 from experiential.training.openrlhf.remote import answers
+from experiential.training.openrlhf.turns import SharedGpus, Sleeper
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, check_sample
 from experiential.types import FinishReason, Generation, Message
 
 T = TypeVar("T")
+
+_FIXED = "engines that share GPUs are not started again alone (cluster.share_gpus); resume the run from its last checkpoint"
 
 
 class OpenRLHFRuntime(PolicyRuntime):
@@ -36,6 +41,8 @@ class OpenRLHFRuntime(PolicyRuntime):
     Engines go on generating while the ranks train; they are held between two tokens while the new weights are sent. So a response
     may begin under one version and end under the next: it is recorded with the version that it began under, and the log-probability
     of each token is that of the weights which drew it.
+
+    Where policies share GPUs, engines do not go on: all requests of a policy end before another side has its turn (`turns`).
 
     ``json_schema`` is not honoured; ``choices`` are, token by token, exactly as `TransformersLLM` does.
 
@@ -49,6 +56,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         seed: of engines and ranks.
         reference: keep what the KL penalty needs, a frozen copy of the weights on the ranks.
         thread: the event loop that talks to Ray; generation may be asked for from any other.
+        shared: the GPUs that both policies use in turns; None where each engine and rank has its own.
     """
 
     def __init__(
@@ -63,29 +71,36 @@ class OpenRLHFRuntime(PolicyRuntime):
         seed: int,
         reference: bool,
         thread: EventLoopThread,
+        shared: SharedGpus | None = None,
     ) -> None:
         self.name, self.settings, self._cluster = name, settings, cluster
         self._model, self._tokenizer, self._thread = model, tokenizer, thread
         self._trained = self._served = 0
         self._tokens = 0
         self._training = asyncio.Lock()
-        self._train_s, self._began = 0.0, time.perf_counter()
+        self._train_s, self._seen = 0.0, (time.perf_counter(), 0.0, 0.0)
         self._eos = frozenset({int(tokenizer.eos_token_id)})
         self._stops = StopFinder(tokenizer)
         self._render = lru_cache(maxsize=512)(self._render_now)
+        self._shared = shared
+        if shared is not None:
+            shared.join(name)
         self._engines = Engines(
             name,
-            lambda i: parts.start_engine(model, settings, seed=seed + i),
+            self._engine_start(seed),
             settings.engines,
             call_timeout=cluster.call_timeout,
             start_timeout=cluster.start_timeout,
             restarts=cluster.restarts,
             replaced=self._reconnect,
+            fixed=None if shared is None else _FIXED,
         )
-        self._group = parts.start_ranks(settings)
+        self._group = parts.start_ranks(settings, None if shared is None else shared.group)
         self._ranks = parts.handles(self._group)
         self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
-        strategy = parts.strategy(parts.arguments(settings, optim, seed=seed, sleeps=cluster.share_gpus))
+        self._engine_side = Sleeper(f"{name} engines", lambda: self._engines.wake("weights", "kv_cache"), self._engines.sleep)
+        self._rank_side = Sleeper(f"{name} ranks", lambda: self._all("reload_states"), lambda: self._all("offload_states"))
+        strategy = parts.strategy(parts.arguments(settings, optim, seed=seed, sleeps=shared is not None))
         self._starting = [rank.start.remote(strategy, str(model), self._engines.handles, reference) for rank in self._ranks]
 
     async def ready(self) -> None:
@@ -129,7 +144,7 @@ class OpenRLHFRuntime(PolicyRuntime):
             raise BackendError(
                 f"Expected a prompt of fewer than {self.settings.max_length} tokens, got {len(ids)}; raise cluster.{self.name}.max_length"
             )
-        return await self._there(self._constrained(ids, sampling) if sampling.choices else self._free(ids, sampling, room))
+        return await self._there(self._respond(ids, sampling, room))
 
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
         """Optimise on ``samples``; empty input changes nothing. The engines serve the old weights until ``sync``.
@@ -156,23 +171,25 @@ class OpenRLHFRuntime(PolicyRuntime):
     async def save(self, folder: Path) -> None:
         """Write weights, optimiser state and version; ``load`` may be on another number of ranks."""
         facts = {"name": self.name, "version": self._trained}
-        await self._there(self._all("save_state", str(folder), facts))
+        await self._there(self._alone("save_state", str(folder), facts))
 
     async def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote, and send it to the engines."""
         index = read_index(Path(folder))
-        await self._there(self._all("load_state", str(folder)))
+        await self._there(self._alone("load_state", str(folder)))
         self._trained = int(index["version"])
         await self.sync()
 
     async def export(self, folder: Path) -> None:
         """Write weights and tokenizer in Hugging Face format."""
-        await self._there(self._all("export", str(folder)))
+        await self._there(self._alone("export", str(folder)))
 
     def busy(self) -> dict[str, float]:
-        """Share of the time since the start in which engines had a request, and in which ranks trained."""
-        elapsed = time.perf_counter() - self._began
-        return {"engines_busy": self._engines.busy / elapsed, "ranks_busy": self._train_s / elapsed}
+        """Share of the time since this was last asked in which engines had a request, and in which ranks trained."""
+        now = (time.perf_counter(), self._engines.busy, self._train_s)
+        elapsed, engines, ranks = (new - old for new, old in zip(now, self._seen, strict=True))
+        self._seen = now
+        return {"engines_busy": engines / elapsed, "ranks_busy": ranks / elapsed}
 
     def close(self) -> None:
         """Kill engines and ranks."""
@@ -181,6 +198,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks.clear()
+        if self._shared is not None and self._shared.leave(self.name):
+            parts.end_group(self._shared.group)
 
     # On the loop that talks to Ray
 
@@ -190,7 +209,43 @@ class OpenRLHFRuntime(PolicyRuntime):
     async def _ready(self) -> None:
         await self._engines.ready()
         await answers(self._starting, self._rank_names, self._cluster.start_timeout)
-        self._began = time.perf_counter()
+        self.busy()
+
+    def _engine_start(self, seed: int) -> Callable[[int], parts.EngineSeat]:
+        """Gives engine ``i``; those that share GPUs are started here, all at once."""
+        if self._shared is None:
+            return lambda i: parts.start_engine(self._model, self.settings, seed=seed + i)
+        seconds = self._cluster.start_timeout
+        handles = parts.start_sleeping_engines(self._model, self.settings, self._shared.group, seed=seed, name=self.name, seconds=seconds)
+        return lambda i: parts.EngineSeat(handles[i], None)
+
+    def _generating(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._shared is None else self._shared.generating(self._engine_side)
+
+    def _computing(self) -> AbstractAsyncContextManager[None]:
+        """Around all that the ranks do, but sending weights."""
+        return nullcontext() if self._shared is None else self._shared.training(self._rank_side)
+
+    @asynccontextmanager
+    async def _receiving(self) -> AsyncGenerator[None]:
+        """Around the sending of weights: engines are held, or, where GPUs are shared, their weights alone are awake."""
+        if self._shared is None:
+            await self._engines.pause()
+            try:
+                yield
+            finally:
+                await self._engines.resume()
+            return
+        async with self._shared.sending(self._engine_side):
+            await self._engines.wake("weights")
+            try:
+                yield
+            finally:
+                await self._engines.wake("kv_cache")
+
+    async def _respond(self, ids: tuple[int, ...], sampling: SamplingParams, room: int) -> Generation:
+        async with self._generating():
+            return await (self._constrained(ids, sampling) if sampling.choices else self._free(ids, sampling, room))
 
     async def _free(self, ids: tuple[int, ...], sampling: SamplingParams, room: int) -> Generation:
         version = self._served
@@ -242,7 +297,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         return Generation(prompt_ids=ids, policy=self.name, policy_version=version, temperature=temperature, **drawn)
 
     async def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
-        async with self._training:
+        async with self._training, self._computing():
             begin = time.perf_counter()
             size = self.settings.batch_size
             updates = max(loss.mini_batches, -(-len(samples) // size))
@@ -255,7 +310,7 @@ class OpenRLHFRuntime(PolicyRuntime):
             return _stats(samples, found, seconds, self._trained) if found else TrainStats(version=self._trained)
 
     async def _score(self, samples: list[Sample]) -> list[tuple[float, ...]]:
-        async with self._training:
+        async with self._training, self._computing():
             share = len(self._ranks) * self.settings.micro_batch_size
             await self._give(samples, -(-len(samples) // share) * share)
             found: list[list[tuple[float, ...]]] = await self._all("score")
@@ -266,6 +321,10 @@ class OpenRLHFRuntime(PolicyRuntime):
         filled = [*samples, *[BLANK] * (total - len(samples))]
         references = self._group.async_run_method_batch("take", sample=filled)
         await answers(references, self._rank_names, self._cluster.call_timeout)
+
+    async def _alone(self, method: str, *arguments: Any) -> list[Any]:
+        async with self._computing():
+            return await self._all(method, *arguments)
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         references = self._group.async_run_method(method, *arguments)
@@ -280,11 +339,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         return version
 
     async def _broadcast(self) -> None:
-        await self._engines.pause()
-        try:
+        async with self._receiving():
             await self._all("broadcast_to_vllm")
-        finally:
-            await self._engines.resume()
 
     async def _reconnect(self) -> None:
         """After an engine was started again."""
@@ -334,41 +390,41 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
     from experiential.training.openrlhf.versions import check_versions
 
     check_versions()
-    cluster = experiment.cluster
-    join(cluster)
+    cluster, gpus = experiment.cluster, place(experiment).gpus
+    join(cluster, gpus)
     thread = EventLoopThread("cluster")
+    shared = SharedGpus(parts.start_group(gpus, seconds=cluster.start_timeout)) if cluster.share_gpus else None
     second = experiment.extractor_model or experiment.model
     policies = (
         ("actor", experiment.model, cluster.actor, experiment.actor.optim, experiment.actor.kl > 0),
         ("extractor", second, cluster.extractor, experiment.extractor.optim, experiment.extractor.kl > 0),
     )
-    runtimes = [
-        OpenRLHFRuntime(
-            resolve_model(model.name),
-            load_tokenizer(model.name),
-            settings,
-            cluster,
-            optim,
-            name=name,
-            seed=experiment.seed + 1000 * i,
-            reference=reference,
-            thread=thread,
+    runtimes: list[OpenRLHFRuntime] = []
+    for i, (name, model, settings, optim, reference) in enumerate(policies):
+        path, tokenizer, seed = resolve_model(model.name), load_tokenizer(model.name), experiment.seed + 1000 * i
+        runtime = OpenRLHFRuntime(
+            path, tokenizer, settings, cluster, optim, name=name, seed=seed, reference=reference, thread=thread, shared=shared
         )
-        for i, (name, model, settings, optim, reference) in enumerate(policies)
-    ]
-    for runtime in runtimes:
+        runtimes.append(runtime)
+        if shared is not None:  # the next one needs the memory that this one takes while it starts
+            thread.run(runtime._ready())  # pyright: ignore[reportPrivateUsage]
+    for runtime in runtimes if shared is None else ():
         thread.run(runtime._ready())  # pyright: ignore[reportPrivateUsage]
     return runtimes[0], runtimes[1]
 
 
-def join(cluster: ClusterSettings) -> None:
+def join(cluster: ClusterSettings, gpus: int) -> None:
     """Join the Ray cluster of the settings, or start Ray on this machine; a Ray that runs in this process is used as it is.
 
+    Args:
+        cluster: which one.
+        gpus: that ranks and engines of both policies need, as `placement.place` counts them.
+
     Raises:
-        ConfigError: the cluster has fewer GPUs or CPUs than the settings ask for, for which Ray would wait without end.
+        ConfigError: the cluster has fewer GPUs or CPUs than are needed, for which Ray would wait without end.
     """
     ray: Any = import_module("ray")
-    needed = {"GPU": gpus_needed(cluster), "CPU": gpus_needed(cluster) + cluster.env_workers + cluster.remote_bank}
+    needed = {"GPU": gpus, "CPU": gpus + cluster.env_workers + cluster.remote_bank}
     if not ray.is_initialized():
         if cluster.address is not None:
             ray.init(address=cluster.address, log_to_driver=False)
@@ -382,9 +438,9 @@ def join(cluster: ClusterSettings) -> None:
                 f"Expected a Ray cluster with {count} free {kind}s, got {found.get(kind, 0):g}; lower cluster.actor and cluster.extractor, "
                 "add nodes, or end what else runs there"
             )
-
-
-def gpus_needed(cluster: ClusterSettings) -> int:
-    """GPUs of both policies' ranks and engines."""
-    policies = (cluster.actor, cluster.extractor)
-    return sum(p.nodes * p.gpus_per_node + p.engines * p.tensor_parallel for p in policies)
+    most = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+    if cluster.share_gpus and most < gpus:
+        raise ConfigError(
+            f"Expected one node with the {gpus} GPUs that are shared (cluster.share_gpus), the largest has {most:g}; "
+            "lower cluster.*.gpus_per_node, or give each policy its own GPUs (cluster.share_gpus=false)"
+        )

