@@ -113,12 +113,16 @@ async def drawn(runtime: LocalRuntime) -> list[Sample]:
     prompts = [[5, 9, 30 + i, 77] for i in range(2)]
     found = await asyncio.gather(*(runtime.generate(p, s) for p in prompts for s in sampling))
     samples = [sample_from_generation(g, (-1.0) ** i * (1 + i), weight=0.05 * (1 + i)) for i, g in enumerate(found)]
-    return [replace(s, logprobs=tuple(x + 0.05 * (-1) ** i for i, x in enumerate(s.logprobs))) for s in samples]
+    teacher = [tuple(x - 0.3 * (i % 3) for i, x in enumerate(s.logprobs)) for s in samples]
+    off = [tuple(x + 0.05 * (-1) ** i for i, x in enumerate(s.logprobs)) for s in samples]
+    return [replace(s, logprobs=values, teacher=told) for s, values, told in zip(samples, off, teacher, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["ppo", "cispo", "sft"])
-async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtime(kind: Literal["ppo", "cispo", "sft"], ranks: int) -> None:
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "sft", "reverse_kl"])
+async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtime(
+    kind: Literal["ppo", "cispo", "sft", "reverse_kl"], ranks: int
+) -> None:
     here = local()
     samples = await drawn(here)
     loss = LossSettings(kind=kind, low=0.04, high=0.04, kl=0.0 if kind == "sft" else 0.3)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiential.training.losses import cispo_loss, kl_k3, ppo_clip_loss, sft_loss
+from experiential.training.losses import cispo_loss, kl_k3, ppo_clip_loss, reverse_kl_loss, sft_loss
 
 LOG = math.log
 
@@ -164,6 +164,30 @@ def test_sft_by_hand() -> None:
     assert loss.item() == pytest.approx(0.5 * 2 + 2 * 5)
     loss.backward()
     assert logp.grad is not None and logp.grad.tolist() == pytest.approx([-0.25, -0.25, -2.0])
+
+
+def test_reverse_kl_by_hand() -> None:
+    # sequence 0: gaps log(0.5 / 0.25) = log 2 and 0; sequence 1: log(0.25 / 0.5) = -log 2
+    logp = double(LOG(0.5), LOG(0.1), LOG(0.25), grad=True)
+    teacher = double(LOG(0.25), LOG(0.1), LOG(0.5))
+    loss, stats = reverse_kl_loss(logp, teacher, segment=torch.tensor([0, 0, 1]), weights=double(0.5, 2.0))
+    assert loss.item() == pytest.approx(0.25 * LOG(2) * LOG(0.5) + 2.0 * -LOG(2) * LOG(0.25))
+    loss.backward()
+    assert logp.grad is not None and logp.grad.tolist() == pytest.approx([0.25 * LOG(2), 0.0, -2.0 * LOG(2)])
+    assert stats["kl_teacher"] == pytest.approx(((0.5 - 1 + LOG(2)) + 0 + (2 - 1 - LOG(2))) / 3)
+
+
+def test_its_expected_gradient_is_that_of_the_divergence() -> None:
+    logits, teacher = double(0.3, -1.0, 0.8, 0.1, grad=True), torch.log_softmax(double(1.0, 0.0, -0.5, 0.2), 0)
+    policy = torch.log_softmax(logits, 0)
+    (wanted,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)
+    found = torch.zeros(4, dtype=torch.float64)
+    for token in range(4):  # drawn with its probability under the policy
+        loss, _ = reverse_kl_loss(policy[token : token + 1], teacher[token : token + 1], segment=torch.tensor([0]), weights=double(1.0))
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        found += policy[token].exp().detach() * gradient
+    assert wanted.abs().max() > 0.1
+    assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])

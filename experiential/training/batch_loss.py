@@ -37,6 +37,9 @@ def batch_loss(
         value = value * share
     elif loss.kind == "sft":
         value = losses.sft_loss(logp, segment, weights)
+    elif loss.kind == "reverse_kl":
+        teacher = torch.tensor([x for s in members for x in s.teacher], device=device)
+        value, metrics = losses.reverse_kl_loss(logp, teacher, segment=segment, weights=weights)
     else:
         value, metrics = losses.ppo_clip_loss(
             logp, old, advantages, segment=segment, weights=weights, clip_low=loss.low, clip_high=loss.high, ratio=loss.ratio

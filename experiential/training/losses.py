@@ -134,6 +134,33 @@ def sft_loss(logp: Tensor, segment: Tensor, weights: Tensor) -> Tensor:
     return -(_token_share(segment, weights) * logp).sum()
 
 
+def reverse_kl_loss(logp: Tensor, teacher_logp: Tensor, *, segment: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
+    """On-policy distillation by KL(pi || teacher): the internalisation that ERL's appendix gives beside the supervised one.
+
+    loss = sum_s w_s * mean over t in s of sg(log pi(t) - log teacher(t)) log pi(t), for tokens drawn from pi (sg: stop-gradient). In
+    expectation its gradient is that of the divergence: the term that is left out, the gradient of log pi itself, has mean zero
+    under pi. The value is not the divergence; ``kl_teacher`` estimates that.
+
+    Args:
+        logp: log-probability of each token under the policy that drew it, without the context that the teacher has, shape (n,), float.
+        teacher_logp: the same token under the teacher, shape (n,).
+        segment: index of each token's sequence in [0, m), shape (n,), long.
+        weights: weight of each sequence, shape (m,).
+
+    Returns:
+        the loss, a scalar, and ``kl_teacher``, the k3 estimate of the divergence per token.
+
+    Raises:
+        ValueError: the token tensors have different shapes.
+    """
+    _same_shape(logp, teacher_logp, segment)
+    if logp.numel() == 0:
+        return logp.sum() * 0.0, {"kl_teacher": 0.0}
+    gap = (logp - teacher_logp).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    divergence = kl_k3(logp.detach(), teacher_logp)
+    return (_token_share(segment, weights) * gap * logp).sum(), {"kl_teacher": float(divergence.mean())}
+
+
 def _same_shape(first: Tensor, *others: Tensor) -> None:
     shapes = [tuple(t.shape) for t in (first, *others)]
     if first.ndim != 1 or len(set(shapes)) != 1:

@@ -302,6 +302,7 @@ def _joined(first: Sample, second: Sample) -> Sample:
         logprobs=first.logprobs + second.logprobs,
         advantages=first.advantages + second.advantages,
         allowed=first.allowed + second.allowed,
+        teacher=first.teacher + second.teacher,
         weight=first.weight,
         temperature=first.temperature,
         policy_version=min(first.policy_version, second.policy_version),

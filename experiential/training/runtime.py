@@ -27,6 +27,7 @@ class Sample:
         allowed: token ids each draw was restricted to; empty means the whole vocabulary, or what ``json_schema`` allows.
         json_schema: what the response was restricted to, which begins at ``response`` and runs to the end of ``tokens``.
         response: index in ``tokens``; only needed with a schema.
+        teacher: log-probability of each sampled token under a teacher, for ``reverse_kl`` alone; else empty.
         weight: weight of this sequence in the loss; the weights of a batch sum to one for sequence-mean losses.
         temperature: temperature the log-probabilities were taken at.
         policy_version: optimiser steps the behaviour policy had seen.
@@ -39,6 +40,7 @@ class Sample:
     allowed: tuple[tuple[int, ...], ...] = ()
     json_schema: str | None = None
     response: int = 0
+    teacher: tuple[float, ...] = ()
     weight: float = 1.0
     temperature: float = 1.0
     policy_version: int = 0
@@ -55,8 +57,9 @@ def check_sample(sample: Sample) -> None:
         ValueError: lengths differ, or a position is out of range.
     """
     n = len(sample.positions)
-    if len(sample.logprobs) != n or len(sample.advantages) != n or (sample.allowed and len(sample.allowed) != n):
-        raise ValueError(f"Expected {n} log-probabilities, advantages and constraints, one per position, got other lengths")
+    optional = [found for found in (sample.allowed, sample.teacher) if found]
+    if any(len(found) != n for found in (sample.logprobs, sample.advantages, *optional)):
+        raise ValueError(f"Expected {n} log-probabilities, advantages, constraints and teacher's, one per position, got other lengths")
     if min(sample.positions) < 1 or max(sample.positions) >= len(sample.tokens):
         raise ValueError(
             f"Expected positions between 1 and {len(sample.tokens) - 1}, got {min(sample.positions)} to {max(sample.positions)}"
@@ -66,7 +69,7 @@ def check_sample(sample: Sample) -> None:
 class LossSettings(Record):
     """Which loss to minimise and its constants."""
 
-    kind: Literal["ppo", "cispo", "sft"] = "ppo"
+    kind: Literal["ppo", "cispo", "sft", "reverse_kl"] = "ppo"
     low: float = Field(default=0.2, gt=0.0, description="the ratio is clipped to [1 - low, 1 + high]")
     high: float = Field(default=0.2, gt=0.0)
     ratio: Literal["token", "sequence"] = "token"
