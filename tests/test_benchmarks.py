@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from benchmarks import adaptation, bank, extractor_uplift, headroom, overhead, study
+from benchmarks import accelerator, adaptation, bank, extractor_uplift, headroom, overhead, study
 from experiential.bank.bank import ExperienceBank
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
@@ -120,3 +120,30 @@ def test_the_bank_benchmark_runs_small_and_its_arms_find_the_same(tmp_path: Path
     rows = result[1] if isinstance(result, tuple) else result
     expected = np.argsort(-(lookup.table[30:] @ lookup.table[:30].T), axis=1)[:, : bank.HITS]
     assert [set(map(int, row)) for row in rows] == [set(map(int, row)) for row in expected]
+
+
+async def test_the_accelerator_table_counts_operations_and_measures_both_phases() -> None:
+    assert accelerator.operations(10, 3, update=False, adapter=False) == 60
+    assert (
+        accelerator.operations(10, 3, update=True, adapter=False) == 180 and accelerator.operations(10, 3, update=True, adapter=True) == 120
+    )
+    small = [
+        "--model",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--sequences",
+        "2",
+        "--prompt",
+        "8",
+        "--tokens",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    found = await accelerator.measure(accelerator.parser().parse_args(small))
+    for phase in ("rollout", "update"):
+        assert found[phase]["tokens_per_s"] > 0 and 0 < found[phase]["share_of_ceiling"] < 1
+    assert found["parameters"] > 1e6 and found["memory_gb"] > 0
