@@ -2,11 +2,11 @@
 
     python -m benchmarks.accelerator [--model smollm2] [--dtype bfloat16] [--device auto] [--lora 0] [--sequences 64] [--rounds 5]
 
-``--sequences`` prompts of ``--prompt`` random tokens each, all different, so that no prefix is shared; responses of at most ``--tokens``.
-``rollout`` is all generations at once, ``update`` one optimiser step on them; each is done ``--rounds`` times after one that is not counted, and
-medians are given. The share is the number of operations that weights take part in (2 per parameter and token forward, 4 more backward, or 2
-more where only an adapter learns), over time, over the rate of a large matrix product in the same type on the same device. Attention is left
-out of it, so it is a lower end.
+``--sequences`` prompts of ``--prompt`` random tokens each, all different, so that no prefix is shared; responses of at most
+``--tokens``. ``rollout`` is all generations at once, ``update`` one optimiser step on them; each is done ``--rounds`` times after
+one that is not counted, and medians are given. The share is the number of operations that weights take part in (2 per parameter
+and token forward, 4 more backward, or 2 more where only an adapter learns), over time, over the rate of a large matrix product in
+the same type on the same device. Attention is left out of it, so it is a lower end.
 """
 
 from __future__ import annotations
