@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise, repeat
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,10 @@ class Scored(NamedTuple, Generic[T]):
     item: T
     score: float
     words: float = 0.0
+
+
+_scored: Callable[[Iterable[Any]], Scored[Any]] = partial(cast("Any", tuple).__new__, Scored)
+"""What ``Scored._make`` does, without counting the fields in Python: a batch has thousands."""
 
 
 class Masks(Generic[T]):
@@ -111,7 +116,8 @@ class Snapshot(Generic[T]):
 
     def _best(self, scores: Vector, n: int) -> list[list[Scored[T]]]:
         columns, values, counts = best_of_each(scores, n)
-        hits = list(map(Scored[T]._make, zip(map(self._items.__getitem__, columns.tolist()), values.tolist(), repeat(0.0), strict=False)))
+        found = zip(map(self._items.__getitem__, columns.tolist()), values.tolist(), repeat(0.0), strict=False)
+        hits: list[Scored[T]] = list(map(_scored, found))
         edges = [0, *np.cumsum(counts).tolist()]
         return [hits[begin:end] for begin, end in pairwise(edges)]
 

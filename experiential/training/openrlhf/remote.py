@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from experiential.errors import BackendError
+from experiential.training.openrlhf import calls
 
 _DEAD_ENGINE = "EngineDeadError"
 """What vLLM raises, in an actor that is alive, once the process that computes is not."""
@@ -31,27 +32,21 @@ async def answer(reference: Any, who: str, seconds: float) -> Any:
     """
     ray: Any = import_module("ray")
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
+        return await calls.answer(reference, seconds)
     except TimeoutError:
         raise LostActorError(
             f"Expected {who} to answer within {seconds:g} s, got nothing; raise cluster.call_timeout if it is only slow"
         ) from None
     except ray.exceptions.RayActorError as error:
-        raise LostActorError(f"Expected {who} to be alive, got: {_first_line(error)}") from error
+        raise LostActorError(f"Expected {who} to be alive, got: {calls.told(error)}") from error
     except ray.exceptions.RayError as error:
-        if _DEAD_ENGINE in str(error):
-            raise LostActorError(f"Expected {who} to be alive, got: {_last_line(error)}") from error
-        raise BackendError(f"Expected {who} to do what was asked, got: {_last_line(error)}") from error
+        cause = calls.cause_of(error)
+        reason = f"{type(cause).__name__}: {calls.told(cause)}"
+        if type(cause).__name__ == _DEAD_ENGINE or _DEAD_ENGINE in str(error):
+            raise LostActorError(f"Expected {who} to be alive, got: {reason}") from error
+        raise BackendError(f"Expected {who} to do what was asked, got: {reason}") from error
 
 
 async def answers(references: Sequence[Any], who: Sequence[str], seconds: float) -> list[Any]:
     """Results of calls made at the same moment; raises what the first that fails does."""
     return list(await asyncio.gather(*(answer(reference, name, seconds) for reference, name in zip(references, who, strict=True))))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[-1]
