@@ -9,11 +9,11 @@ from typing import Literal
 import pytest
 import torch
 
-from experiential.config import OptimSettings
+from experiential.config import LoraSettings, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError
 from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
-from experiential.training.local import LocalRuntime
+from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.rollout import trajectory_samples
 from experiential.training.runtime import LossSettings, Sample, sample_from_generation
 from experiential.types import Generation, Message
@@ -180,3 +180,21 @@ async def test_a_model_that_ignores_masks_of_its_own_gets_plain_rows() -> None:
     plain, branched = await policy.train(samples, LossSettings()), await other.train(samples, LossSettings())
     assert plain.forwarded_tokens > 2 * branched.forwarded_tokens
     assert plain.loss == pytest.approx(branched.loss, abs=1e-5)
+
+
+async def test_checkpointed_activations_give_the_same_gradients() -> None:
+    """`model.gradient_checkpointing`, for whole weights and for an adapter."""
+    for lora in (None, LoraSettings(rank=4)):
+        found, samples = [], []
+        for checkpointed in (False, True):
+            torch.manual_seed(0)
+            settings = ModelSettings(name="tiny", lora=lora, gradient_checkpointing=checkpointed)
+            policy, other = build_runtimes(settings, settings if lora else None, (OptimSettings(lr=1e-9), OptimSettings(lr=1e-9)))
+            samples = samples or [sample_from_generation(g, 1.0) for g in await generations(policy, SamplingParams(max_tokens=5, seed=1))]
+            await policy.train(samples, LossSettings(kind="sft"))
+            assert policy.llm.model.is_gradient_checkpointing == checkpointed
+            found.append(gradients(policy))
+            policy.close()
+            other.close()
+        assert found[0].abs().max() > 1e-4
+        assert torch.allclose(found[0], found[1], atol=1e-6, rtol=1e-4)

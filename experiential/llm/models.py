@@ -81,6 +81,8 @@ def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tupl
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, settings.dtype))
     except (OSError, ValueError) as error:
         raise _not_found(settings.name, error) from error
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.lora is not None:
         model = add_adapters(model, settings.lora, adapters or ("default",))
     return model.to(resolve_device(settings.device)).eval(), tokenizer
