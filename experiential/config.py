@@ -57,9 +57,7 @@ class ModelSettings(Settings):
     max_batch: int = Field(default=64, gt=0, description="sequences decoded together")
     prefix_cache_tokens: int = Field(default=65536, ge=0, description="tokens of key-value cache kept for reuse")
     threads: int = Field(default=0, ge=0, description="torch threads; 0 leaves torch's own choice")
-    gradient_checkpointing: bool = Field(
-        default=False, description="compute activations again going backward: less memory, slower"
-    )
+    gradient_checkpointing: bool = Field(default=False, description="compute activations again going backward: less memory, slower")
 
 
 class OptimSettings(Settings):

@@ -1,13 +1,15 @@
-"""Between threads and event loops: one background loop for synchronous callers, and outcomes as values."""
+"""Between threads and event loops: one background loop for synchronous callers, outcomes as values, calls that keep nothing alive."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class EventLoopThread:
@@ -79,3 +81,14 @@ async def awaited(work: Awaitable[T]) -> T | Exception:
         return await work
     except Exception as error:  # noqa: BLE001  (given to whoever asked, as it is)
         return error
+
+
+def weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """A bound method for others to keep: it does not keep its object alive, and does nothing once that is gone."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        if (alive := known()) is not None:
+            alive(*args, **kwargs)
+
+    return call

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from experiential.bank.checks import checked_folder, checked_text
 from experiential.bank.evidence import credit
@@ -44,10 +44,10 @@ from experiential.bank.text import TEXT_LIMIT, Gate
 from experiential.bank.upkeep import Upkeep
 from experiential.bank.view import BankView
 from experiential.errors import BankError, ReadOnlyBankError
+from experiential.sync import weakly
 from experiential.types import Distillation, Experience, Generation, Provenance, Statistics, Trajectory, new_id
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class ExperienceBank(Searchable, Upkeep):
@@ -139,7 +139,7 @@ class ExperienceBank(Searchable, Upkeep):
         entries = self._history.live(self._head)
         self._state = State(entries, self._ledger.statistics(), self._searcher(entries))
         if self._follower is not None:
-            self._follower.on_advance, self._follower.patience = _weak(self._settle), self._state.nearest.patience
+            self._follower.on_advance, self._follower.patience = weakly(self._settle), self._state.nearest.patience
             if self._follower.is_behind() or self._state.nearest.is_large:
                 self._follower.wake()
 
@@ -148,7 +148,7 @@ class ExperienceBank(Searchable, Upkeep):
         if follower is None:
             return Nearest(entries, limit=len(entries), chroma=None)
         behind = self._history.last_seq() if follower.is_behind() else None
-        return Nearest(entries, limit=self.RESIDENT_LIMIT, chroma=follower.searchable, lost=_weak(self._reside), behind=behind)
+        return Nearest(entries, limit=self.RESIDENT_LIMIT, chroma=follower.searchable, lost=weakly(self._reside), behind=behind)
 
     def _chosen_embedder(self, embedder: Embedder | str | None) -> Embedder:
         recorded = self._history.meta("embedder")
@@ -587,14 +587,3 @@ def _shut(follower: IndexFollower | None, journal: Journal, lock: WriterLock | N
 def _release(lock: WriterLock | None) -> None:
     if lock is not None:
         lock.release()
-
-
-def _weak(method: Callable[P, None]) -> Callable[P, None]:
-    """A method of a bank that others keep: it does not keep the bank alive, and does nothing when that is gone."""
-    known = weakref.WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        if (alive := known()) is not None:
-            alive(*args, **kwargs)
-
-    return call

@@ -34,10 +34,11 @@ def actor_samples(episodes: Sequence[Episode], settings: ActorSettings) -> list[
     counted = _informative(values, group, cells) if settings.drop_constant else np.ones(len(played), dtype=bool)
     weights = np.zeros(len(played), dtype=np.float32)
     weights[counted] = split_weights(group[counted], cells[counted]) if settings.advantage == "split" else 1 / max(1, counted.sum())
-    made = [trajectory_samples(e.generations, float(value), 1.0) if value != 0 else [] for e, value in zip(played, values, strict=True)]
-    lengths = np.array([sum(len(s.positions) for s in trajectory_samples(e.generations, 1.0, 1.0)) for e in played], dtype=np.float32)
+    made = [trajectory_samples(e.generations, float(value), 1.0) for e, value in zip(played, values, strict=True)]
+    lengths = np.array([sum(len(s.positions) for s in samples) for samples in made], dtype=np.float32)
     scaled = weights * _length_factor(weights, lengths, settings)
-    return [s.weighted(float(weight)) for samples, weight in zip(made, scaled, strict=True) for s in samples]
+    triples = zip(made, values, scaled, strict=True)
+    return [s.weighted(float(weight)) for samples, value, weight in triples if value != 0 for s in samples]
 
 
 def _informative(values: Floats, group: np.ndarray, cells: np.ndarray) -> np.ndarray:

@@ -282,7 +282,7 @@ def trajectory_samples(generations: Sequence[Generation], advantage: float, weig
         chained.append(sample)
     chained = [s for s in chained if s.positions]
     total = sum(len(s.positions) for s in chained)
-    return [_reweighted(s, weight * len(s.positions) / total) for s in chained]
+    return [replace(s, weight=weight * len(s.positions) / total) for s in chained]
 
 
 def credited_uses(trajectory: Trajectory) -> list[Use]:
@@ -307,7 +307,3 @@ def _joined(first: Sample, second: Sample) -> Sample:
         temperature=first.temperature,
         policy_version=min(first.policy_version, second.policy_version),
     )
-
-
-def _reweighted(sample: Sample, weight: float) -> Sample:
-    return replace(sample, weight=weight)

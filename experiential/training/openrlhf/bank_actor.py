@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -76,11 +77,10 @@ class BankHost:
         """
         host = str(joined_ray().util.get_node_ip_address())
         listener = _patiently(partial(_listening, host, serving.port), patience)
-        try:
+        with ExitStack() as failed:
+            failed.callback(listener.close)
             shelf = self._shelf = _patiently(partial(_opened, serving), patience)
-        except BaseException:
-            listener.close()
-            raise
+            failed.pop_all()
         self._server = _server(shelf, serving.token)
         threading.Thread(target=self._run, args=(listener,), name="bank-server", daemon=True).start()
         return host, int(listener.getsockname()[1])

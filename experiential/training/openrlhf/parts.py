@@ -200,67 +200,75 @@ def handles(group: Any) -> list[Any]:
     return list(group._actor_handlers)
 
 
+class RankMethods:
+    """What this project adds to OpenRLHF's policy actor: one DeepSpeed rank of a policy. Attributes without a value here are OpenRLHF's."""
+
+    trainer: Any
+    strategy: Any
+    actor: Any
+    tokenizer: Any
+    fit: Any
+    append: Any
+    init_model_from_pretrained: Any
+    _get_current_node_ip: Any
+
+    def start(self, strategy: Any, model: str, engines: list[Any], reference: bool) -> None:
+        """Load the model, join the other ranks, and connect rank 0 with the engines."""
+        self.init_model_from_pretrained(strategy, model, max_steps=_FAR, vllm_engines=engines)
+        self.learner = Learner(
+            self.trainer,
+            fit=self.fit,
+            append=self.append,
+            make_experience=import_module("openrlhf.trainer.ppo_utils.experience").Experience,
+            accumulated=self.strategy.accumulated_gradient,
+            reference=self._frozen(model) if reference else None,
+        )
+
+    def _frozen(self, model: str) -> Any:
+        args = self.strategy.args
+        frozen = import_module("openrlhf.models").Actor(
+            model, attn_implementation=args.ds.attn_implementation, ds_config=self.strategy.get_ds_eval_config()
+        )
+        prepared = self.strategy.prepare(frozen)
+        prepared.eval()
+        return prepared
+
+    def take(self, sample: Sample) -> None:
+        """Keep a sample for the next ``learn`` or ``score``."""
+        self.learner.take(sample)
+
+    def learn(self, settings: LossSettings, updates: int) -> RankStats:
+        """Train on the samples taken."""
+        return self.learner.learn(settings, updates)
+
+    def score(self) -> list[tuple[float, ...]]:
+        """Log-probabilities of the samples taken, under the weights of now."""
+        return self.learner.score()
+
+    def reconnect(self, engines: list[Any]) -> None:
+        """Send weights to these engines from now on; one of them is new."""
+        self.trainer.vllm_engines = engines
+        if self.strategy.is_rank_0() and not self.trainer.use_cuda_ipc:
+            self.trainer._init_vllm_sync_group(self.strategy.args.vllm.sync_backend)
+
+    def save_state(self, folder: str, facts: dict[str, Any]) -> None:
+        """Write weights and optimiser, each put together from all ranks."""
+        save_state(self.actor.model, Path(folder), writes=self.strategy.is_rank_0(), facts=facts)
+
+    def load_state(self, folder: str) -> dict[str, Any]:
+        """Restore what ``save_state`` wrote."""
+        return load_state(self.actor.model, Path(folder))
+
+    def export(self, folder: str) -> None:
+        """Write the weights in Hugging Face format."""
+        self.strategy.save_model(self.actor, self.tokenizer, folder)
+
+    def place(self) -> str:
+        """Where this rank runs: node address and process id."""
+        return f"{self._get_current_node_ip()}, process {os.getpid()}"
+
+
 def _rank_actor() -> Any:
-    """OpenRLHF's policy actor with this project's learner inside, as a Ray actor class."""
-    ray: Any = import_module("ray")
+    """OpenRLHF's policy actor with `RankMethods`, as a Ray actor class."""
     base: Any = import_module("openrlhf.trainer.ray.ppo_actor").PolicyModelActor.__ray_metadata__.modified_class
-
-    class PolicyRank(base):
-        """One DeepSpeed rank of a policy."""
-
-        def start(self, strategy: Any, model: str, engines: list[Any], reference: bool) -> None:
-            """Load the model, join the other ranks, and connect rank 0 with the engines."""
-            self.init_model_from_pretrained(strategy, model, max_steps=_FAR, vllm_engines=engines)
-            self.learner = Learner(
-                self.trainer,
-                fit=self.fit,
-                append=self.append,
-                make_experience=import_module("openrlhf.trainer.ppo_utils.experience").Experience,
-                accumulated=self.strategy.accumulated_gradient,
-                reference=self._frozen(model) if reference else None,
-            )
-
-        def _frozen(self, model: str) -> Any:
-            args = self.strategy.args
-            frozen = import_module("openrlhf.models").Actor(
-                model, attn_implementation=args.ds.attn_implementation, ds_config=self.strategy.get_ds_eval_config()
-            )
-            prepared = self.strategy.prepare(frozen)
-            prepared.eval()
-            return prepared
-
-        def take(self, sample: Sample) -> None:
-            """Keep a sample for the next ``learn`` or ``score``."""
-            self.learner.take(sample)
-
-        def learn(self, settings: LossSettings, updates: int) -> RankStats:
-            """Train on the samples taken."""
-            return self.learner.learn(settings, updates)
-
-        def score(self) -> list[tuple[float, ...]]:
-            """Log-probabilities of the samples taken, under the weights of now."""
-            return self.learner.score()
-
-        def reconnect(self, engines: list[Any]) -> None:
-            """Send weights to these engines from now on; one of them is new."""
-            self.trainer.vllm_engines = engines
-            if self.strategy.is_rank_0() and not self.trainer.use_cuda_ipc:
-                self.trainer._init_vllm_sync_group(self.strategy.args.vllm.sync_backend)
-
-        def save_state(self, folder: str, facts: dict[str, Any]) -> None:
-            """Write weights and optimiser, each put together from all ranks."""
-            save_state(self.actor.model, Path(folder), writes=self.strategy.is_rank_0(), facts=facts)
-
-        def load_state(self, folder: str) -> dict[str, Any]:
-            """Restore what ``save_state`` wrote."""
-            return load_state(self.actor.model, Path(folder))
-
-        def export(self, folder: str) -> None:
-            """Write the weights in Hugging Face format."""
-            self.strategy.save_model(self.actor, self.tokenizer, folder)
-
-        def place(self) -> str:
-            """Where this rank runs: node address and process id."""
-            return f"{self._get_current_node_ip()}, process {os.getpid()}"
-
-    return ray.remote(num_gpus=1)(PolicyRank)
+    return import_module("ray").remote(num_gpus=1)(type("PolicyRank", (RankMethods, base), {}))

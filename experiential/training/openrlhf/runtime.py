@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -301,7 +300,7 @@ class OpenRLHFRuntime(PolicyRuntime):
             begin = time.perf_counter()
             size = self.settings.batch_size
             updates = max(loss.mini_batches, -(-len(samples) // size))
-            weighted = [replace(s, weight=s.weight * updates) for s in samples]
+            weighted = [s.weighted(updates) for s in samples]
             await self._give(weighted, updates * size)
             found: list[RankStats] = await self._all("learn", loss, updates)
             seconds = time.perf_counter() - begin
