@@ -15,6 +15,7 @@ from experiential.agents.seeds import derived_seed
 from experiential.errors import BackendError
 from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
 from experiential.llm.scripted import ScriptedLLM
+from experiential.llm.transformers import TransformersLLM
 from experiential.sync import shared_loop
 from experiential.types import Add, Experience, FinishReason, Generation, Keep, Merge, Trajectory, Turn, Update
 from tests.llm_tiny import tiny_random_model, tiny_tokenizer
@@ -297,3 +298,22 @@ def test_a_long_trajectory_is_shortened_to_the_budget() -> None:
     ExtractorAgent(llm, prompts="brief", max_chars=1000).distill(TRAJECTORY.model_copy(update={"turns": turns}))
     content = llm.prompts[0][1]["content"]  # type: ignore[index]
     assert len(content) < 1200 and "act 0" in content and "act 499" in content and "turns left out]" in content
+
+
+def test_replay_gives_the_same_responses_after_prompts_without_the_advice() -> None:
+    model, tokenizer = tiny_random_model()
+    llm = TransformersLLM(model, tokenizer)
+    block, observations = experience_block(["Pull the red lever."]), ["A vault.", "It clicks.", "It clicks again."]
+    told, untold = ActorAgent(llm, max_tokens=4, seed=1), ActorAgent(llm, max_tokens=4, seed=1)
+    for number, observation in enumerate(observations):
+        told.act(observation, {"experience_prompt": block} if number == 0 else {})
+    replayed = untold.replay(observations, told.generations)
+    assert [g.response_ids for g in replayed] == [g.response_ids for g in told.generations]
+    assert [g.logprobs for g in replayed] == [g.logprobs for g in told.generations]
+    shown, hidden = (tokenizer.decode(agent.generations[-1].prompt_ids) for agent in (told, untold))
+    assert "red lever" in shown and "red lever" not in hidden and "It clicks again." in hidden
+    assert isinstance(untold.dialogue, Dialogue) and all(span.kind != "experience" for span in untold.dialogue.spans)
+    again = ActorAgent(llm, max_tokens=4).replay(observations, replayed, advice=block)
+    assert [g.prompt_ids for g in again] == [g.prompt_ids for g in told.generations]
+    with pytest.raises(ValueError, match="tokenizer"):
+        ActorAgent(ScriptedLLM(["x"])).replay(["a"], replayed[:1])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -198,3 +199,39 @@ async def test_checkpointed_activations_give_the_same_gradients() -> None:
             other.close()
         assert found[0].abs().max() > 1e-4
         assert torch.allclose(found[0], found[1], atol=1e-6, rtol=1e-4)
+
+
+async def test_scores_and_entropies_are_those_of_a_plain_forward_pass() -> None:
+    policy = runtime()
+    drawn = [*await generations(policy, SamplingParams(max_tokens=6)), *await generations(policy, SamplingParams(choices=CHOICES))]
+    samples = [sample_from_generation(g, 1.0) for g in drawn]
+    empty = Sample((1, 2), (), (), ())
+    scored = await policy.score([*samples, empty])
+    assert scored[-1] == ()
+    assert [x for row in scored for x in row] == pytest.approx(logprobs(policy, samples), abs=1e-4)
+    found = await policy.entropies([*samples, empty])
+    for sample, row in zip(samples, found, strict=False):
+        with torch.no_grad():
+            logits = policy.llm.model(input_ids=torch.tensor([sample.tokens])).logits[0].double()
+        for i, (position, entropy) in enumerate(zip(sample.positions, row, strict=True)):
+            pool = logits[position - 1][list(sample.allowed[i])] if sample.allowed[i] else logits[position - 1]
+            p = torch.softmax(pool, 0)
+            assert entropy == pytest.approx(float(-(p * p.log()).sum()), abs=1e-4)
+
+
+async def test_one_batch_may_learn_from_some_and_imitate_others() -> None:
+    samples = [sample_from_generation(g, 1.0) for g in await generations(runtime(), SamplingParams(max_tokens=4))]
+    separate = []
+    for kind, chosen in (("ppo", samples[:2]), ("sft", samples[2:])):
+        policy = runtime()
+        stats = await policy.train(chosen, LossSettings(kind=cast("Any", kind)))
+        separate.append((stats, [p.grad.clone() for p in policy.llm.model.parameters() if p.grad is not None]))
+    policy = runtime()
+    mixed = await policy.train([*samples[:2], *(replace(s, kind="sft") for s in samples[2:])], LossSettings())
+    assert mixed.loss == pytest.approx(separate[0][0].loss + separate[1][0].loss, abs=1e-5)
+    assert mixed.metrics["ratio"] == pytest.approx(1.0, abs=1e-4), "imitated tokens do not dilute the ratio"
+    assert mixed.metrics["sft_nll"] == pytest.approx(separate[1][0].metrics["nll"], abs=1e-4)
+    together = torch.cat([p.grad.flatten() for p in policy.llm.model.parameters() if p.grad is not None])
+    first, second = (torch.cat([g.flatten() for g in grads]) for _, grads in separate)
+    clipped = [x * max(1.0, s.grad_norm) for x, (s, _) in zip((first, second), separate, strict=True)]
+    assert torch.allclose(together * max(1.0, mixed.grad_norm), clipped[0] + clipped[1], atol=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +13,7 @@ from experiential.agents.prompts import escape_control, prompt_set
 from experiential.agents.seeds import derived_seed
 from experiential.llm.base import LLM, SamplingParams
 from experiential.sync import EventLoopThread, shared_loop
-from experiential.types import Generation, Message
+from experiential.types import FinishReason, Generation, Message
 
 STOP = ("</action>", "</search_and_ask>")
 
@@ -120,10 +120,36 @@ class ActorAgent:
             failure.callback(self.dialogue.withdraw)
             generation = await self.llm.generate(self.dialogue.prompt(), self._request(choices))
             failure.pop_all()
-            self.dialogue.append(generation)
-            self.generations.append(generation)
-            self._experience = advice
+            self._take(generation, advice)
             return generation.text if generation.text in choices else extract_action(generation.text)
+
+    def replay(self, observations: Sequence[str], generations: Sequence[Generation], *, advice: str | None = None) -> list[Generation]:
+        """An episode's responses after the prompts of an episode with other advice, or with none: what internalisation learns from.
+
+        Nothing is sampled: token ids, log-probabilities and constraints stay those of the responses, only their prompts change. The
+        agent itself is then at the end of that episode.
+
+        Args:
+            observations: what each response answered.
+            generations: the responses, one for each observation.
+            advice: the experience block shown from the start.
+
+        Raises:
+            ValueError: the lengths differ, or the backend does not show its tokenizer.
+        """
+        self.reset()
+        if not isinstance(self.dialogue, Dialogue):
+            raise ValueError("Expected a backend that shows its tokenizer, to replay an episode as token ids, got one that does not")
+        for observation, generation in zip(observations, generations, strict=True):
+            shown = self._observe(observation, advice, generation.finish_reason is FinishReason.CHOICE)
+            self._take(generation.model_copy(update={"prompt_ids": tuple(self.dialogue.prompt())}), shown)
+        return self.generations
+
+    def _take(self, generation: Generation, advice: str | None) -> None:
+        """Record a response and the advice that its prompt held."""
+        self.dialogue.append(generation)
+        self.generations.append(generation)
+        self._experience = advice
 
     def _observe(self, observation: str, advice: str | None, constrained: bool) -> str | None:
         """Add what the agent sees now, and its advice where it is new; advice that comes later stands before its observation."""

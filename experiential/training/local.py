@@ -17,8 +17,8 @@ from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.lane import ComputeLane
 from experiential.llm.transformers import TransformersLLM
-from experiential.training.batch_loss import batch_loss
-from experiential.training.logprobs import blocked_tokens, token_logprobs
+from experiential.training.batch_loss import Sums, add_sums, batch_loss, means
+from experiential.training.logprobs import Measure, blocked_tokens, token_entropies, token_logprobs
 from experiential.training.packing import Row, micro_batches, pack
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, check_sample
 from experiential.types import Generation
@@ -83,6 +83,14 @@ class LocalRuntime(PolicyRuntime):
             return TrainStats(version=self.version)
         return await self.llm.lane.run(lambda: self._train(usable, loss), priority=self._priority)
 
+    async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Log-probability of each trained token, per sample, in nats."""
+        return await self.llm.lane.run(lambda: self._measured(samples, token_logprobs), priority=self._priority)
+
+    async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Entropy of what each trained token was drawn from, per sample, in nats."""
+        return await self.llm.lane.run(lambda: self._measured(samples, token_entropies), priority=self._priority)
+
     def foreground(self) -> AbstractContextManager[None]:
         """Keep the lane for rollouts inside the block."""
         return self.llm.lane.foreground()
@@ -113,33 +121,32 @@ class LocalRuntime(PolicyRuntime):
             samples=len(samples), tokens=sum(len(s.positions) for s in samples), sequence_tokens=sum(len(s.tokens) for s in samples)
         )
         self._activate(training=True)
-        generator = torch.Generator().manual_seed(loss.seed)
+        generator, sums = torch.Generator().manual_seed(loss.seed), Sums()
         for epoch in range(loss.epochs):
             order = list(range(len(samples)))
             if epoch or loss.mini_batches > 1:
                 order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
             parts = _split(order, loss.mini_batches)
             for part in parts:
-                self._step([samples[i].weighted(len(parts)) for i in part], loss, stats)
+                self._step([samples[i].weighted(len(parts)) for i in part], loss, stats, sums)
         self._activate(training=False)
         stats.loss /= max(1, stats.updates)
         stats.grad_norm /= max(1, stats.updates)
-        stats.metrics = {name: value / max(1, stats.updates) for name, value in stats.metrics.items()}
+        stats.metrics |= means(sums)
         stats.version = self.version
         stats.seconds = time.perf_counter() - begin
         return stats
 
-    def _step(self, samples: list[Sample], loss: LossSettings, stats: TrainStats) -> None:
+    def _step(self, samples: list[Sample], loss: LossSettings, stats: TrainStats, sums: Sums) -> None:
         """One optimiser step, its gradient accumulated over micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         total = sum(len(s.positions) for s in samples)
         for rows in micro_batches(pack(samples, parity=self._parity()), self.optim.tokens_per_micro_batch):
-            value, metrics, share = self._loss(rows, samples, loss, total)
+            value, metrics = self._loss(rows, samples, loss, total)
             cast("Any", value).backward()  # torch leaves its arguments untyped
             stats.loss += float(value.detach())
             stats.forwarded_tokens += sum(len(r.tokens) for r in rows)
-            for name, metric in metrics.items():
-                stats.metrics[name] = stats.metrics.get(name, 0.0) + metric * share
+            add_sums(sums, metrics)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.optim.max_grad_norm)
         if torch.isfinite(norm):
             cast("Any", self._optimizer).step()
@@ -158,15 +165,31 @@ class LocalRuntime(PolicyRuntime):
             self._branching = _branches(self._model)
         return 4 * _base(self._model).config.hidden_size if self._branching else 0
 
-    def _loss(self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int) -> tuple[torch.Tensor, dict[str, float], float]:
+    def _loss(self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int) -> tuple[torch.Tensor, Sums]:
         members = [samples[i] for row in rows for i in row.samples]
         reference = self._reference_logprobs(rows, samples) if loss.kl > 0 else None  # first: it swaps weights in place
         logp = self._logprobs(rows, samples)
-        value, metrics = batch_loss(logp, members, loss, total, reference)
-        return value, metrics, len(logp) / total
+        return batch_loss(logp, members, loss, total, reference)
 
-    def _logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
-        """Log-probability of every trained token of the rows' samples, in the order of ``rows``, shape (n,)."""
+    def _measured(self, samples: Sequence[Sample], measure: Measure) -> list[tuple[float, ...]]:
+        """What ``measure`` gives of each trained token, per sample."""
+        found: list[tuple[float, ...]] = [()] * len(samples)
+        usable = [i for i, s in enumerate(samples) if s.positions]
+        chosen = [samples[i] for i in usable]
+        for sample in chosen:
+            check_sample(sample)
+        self._activate(training=False)
+        with torch.no_grad():
+            for rows in micro_batches(pack(chosen, parity=self._parity()), self.optim.tokens_per_micro_batch):
+                members = [m for row in rows for m in row.samples]
+                values: list[float] = cast("Any", self._logprobs(rows, chosen, measure)).tolist()
+                for member in members:
+                    count = len(chosen[member].positions)
+                    found[usable[member]], values = tuple(values[:count]), values[count:]
+        return found
+
+    def _logprobs(self, rows: list[Row], samples: list[Sample], measure: Measure = token_logprobs) -> torch.Tensor:
+        """Log-probability (or another measure) of every trained token of the rows' samples, in the order of ``rows``, shape (n,)."""
         device = next(self._model.parameters()).device
         places = [(i, m, path) for i, row in enumerate(rows) for m, path in zip(row.samples, row.paths, strict=True)]
         wanted = [(i, path[p - 1]) for i, m, path in places for p in samples[m].positions]
@@ -176,7 +199,7 @@ class LocalRuntime(PolicyRuntime):
         logits = _logits(self._model, _inputs(rows, device, _base(self._model).dtype), picks)
         members = [samples[m] for row in rows for m in row.samples]
         blocked = blocked_tokens(members, logits.shape[1], lambda: self.llm.schemas)
-        return token_logprobs(logits[torch.tensor(where, device=device)], members, blocked if blocked is None else blocked.to(device))
+        return measure(logits[torch.tensor(where, device=device)], members, blocked if blocked is None else blocked.to(device))
 
     def _reference_logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
         with torch.no_grad():

@@ -9,6 +9,9 @@ import torch
 from experiential.llm.grammar import Schemas
 from experiential.training.runtime import Sample
 
+Measure = Callable[[torch.Tensor, Sequence[Sample], torch.Tensor | None], torch.Tensor]
+"""Takes logits, samples and what was blocked, and gives one number per trained token."""
+
 
 def token_logprobs(logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None) -> torch.Tensor:
     """Log-probability of every trained token under its sample's temperature and constraint.
@@ -21,13 +24,26 @@ def token_logprobs(logits: torch.Tensor, members: Sequence[Sample], blocked: tor
     Returns:
         shape (n,), in nats.
     """
-    device = logits.device
-    temperatures = torch.tensor([s.temperature for s in members for _ in s.positions], device=device)
-    tokens = torch.tensor([s.tokens[p] for s in members for p in s.positions], device=device, dtype=torch.long)
+    tokens = torch.tensor([s.tokens[p] for s in members for p in s.positions], device=logits.device, dtype=torch.long)
+    return _log_softmax(logits, members, blocked).gather(1, tokens[:, None])[:, 0]
+
+
+def token_entropies(logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None) -> torch.Tensor:
+    """Entropy of what every trained token was drawn from: -sum_v p(v) log p(v), with the arguments of ``token_logprobs``.
+
+    Returns:
+        shape (n,), in nats; 0 where only one token was allowed.
+    """
+    logp = _log_softmax(logits, members, blocked)
+    return -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0.0)).sum(dim=1)
+
+
+def _log_softmax(logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None) -> torch.Tensor:
+    temperatures = torch.tensor([s.temperature for s in members for _ in s.positions], device=logits.device)
     scaled = logits / temperatures[:, None] if any(s.temperature != 1.0 for s in members) else logits
     if blocked is not None:
         scaled = scaled.masked_fill(blocked, float("-inf"))
-    return torch.log_softmax(scaled, dim=1).gather(1, tokens[:, None])[:, 0]
+    return torch.log_softmax(scaled, dim=1)
 
 
 def blocked_tokens(members: Sequence[Sample], vocabulary: int, schemas: Callable[[], Schemas]) -> torch.Tensor | None:

@@ -40,20 +40,41 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One episode to play: a task, its condition and the seed of its sampling."""
+    """One episode to play: a task, its condition and the seed of its sampling.
+
+    ``advice`` is a block that the actor sees from the start in place of what the bank would give; ``attempt`` counts the tries at one
+    instance, from 1.
+    """
 
     task: Task
     condition: Condition
     sampling_seed: int
+    advice: str | None = None
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A finished episode with the responses that made it; ``broken`` when its environment failed, so that it never finished."""
+    """A finished episode with the responses that made it.
+
+    Attributes:
+        trajectory: what happened in the environment.
+        generations: the actor's responses, in order.
+        broken: its environment failed, so that it never finished.
+        asked: per response, whether it asked the bank and so did not step the environment.
+        job: what was played.
+    """
 
     trajectory: Trajectory
     generations: tuple[Generation, ...]
     broken: bool = False
+    asked: tuple[bool, ...] = ()
+    job: Job | None = None
+
+    def acts(self) -> list[Generation]:
+        """The responses that stepped the environment, one per turn of the trajectory."""
+        asked = self.asked or (False,) * len(self.generations)
+        return [one for one, call in zip(self.generations, asked, strict=True) if not call]
 
 
 class NoBank:
@@ -167,7 +188,7 @@ class Rollout:
         self._threads.shutdown(wait=False)
 
     async def _episode(self, slot: Slot, job: Job) -> Episode:
-        info: dict[str, Any] = {}
+        info, asked = dict[str, Any](), list[bool]()
         try:
             stack = slot.stack = slot.stack or self._make_stack()
             slot.actor.reset(seed=job.sampling_seed)
@@ -175,6 +196,7 @@ class Rollout:
             done = False
             while not done:
                 action = await slot.actor.aact(observation, info)
+                asked.append(_calls(stack.env, action))
                 observation, _, terminated, truncated, info = await self._step(stack, action)
                 done = terminated or truncated
         except BackendError as error:
@@ -182,7 +204,7 @@ class Rollout:
         except EnvError as error:
             await self._discard(slot)
             return _failed(job, info, f"env: {error}", broken=not error.lost)
-        return Episode(stack.env.get_wrapper_attr("last_trajectory"), tuple(slot.actor.generations))
+        return Episode(stack.env.get_wrapper_attr("last_trajectory"), tuple(slot.actor.generations), asked=tuple(asked), job=job)
 
     def _make_stack(self) -> Stack:
         inner = AwaitedEnv(given(attempted(lambda: self._make_env(self._settings, self._kwargs))))
@@ -203,10 +225,11 @@ class Rollout:
     async def _reset(self, stack: Stack, job: Job, version: int) -> Start:
         options = job.task.options | {"guided": job.condition is Condition.GUIDED, "group": job.task.group, "policy_version": version}
         await stack.inner.await_reset(seed=job.task.seed, options=dict(job.task.options))
-        return await self._in_thread(lambda: stack.env.reset(seed=job.task.seed, options=options))
+        observation, info = await self._in_thread(lambda: stack.env.reset(seed=job.task.seed, options=options))
+        return observation, info if job.advice is None else {**info, "experience_prompt": job.advice}
 
     async def _step(self, stack: Stack, action: str) -> Step:
-        if not (isinstance(stack.env, SearchAndAskWrapper) and stack.env.query_of(action) is not None):
+        if not _calls(stack.env, action):
             await stack.inner.await_step(action)  # a call to the bank does not step the environment
         observation, reward, terminated, truncated, info = await self._in_thread(partial(stack.env.step, action))
         return observation, float(reward), terminated, truncated, info
@@ -219,7 +242,12 @@ def _failed(job: Job, info: dict[str, Any], reason: str, *, broken: bool = False
     """An episode that ended for a technical reason: no turns, no uses, nothing to train on."""
     task = str(info.get("task", ""))
     told = Trajectory(task=task, group=job.task.group, seed=job.task.seed, condition=job.condition, error=reason)
-    return Episode(told, (), broken)
+    return Episode(told, (), broken, job=job)
+
+
+def _calls(env: gym.Env[str, str], action: str) -> bool:
+    """Whether the action is a question to the bank, which does not step the environment."""
+    return isinstance(env, SearchAndAskWrapper) and env.query_of(action) is not None
 
 
 def _closed(stack: Stack) -> str | None:

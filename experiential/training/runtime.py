@@ -11,8 +11,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from experiential.errors import ConfigError
 from experiential.llm.base import LLM
 from experiential.types import Generation, Record
+
+LossKind = Literal["ppo", "cispo", "sft", "reverse_kl"]
+"""What is minimised: see `experiential.training.losses`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Sample:
         weight: weight of this sequence in the loss; the weights of a batch sum to one for sequence-mean losses.
         temperature: temperature the log-probabilities were taken at.
         policy_version: optimiser steps the behaviour policy had seen.
+        kind: the loss of this sequence where it is another than that of its batch, as when a batch is learnt from and imitated at once.
     """
 
     tokens: tuple[int, ...]
@@ -44,6 +49,7 @@ class Sample:
     weight: float = 1.0
     temperature: float = 1.0
     policy_version: int = 0
+    kind: LossKind | None = None
 
     def weighted(self, factor: float) -> Sample:
         """The same with its weight multiplied."""
@@ -69,7 +75,7 @@ def check_sample(sample: Sample) -> None:
 class LossSettings(Record):
     """Which loss to minimise and its constants."""
 
-    kind: Literal["ppo", "cispo", "sft", "reverse_kl"] = "ppo"
+    kind: LossKind = "ppo"
     low: float = Field(default=0.2, gt=0.0, description="the ratio is clipped to [1 - low, 1 + high]")
     high: float = Field(default=0.2, gt=0.0)
     ratio: Literal["token", "sequence"] = "token"
@@ -122,6 +128,18 @@ class PolicyRuntime(LLM):
     def foreground(self) -> AbstractContextManager[None]:
         """Around a rollout: where policies share a device, background work on it waits meanwhile."""
         return nullcontext()
+
+    @abstractmethod
+    async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Log-probability of each trained token under the weights of now, at its sample's temperature and constraint; in nats."""
+
+    async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Entropy of what each trained token was drawn from, under the weights of now; in nats.
+
+        Raises:
+            ConfigError: this kind of runtime does not give it.
+        """
+        raise ConfigError(f"Expected a runtime that gives entropies, got {type(self).__name__}; use runtime=local")
 
     @abstractmethod
     async def sync(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from experiential.llm.grammar import Schemas
-from experiential.training.batch_loss import batch_loss
+from experiential.training.batch_loss import Sums, add_sums, batch_loss, means
 from experiential.training.logprobs import blocked_tokens, token_logprobs
 from experiential.training.runtime import LossSettings, Sample
 
@@ -24,15 +24,13 @@ class RankStats:
 
     Attributes:
         loss: sum of this rank's parts of the loss, over all updates.
-        metrics: sums over trained tokens.
-        tokens: trained tokens seen, over all epochs.
+        metrics: sums over trained tokens, and their numbers.
         grad_norm: of the last update, before clipping; the same on every rank.
         updates: optimiser steps.
     """
 
     loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    tokens: int = 0
+    metrics: Sums = field(default_factory=Sums)
     grad_norm: float = 0.0
     updates: int = 0
 
@@ -81,16 +79,11 @@ class PluggedLoss(torch.nn.Module):
         """
         logp = log_probs[action_mask.bool()]
         total = float(batch_num_tokens) * self.accumulated
-        value, metrics = batch_loss(logp, self.members, self.settings, total, self.reference)
-        self._count(float(value.detach()), metrics, len(logp))
-        clipped, kl = (torch.tensor(metrics.get(name, 0.0)) for name in ("clip_fraction", "kl"))
+        value, sums = batch_loss(logp, self.members, self.settings, total, self.reference)
+        self.stats.loss += float(value.detach())
+        add_sums(self.stats.metrics, sums)
+        clipped, kl = (torch.tensor(means(sums).get(name, 0.0)) for name in ("clip_fraction", "kl"))
         return value * (self.accumulated * dp_size) + 0.0 * log_probs.sum(), clipped, kl, None, None
-
-    def _count(self, value: float, metrics: dict[str, float], tokens: int) -> None:
-        self.stats.loss += value
-        self.stats.tokens += tokens
-        for name, metric in metrics.items():
-            self.stats.metrics[name] = self.stats.metrics.get(name, 0.0) + metric * tokens
 
 
 class Learner:

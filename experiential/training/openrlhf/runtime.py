@@ -19,6 +19,7 @@ from experiential.llm.models import load_tokenizer, resolve_model
 from experiential.llm.request import Request, StopFinder
 from experiential.llm.trie import choice_trie
 from experiential.sync import EventLoopThread
+from experiential.training.batch_loss import Sums, add_sums, means
 from experiential.training.openrlhf import parts
 from experiential.training.openrlhf.engines import Engines
 from experiential.training.openrlhf.learner import BLANK, RankStats
@@ -362,10 +363,11 @@ def _logprobs(output: Any) -> tuple[float, ...]:
 
 
 def _stats(samples: Sequence[Sample], found: Sequence[RankStats], seconds: float, version: int) -> TrainStats:
-    updates, tokens = max(1, found[0].updates), max(1, sum(rank.tokens for rank in found))
-    names = {name for rank in found for name in rank.metrics}
+    sums = Sums()
+    for rank in found:
+        add_sums(sums, rank.metrics)
     return TrainStats(
-        loss=sum(rank.loss for rank in found) / updates,
+        loss=sum(rank.loss for rank in found) / max(1, found[0].updates),
         grad_norm=found[0].grad_norm,
         samples=len(samples),
         tokens=sum(len(s.positions) for s in samples),
@@ -374,7 +376,7 @@ def _stats(samples: Sequence[Sample], found: Sequence[RankStats], seconds: float
         updates=found[0].updates,
         seconds=seconds,
         version=version,
-        metrics={name: sum(rank.metrics.get(name, 0.0) for rank in found) / tokens for name in names},
+        metrics=means(sums),
     )
 
 
