@@ -15,9 +15,9 @@ from experiential.bank.bank import ExperienceBank
 from experiential.config import Experiment
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import build_runtimes
+from experiential.training.roles import prompt_set_name
 from experiential.training.rollout import NoBank
 from experiential.training.runtime import PolicyRuntime
-from experiential.training.trainer import prompt_set_name
 from experiential.types import Experience, Hit
 
 

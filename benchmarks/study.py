@@ -1,188 +1,492 @@
-"""The recipes compared: training seeds x recipes x environments, paired evaluation seeds, one table and one plot.
+"""The methods compared: environments x recipes x training seeds, each evaluated under every arm; one table and one picture.
 
-    python -m benchmarks.study run   --output runs/study [--seeds 5] [--jobs 2]     # resumable; skips what is done
-    python -m benchmarks.study table --output runs/study --results benchmarks/results/study
+    python -m benchmarks.study run   [--recipes ...] [--environments ...] [--seeds 5] [--jobs 2] [--minutes M]
+    python -m benchmarks.study table
 
-Every run is one `experiential-train` command, printed before it starts.
+`run` may be stopped and started again: a finished cell is a small file below ``--results``, and is not run again. Cells are taken seed by
+seed, so that a study that is stopped has complete seeds. A cell trains in a scratch folder, which is deleted when the cell is written.
+While a run trains, a part of the held-out worlds makes its learning curve; the trained pair then plays all of them under each arm.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import csv
 import json
 import os
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
-RECIPES = ("grpo", "static-online", "exp-only", "complementary")
-ENVIRONMENTS: dict[str, list[str]] = {
-    "vault": ["run.steps=72", "eval.every=12"],
-    "frozen-lake": [
-        "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.kwargs={sizes: [2, 4]}",
-        "env.train={split: train, layouts: 10000}",
-        "env.eval={split: eval, layouts: 40}", "actor.history=0", "actor.keep_first=false", "run.steps=40", "eval.every=10",
-        "eval.visits=3", "bank.retrieval.floor=0.0",
-    ],
+from benchmarks import demonstrations
+from experiential.errors import ConfigError
+from experiential.evaluation.card import ARMS, Card, RecipeReport, make_card, used_arm
+from experiential.evaluation.cell import Cell, cell_of, settings_digest
+from experiential.evaluation.curves import Point, evaluation_curve, mean_curve
+from experiential.evaluation.page import show_percent, show_points
+from experiential.evaluation.run import only_evaluation
+from experiential.recipe import load_experiment
+from experiential.training.checkpoint import CheckpointStore
+from experiential.training.intervals import Interval
+from experiential.training.trainer import Trainer
+from experiential.types import Record
+
+RECIPES = (
+    "grpo", "offline", "static-online", "exp-only", "complementary", "complementary-self-distill", "evolver", "erl", "erl-no-memory",
+    "erl-no-reflection",
+)  # fmt: skip
+"""What is compared; the first is what the others are paired with."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every recipe of an environment is given: settings of all, of the learning curve, and of the evaluation at the end."""
+
+    training: tuple[str, ...]
+    curve: tuple[str, ...]
+    final: tuple[str, ...]
+
+
+ENVIRONMENTS = {
+    "vault": Setup(
+        training=("run.steps=72",),
+        curve=("eval.every=24", "eval.worlds=20", "eval.visits=3"),
+        final=("eval.worlds=40", "eval.visits=6"),
+    ),
+    "frozen-lake": Setup(
+        training=(
+            "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.kwargs={sizes: [2, 4]}",
+            "env.train={split: train, layouts: 10000}", "env.eval={split: eval, layouts: 40}",
+            "actor.history=0", "actor.keep_first=false", "run.steps=40", "bank.retrieval.floor=0.0",
+        ),
+        curve=("eval.every=10", "eval.worlds=40", "eval.visits=2"),
+        final=("eval.worlds=40", "eval.visits=4"),
+    ),
 }  # fmt: skip
+ALL = ("run.checkpoint_every=0", "run.minutes=null", "eval.seed=10000", "model.threads=1")
+"""Settings of every run."""
+OVERRIDES: dict[tuple[str, str], tuple[str, ...]] = {}
+"""Further settings of one recipe in one environment, by (environment, recipe)."""
+DEMONSTRATIONS = {"evolver": 300}
+"""Recipes with a cold start, and how many demonstrations each is given."""
 TARGETS = (0.5, 0.8)
+RESULTS = Path("benchmarks/results/study")
 
 
-def commands(output: Path, seeds: int) -> Iterator[tuple[Path, list[str]]]:
-    """Folder and command of every run."""
-    for environment, overrides in ENVIRONMENTS.items():
-        for seed in range(seeds):
-            for recipe in RECIPES:
-                folder = output / environment / recipe / f"seed-{seed}"
-                yield folder, [
-                    sys.executable, "-m", "experiential.cli.train", "--recipe", recipe, "--plain", "--overwrite", "--seed", str(seed),
-                    "--output", str(folder), "eval.seed=10000", "run.checkpoint_every=0", "run.minutes=null", *overrides,
-                ]  # fmt: skip
+class StudyCell(Record):
+    """One run of the study: how it learnt, and what the trained pair did under each arm.
+
+    Attributes:
+        environment: name of its setup.
+        recipe: what was run.
+        seed: training seed.
+        commit: of the code; with ``+`` when it had changes that were not committed.
+        settings: digest of the settings of the training, the seed excepted.
+        overrides: settings changed from the recipe's.
+        steps: training steps.
+        episodes: training episodes, those of second attempts and of the preparation of a bank not included.
+        seconds: of the training with its evaluations, on one thread beside another run.
+        tokens: that actor and extractor processed in training and its evaluations, prompts included; one figure where they share weights.
+        curve: success on later visits while training, by arm.
+        arms: a cell for each arm that could be played at the end.
+    """
+
+    environment: str
+    recipe: str
+    seed: int
+    commit: str
+    settings: str
+    overrides: tuple[str, ...]
+    steps: int
+    episodes: int
+    seconds: float
+    tokens: dict[str, int]
+    curve: dict[str, tuple[Point, ...]]
+    arms: tuple[Cell, ...]
 
 
-def run(output: Path, seeds: int, jobs: int) -> None:
-    """Run what is not done yet, ``jobs`` at a time, each on its share of the cores."""
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
+# One cell
 
-    def one(work: tuple[Path, list[str]]) -> None:
-        folder, command = work
-        if (folder / "done").exists():
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        sys.stdout.write(shlex.join(command) + "\n")
-        sys.stdout.flush()
-        with (folder / "log.txt").open("w") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environ, check=False).returncode
-        if code == 0:
-            (folder / "done").touch()
-        else:
-            sys.stdout.write(f"exit code {code}: see {folder / 'log.txt'}\n")
+
+def overrides_of(environment: str, recipe: str, seed: int) -> list[str]:
+    """The settings of a training run of the study."""
+    setup = ENVIRONMENTS[environment]
+    return [*ALL, f"seed={seed}", *setup.training, *setup.curve, *OVERRIDES.get((environment, recipe), ())]
+
+
+def play_cell(environment: str, recipe: str, seed: int, scratch: Path, more: Sequence[str] = ()) -> StudyCell:
+    """Train and evaluate one cell in a scratch folder.
+
+    Args:
+        environment: name of its setup.
+        recipe: name of a recipe.
+        seed: training seed.
+        scratch: an empty folder.
+        more: settings changed for all runs of the study, to try it small.
+    """
+    overrides = [*overrides_of(environment, recipe, seed), *more]
+    experiment = load_experiment(recipe, [*overrides, *cold_start(recipe, overrides, seed, scratch)])
+    begin = time.perf_counter()
+    events: list[dict[str, Any]] = []
+    trainer = Trainer(experiment, scratch / "run", observer=events.append)
+    summary = trainer.run()
+    seconds = time.perf_counter() - begin
+    policies = {"actor": trainer.actor} | ({} if trainer.extractor is trainer.actor else {"extractor": trainer.extractor})
+    tokens = {name: policy.tokens_processed for name, policy in policies.items()}
+    steps = [event for event in events if event["event"] == "step"]
+    return StudyCell(
+        environment=environment,
+        recipe=recipe,
+        seed=seed,
+        commit=commit(),
+        settings=settings_digest(load_experiment(recipe, overrides), seed=False),
+        overrides=tuple(overrides),
+        steps=summary["steps"],
+        episodes=sum(event["episodes"] for event in steps),
+        seconds=seconds,
+        tokens=tokens,
+        curve={arm: tuple(evaluation_curve(events, arm)) for arm in ("off", "on") if evaluation_curve(events, arm)},
+        arms=tuple(final_cells(trainer, environment, [*ENVIRONMENTS[environment].final, *more], scratch)),
+    )
+
+
+def cold_start(recipe: str, overrides: Sequence[str], seed: int, scratch: Path) -> list[str]:
+    """Demonstrations for a recipe that begins with some, as a setting; none for others."""
+    if recipe not in DEMONSTRATIONS:
+        return []
+    file = scratch / "demonstrations.jsonl"
+    chats = demonstrations.demonstrations(load_experiment(recipe, overrides), DEMONSTRATIONS[recipe], ask=0.8, follow=0.8, seed=seed)
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    return [f"cold_start={{demonstrations: {file}}}"]
+
+
+def final_cells(trainer: Trainer, environment: str, changed: Sequence[str], scratch: Path) -> Iterator[Cell]:
+    """The trained pair under every arm that it can play, with its weights as they are."""
+    final = load_experiment(trainer.experiment.recipe, [*overrides_of(environment, trainer.experiment.recipe, 0), *changed])
+    experiment = trainer.experiment.model_copy(update={"eval": final.eval})
+    checkpoint, manifest = CheckpointStore(trainer.output / "checkpoints").latest()
+    evaluation = Trainer(only_evaluation(experiment, ARMS), scratch / "evaluation", runtimes=(trainer.actor, trainer.extractor))
+    recipe, seed = experiment.recipe, experiment.seed
+    for event in asyncio.run(evaluation.aevaluate(checkpoint, manifest)):
+        made = cell_of(event, f"{recipe}-{seed}", experiment, checkpoint="")
+        family = f"{environment}/{recipe}"
+        yield made.model_copy(update={"family": family, "settings": f"{family}/{seed}", "environment": environment})
+
+
+def commit() -> str:
+    """The commit of the code that runs, with ``+`` when it was changed since; ``unknown`` outside a repository."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "experiential", "benchmarks/*.py")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+# The study
+
+
+def cell_path(results: Path, environment: str, recipe: str, seed: int) -> Path:
+    """Where a finished cell is."""
+    return results / "cells" / environment / f"{recipe}-{seed}.json"
+
+
+def order(environments: Sequence[str], recipes: Sequence[str], seeds: int) -> Iterator[tuple[str, str, int]]:
+    """All cells, seed by seed."""
+    return ((environment, recipe, seed) for seed in range(seeds) for environment in environments for recipe in recipes)
+
+
+def check(cells: Sequence[tuple[str, str, int]], more: Sequence[str]) -> None:
+    """Refuse a study one of whose cells cannot be run.
+
+    Raises:
+        ConfigError: a recipe, an environment or a setting does not exist.
+    """
+    for environment, recipe, seed in cells:
+        if environment not in ENVIRONMENTS:
+            raise ConfigError(f"Expected an environment among {', '.join(ENVIRONMENTS)}, got {environment!r}")
+        load_experiment(recipe, [*overrides_of(environment, recipe, seed), *more])
+
+
+def run(results: Path, cells: Sequence[tuple[str, str, int]], jobs: int, minutes: float | None, more: Sequence[str] = ()) -> int:
+    """Run the cells that are not finished, ``jobs`` at a time on one thread each; gives how many failed.
+
+    Args:
+        results: folder of the study.
+        cells: environment, recipe and seed of each, in the order to run them.
+        jobs: processes at once.
+        minutes: after which no further cell is started; None has no end.
+        more: settings changed for all cells.
+    """
+    check(cells, more)
+    left = [cell for cell in cells if not cell_path(results, *cell).exists()]
+    say(f"{len(cells) - len(left)} of {len(cells)} cells are finished")
+    end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
+    failed: list[tuple[str, str, int]] = []
+    interrupted = threading.Event()
+
+    def one(cell: tuple[str, str, int]) -> None:
+        if time.monotonic() < end and not interrupted.is_set() and not run_process(results, cell, more):
+            failed.append(cell)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, commands(output, seeds)))
+        try:
+            list(pool.map(one, left))
+        except KeyboardInterrupt:
+            interrupted.set()  # what waits in the pool starts nothing
+            raise
+    done = sum(cell_path(results, *cell).exists() for cell in cells)
+    say(f"{done} of {len(cells)} cells are finished, {len(failed)} failed")
+    return len(failed)
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of one run."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+def run_process(results: Path, cell: tuple[str, str, int], more: Sequence[str]) -> bool:
+    """One cell in a process of its own; its output is shown when it fails. Gives whether the cell is finished."""
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "benchmarks.study", "cell", *map(str, cell), *more, "--results", str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    minutes = (time.monotonic() - begin) / 60
+    name = "/".join(map(str, cell))
+    if done.returncode:
+        say(f"{name}: exit code {done.returncode} after {minutes:.1f} min\n{done.stderr[-2000:]}")
+        return False
+    say(f"{name}: {minutes:.1f} min; {done.stdout.strip().splitlines()[-1]}")
+    return True
 
 
-def curve(records: list[dict[str, Any]], arm: str) -> list[tuple[int, float]]:
-    """(training episodes, success on visits after the first) of every evaluation of one arm."""
-    episodes = {0: 0}
-    for record in records:
-        if record["event"] == "step":
-            episodes[record["step"]] = episodes.get(record["step"] - 1, 0) + record["episodes"]
-    points = [r for r in records if r["event"] == "eval" and r["arm"] == arm]
-    return [(episodes.get(p["step"], 0), float(np.array(p["outcomes"])[:, 1:].mean())) for p in points]
+_TALKING = threading.Lock()
 
 
-def episodes_to_target(points: list[tuple[int, float]], target: float) -> int | None:
+def say(text: str) -> None:
+    """Write a line at once."""
+    with _TALKING:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def finish_cell(results: Path, environment: str, recipe: str, seed: int, more: Sequence[str]) -> None:
+    """Run one cell here and write its file, which becomes visible at once and whole."""
+    with TemporaryDirectory(prefix="experiential-study-") as scratch:
+        cell = play_cell(environment, recipe, seed, Path(scratch), more)
+    path = cell_path(results, environment, recipe, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(cell.model_dump_json() + "\n", encoding="utf-8")
+    os.replace(draft, path)
+    say(f"later visits: {', '.join(f'{arm.arm} {arm.later().mean():.2f}' for arm in cell.arms)}")
+
+
+# The tables
+
+
+def read_cells(results: Path) -> list[StudyCell]:
+    """All finished cells, by environment, recipe and seed.
+
+    Raises:
+        ConfigError: a file is damaged, or there are none.
+    """
+    found: list[StudyCell] = []
+    for path in sorted((results / "cells").glob("*/*.json")):
+        try:
+            found.append(StudyCell.model_validate_json(path.read_text(encoding="utf-8")))
+        except ValidationError as error:
+            raise ConfigError(
+                f"Expected a cell of the study in {path}, got: {str(error).splitlines()[0]}; remove it and run again"
+            ) from error
+    if not found:
+        raise ConfigError(f"Expected finished cells in {results / 'cells'}, found none; run the study first")
+    place = {recipe: number for number, recipe in enumerate(RECIPES)}
+    return sorted(found, key=lambda cell: (cell.environment, place.get(cell.recipe, len(place)), cell.recipe, cell.seed))
+
+
+def episodes_to_target(points: Sequence[Point], target: float) -> int | None:
     """Training episodes at the first evaluation that reached the target."""
-    return next((n for n, success in points if success >= target), None)
+    return next((point.episodes for point in points if point.success >= target), None)
 
 
-def summarise(output: Path) -> list[dict[str, Any]]:
-    """One row per environment, recipe and arm: mean over training seeds with a 95 % bootstrap interval."""
-    rows: list[dict[str, Any]] = []
-    for environment in ENVIRONMENTS:
-        for recipe in RECIPES:
-            done = sorted(p.parent for p in (output / environment / recipe).glob("seed-*/done"))
-            runs = [events(folder) for folder in done]
-            for arm in ("bank", "free"):
-                curves = [c for c in (curve(r, arm) for r in runs) if c]
-                if curves:
-                    rows.append({"environment": environment, "recipe": recipe, "arm": arm} | _statistics(curves))
-    return rows
+def rows(cells: Sequence[StudyCell]) -> list[dict[str, Any]]:
+    """A row for each environment and recipe."""
+    found: list[dict[str, Any]] = []
+    for environment in dict.fromkeys(cell.environment for cell in cells):
+        mine = [cell for cell in cells if cell.environment == environment]
+        card = make_card([arm for cell in mine for arm in cell.arms])
+        for recipe in card.recipes:
+            found.append(_row(card, recipe, [cell for cell in mine if cell.recipe == recipe.recipe]))
+    return found
 
 
-def _statistics(curves: list[list[tuple[int, float]]]) -> dict[str, Any]:
-    finals = np.array([c[-1][1] for c in curves])
-    picks = np.random.default_rng(0).integers(len(finals), size=(10_000, len(finals)))
-    low, high = np.quantile(finals[picks].mean(axis=1), (0.025, 0.975))
-    row: dict[str, Any] = {
-        "seeds": len(curves), "before": float(np.mean([c[0][1] for c in curves])), "after": float(finals.mean()), "low": float(low),
-        "high": float(high),
-    }  # fmt: skip
+def _row(card: Card, recipe: RecipeReport, cells: Sequence[StudyCell]) -> dict[str, Any]:
+    used = used_arm([arm for cell in cells for arm in cell.arms])
+    report = recipe.arm(used)
+    assert report is not None
+    base = next((c for c in card.comparisons if c.first == recipe.name and c.second == RECIPES[0] and c.seeds), None)
+    row: dict[str, Any] = {"environment": cells[0].environment, "recipe": recipe.recipe, "seeds": len(cells), "used_arm": used}
+    for arm in ARMS:
+        row |= _columns(arm, None if (played := recipe.arm(arm)) is None else played.later)
+    row |= _columns(f"minus_{RECIPES[0]}", base.interval if base else None)
+    for first, second in (("on", "off"), ("on", "shuffled"), ("on", "placebo"), ("on", "frozen"), ("frozen", "off")):
+        interval = next((d.interval for d in recipe.differences if (d.first, d.second) == (first, second)), None)
+        row |= _columns(f"{first}_minus_{second}", interval)
+    for name in ("episodes", "seconds", "actor_tokens", "extractor_tokens"):
+        row[f"{name}_per_success"] = round(getattr(report.per_success, name), 2) if report.per_success else None
     for target in TARGETS:
-        hit = [n for n in (episodes_to_target(c, target) for c in curves) if n is not None]
+        hit = [n for n in (episodes_to_target(cell.curve.get(used, ()), target) for cell in cells) if n is not None]
         row |= {f"reached_{100 * target:.0f}": len(hit), f"episodes_to_{100 * target:.0f}": float(np.median(hit)) if hit else None}
+    row |= {
+        "train_minutes": round(float(np.mean([cell.seconds for cell in cells])) / 60, 1),
+        "commits": " ".join(sorted({c.commit for c in cells})),
+    }
     return row
 
 
-def plot(output: Path, target: Path) -> None:
-    """Held-out success on later visits against training episodes, a panel per environment."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(ENVIRONMENTS), figsize=(6 * len(ENVIRONMENTS), 4), squeeze=False)
-    for axis, environment in zip(axes[0], ENVIRONMENTS, strict=True):
-        for index, recipe in enumerate(RECIPES):
-            runs = [events(p.parent) for p in sorted((output / environment / recipe).glob("seed-*/done"))]
-            for arm, style in (("bank", "-"), ("free", ":")):
-                curves = [c for c in (curve(r, arm) for r in runs) if c]
-                if not curves:
-                    continue
-                length = min(map(len, curves))
-                values = np.array([[s for _, s in c[:length]] for c in curves])
-                x = [n for n, _ in curves[0][:length]]
-                name = f"{recipe}, {'with' if arm == 'bank' else 'without'} the bank"
-                axis.plot(x, values.mean(axis=0), style, color=f"C{index}", label=name)
-                axis.fill_between(x, values.min(axis=0), values.max(axis=0), color=f"C{index}", alpha=0.12)
-        axis.set(title=environment, xlabel="training episodes", ylabel="held-out success, visits 2+", ylim=(0, 1))
-        axis.legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(target, dpi=130)
+def _columns(name: str, interval: Interval | None) -> dict[str, float | None]:
+    values = (None, None, None) if interval is None else (interval.mean, interval.low, interval.high)
+    keys = (name, f"{name}_low", f"{name}_high")
+    return {key: None if value is None else round(value, 4) for key, value in zip(keys, values, strict=True)}
 
 
-def table(output: Path, results: Path) -> None:
-    """Write the table as CSV and Markdown, and the plot."""
-    rows = summarise(output)
-    results.mkdir(parents=True, exist_ok=True)
-    with (results / "table.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+def markdown(found: Sequence[dict[str, Any]]) -> str:
+    """The rows as two tables for each environment: what was reached, and what the bank was good for and cost."""
+    parts: list[str] = []
     targets = [f"{100 * target:.0f}" for target in TARGETS]
-    names = ["environment", "recipe", "bank at test", "before", "after (95 % over seeds)"]
-    names += [f"episodes to {target} % (seeds that got there)" for target in targets]
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for r in rows:
-        cells = [r["environment"], r["recipe"], "with" if r["arm"] == "bank" else "without", f"{r['before']:.3f}"]
-        cells.append(f"{r['after']:.3f} [{r['low']:.3f}, {r['high']:.3f}]")
-        for target in targets:
-            reach = "–" if r[f"episodes_to_{target}"] is None else f"{r[f'episodes_to_{target}']:.0f}"
-            cells.append(f"{reach} ({r[f'reached_{target}']} of {r['seeds']})")
-        lines.append(f"| {' | '.join(cells)} |")
-    (results / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    sys.stdout.write("\n".join(lines) + "\n")
-    plot(output, results / "curves.png")
+    for environment in dict.fromkeys(row["environment"] for row in found):
+        mine = [row for row in found if row["environment"] == environment]
+        reach = [f"episodes to {target} % (seeds)" for target in targets]
+        head = ["recipe", "seeds", "with the bank", "without", f"minus {RECIPES[0]}, points", *reach]
+        body = [
+            [row["recipe"], str(row["seeds"]), _rate(row, "on"), _rate(row, "off"), _points(row, f"minus_{RECIPES[0]}")]
+            + [f"{_number(row[f'episodes_to_{t}'])} ({row[f'reached_{t}']} of {row['seeds']})" for t in targets]
+            for row in mine
+        ]
+        pairs = ("on_minus_off", "on_minus_shuffled", "on_minus_placebo", "on_minus_frozen")
+        costs = ("episodes_per_success", "actor_tokens_per_success", "extractor_tokens_per_success")
+        second = ["recipe", *(pair.replace("_", " ") for pair in pairs), *(cost.replace("_", " ") for cost in costs)]
+        more = [[row["recipe"], *(_points(row, pair) for pair in pairs), *(_number(row[cost]) for cost in costs)] for row in mine]
+        parts += [f"## {environment}", "Success on later visits, and how fast it came:", _table(head, body)]
+        parts += ["What the bank was good for, in points, and what a success cost as the recipe is used:", _table(second, more)]
+    return "\n\n".join(parts) + "\n"
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("run", "table"))
-    parser.add_argument("--output", type=Path, default=Path("runs/study"))
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/study"))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
-    if options.command == "run":
-        run(options.output, options.seeds, options.jobs)
-    else:
-        table(options.output, options.results)
+def _interval(row: dict[str, Any], name: str) -> Interval | None:
+    return None if row[name] is None else Interval(mean=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"])
+
+
+def _rate(row: dict[str, Any], name: str) -> str:
+    return "–" if (interval := _interval(row, name)) is None else show_percent(interval)
+
+
+def _points(row: dict[str, Any], name: str) -> str:
+    return "–" if (interval := _interval(row, name)) is None else show_points(interval)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in body)]
+    return "\n".join(lines)
+
+
+def plot(cells: Sequence[StudyCell], target: Path) -> None:
+    """Held-out success on later visits against training episodes, mean and range over seeds: above as used, below without the bank."""
+    from matplotlib.figure import Figure
+
+    environments = list(dict.fromkeys(cell.environment for cell in cells))
+    figure = Figure(figsize=(7 * len(environments), 8), layout="constrained")
+    grid = figure.subplots(2, len(environments), squeeze=False)
+    for column, environment in enumerate(environments):
+        mine = [cell for cell in cells if cell.environment == environment]
+        for row, title in enumerate(("as the recipe is used", "without the bank")):
+            for number, recipe in enumerate(dict.fromkeys(cell.recipe for cell in mine)):
+                runs = [cell for cell in mine if cell.recipe == recipe]
+                arm = "off" if row else used_arm([one for cell in runs for one in cell.arms])
+                curves = [[(point.episodes, point.success) for point in cell.curve.get(arm, ())] for cell in runs]
+                _draw(grid[row, column], curves, f"C{number % 10}", f"{recipe} ({arm})")
+            grid[row, column].set(title=f"{environment}, {title}", xlabel="training episodes", ylabel="later visits", ylim=(0, 1))
+            grid[row, column].legend(fontsize=7, frameon=False)
+    figure.savefig(str(target), dpi=120)
+
+
+def _draw(axes: Any, curves: Sequence[Sequence[tuple[int, float]]], colour: str, label: str) -> None:
+    found = mean_curve(curves)
+    if found:
+        xs, means, lows, highs = (list(column) for column in zip(*found, strict=True))
+        axes.plot(xs, means, marker=".", color=colour, label=label)
+        axes.fill_between(xs, lows, highs, color=colour, alpha=0.1)
+
+
+def table(results: Path) -> None:
+    """Write the rows as CSV and Markdown, and the picture."""
+    cells = read_cells(results)
+    found = rows(cells)
+    with (results / "table.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]))
+        writer.writeheader()
+        writer.writerows(found)
+    (results / "table.md").write_text(markdown(found), encoding="utf-8")
+    plot(cells, results / "curves.png")
+    say(markdown(found))
+    for environment, recipe in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
+        if len({cell.settings for cell in cells if (cell.environment, cell.recipe) == (environment, recipe)}) > 1:
+            say(f"note: the cells of {environment}/{recipe} were made with different settings; remove the older ones and run again")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    chosen = commands.add_parser("run", help="run what is not finished")
+    chosen.add_argument("--recipes", nargs="+", default=RECIPES)
+    chosen.add_argument("--environments", nargs="+", default=list(ENVIRONMENTS))
+    chosen.add_argument("--seeds", type=int, default=5)
+    chosen.add_argument("--jobs", type=int, default=2)
+    chosen.add_argument("--minutes", type=float, help="start no further cell after so many minutes")
+    chosen.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings changed for all cells, to try the study small")
+    one = commands.add_parser("cell", help="run one cell here")
+    one.add_argument("environment", choices=list(ENVIRONMENTS))
+    one.add_argument("recipe")
+    one.add_argument("seed", type=int)
+    one.add_argument("overrides", nargs="*", metavar="key=value")
+    shown = commands.add_parser("table", help="write the tables and the picture")
+    for command in (chosen, one, shown):
+        command.add_argument("--results", type=Path, default=RESULTS)
+    return parser
+
+
+def main() -> int:
+    """Run the command line; gives the exit code."""
+    options = arguments().parse_args()
+    try:
+        if options.command == "run":
+            cells = list(order(options.environments, options.recipes, options.seeds))
+            return int(run(options.results, cells, options.jobs, options.minutes, options.set) > 0)
+        if options.command == "cell":
+            finish_cell(options.results, options.environment, options.recipe, options.seed, options.overrides)
+        else:
+            table(options.results)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on")
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

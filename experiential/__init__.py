@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from experiential.agents.actor import ActorAgent
     from experiential.agents.extractor import ExtractorAgent
     from experiential.agents.operations import parse_operations
+    from experiential.agents.reflection_memory import BankMemory, PrivateMemory, ReflectionMemory
+    from experiential.agents.reflector import Reflection, Reflector, Retry
     from experiential.bank.bank import ExperienceBank
     from experiential.bank.index.embed import HashingEmbedder
     from experiential.bank.manager import ExperienceManager
@@ -68,6 +70,8 @@ if TYPE_CHECKING:
         Use,
     )
     from experiential.wrappers.experience import ExperienceWrapper
+    from experiential.wrappers.feedback import FeedbackWrapper
+    from experiential.wrappers.reflection import ReflectionWrapper
     from experiential.wrappers.search_and_ask import SearchAndAskWrapper
     from experiential.wrappers.text_observation import TextObservation
     from experiential.wrappers.vector import ExperienceVectorWrapper
@@ -83,6 +87,7 @@ __all__ = [
     "BackendError",
     "BankError",
     "BankLockedError",
+    "BankMemory",
     "CheckpointError",
     "Condition",
     "ConfigError",
@@ -97,6 +102,7 @@ __all__ = [
     "ExperientialError",
     "Experiment",
     "ExtractorAgent",
+    "FeedbackWrapper",
     "FinishReason",
     "Generation",
     "HashingEmbedder",
@@ -110,9 +116,15 @@ __all__ = [
     "OpenAILLM",
     "Operation",
     "ParsedOperations",
+    "PrivateMemory",
     "Provenance",
     "ReadOnlyBankError",
+    "Reflection",
+    "ReflectionMemory",
+    "ReflectionWrapper",
+    "Reflector",
     "Refusal",
+    "Retry",
     "Return",
     "SamplingParams",
     "ScriptedLLM",
@@ -134,6 +146,8 @@ _MODULES: dict[str, str] = {
     "agents.actor": "ActorAgent",
     "agents.extractor": "ExtractorAgent",
     "agents.operations": "parse_operations",
+    "agents.reflection_memory": "BankMemory PrivateMemory ReflectionMemory",
+    "agents.reflector": "Reflection Reflector Retry",
     "bank.bank": "ExperienceBank",
     "bank.index.embed": "HashingEmbedder",
     "bank.manager": "ExperienceManager",
@@ -153,6 +167,8 @@ _MODULES: dict[str, str] = {
         "Provenance Refusal Return Statistics Trajectory Turn Update Use"
     ),
     "wrappers.experience": "ExperienceWrapper",
+    "wrappers.feedback": "FeedbackWrapper",
+    "wrappers.reflection": "ReflectionWrapper",
     "wrappers.search_and_ask": "SearchAndAskWrapper",
     "wrappers.text_observation": "TextObservation",
     "wrappers.vector": "ExperienceVectorWrapper",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Arm = Literal["off", "on", "frozen", "shuffled", "placebo"]
+"""One way to evaluate: which experience the actor is shown (docs/evaluation.md)."""
 
 
 class Settings(BaseModel):
@@ -21,6 +24,14 @@ class EnvSettings(Settings):
     train: dict[str, Any] = Field(default_factory=lambda: {"split": "train"}, description="added to kwargs in training")
     eval: dict[str, Any] = Field(default_factory=lambda: {"split": "eval"}, description="added to kwargs in evaluation")
     max_turns: int = Field(default=30, gt=0, description="turns after which an episode is truncated")
+    reward_range: tuple[float, float] | None = Field(
+        default=None, description="rewards of a step outside it fail the episode, with the reason; None takes any finite one"
+    )
+    feedback: Literal["as_is", "shown", "hidden", "reflector"] = Field(
+        default="as_is",
+        description="the environment's comment on each move: as_is leaves it to the environment; shown puts it in every observation, "
+        "hidden in none, for actor and reflector alike; reflector shows it to the reflector alone, as the ERL paper does: unfair to a baseline",
+    )
     visits: int = Field(default=1, gt=0, description="training steps in a row that meet the same worlds, if the env lists worlds")
     changes: tuple[WorldChange, ...] = Field(default=(), description="worlds added or changed while training runs")
 
@@ -70,6 +81,21 @@ class OptimSettings(Settings):
     tokens_per_micro_batch: int = Field(default=16384, gt=0, description="gradient accumulation unit, padded tokens")
 
 
+class SelfDistillSettings(Settings):
+    """Imitating guided episodes that beat the free ones, without the experience that guided them (section 4.3)."""
+
+    weight: float = Field(default=0.1, gt=0.0, description="of the imitation loss beside the actor's own")
+    every: int = Field(default=1, gt=0, description="training steps between imitations")
+    guard: float = Field(
+        default=0.1, gt=0.0, le=1.0, description="pause while the running success of free episodes is this far below its best: collapse"
+    )
+    memory: float = Field(default=0.9, ge=0.0, lt=1.0, description="how much of the running success a further step leaves")
+
+
+FormatPart = Literal["think", "search_experience", "search_knowledge", "answer"]
+"""What the format reward looks for in an episode's responses."""
+
+
 class ActorSettings(Settings):
     """The acting policy and how it learns (eq. 4 and 5)."""
 
@@ -86,6 +112,12 @@ class ActorSettings(Settings):
     )
     length_norm: int = Field(default=256, gt=0, description="tokens that a trajectory's sum is divided by, with aggregate: constant")
     drop_constant: bool = Field(default=False, description="dynamic filtering: groups (or halves) with equal rewards take no weight")
+    credit: Literal["trajectory", "turn"] = Field(
+        default="trajectory", description="one advantage for a whole trajectory, or one per turn from the rewards that still follow it"
+    )
+    discount: float = Field(default=1.0, gt=0.0, le=1.0, description="of later rewards, with credit: turn")
+    self_distill: SelfDistillSettings | None = None
+    critic: bool = Field(default=False, description="the actor accepts, refines or rejects what is retrieved (appendix B.1)")
     clip_low: float = Field(default=0.2, gt=0.0)
     clip_high: float = Field(default=0.2, gt=0.0)
     ratio: Literal["token", "sequence"] = "token"
@@ -99,9 +131,37 @@ class ActorSettings(Settings):
     history: int | None = Field(default=None, ge=0, description="past turns kept in the prompt; None keeps all")
     keep_first: bool = Field(default=True, description="keep the first observation when history drops turns")
     advice: Literal["system", "observation"] = Field(default="system", description="in the system message, or behind the first observation")
+    instruction: str = Field(default="", description="what the actor is told about the environment; not with the brief prompt set")
     search_and_ask: int = Field(default=0, ge=0, description="calls of search_and_ask per guided episode; 0 leaves the tool out")
+    search_experience: int = Field(
+        default=0, ge=0, description="calls of EvolveR's action per guided episode, which is then the only way to the bank; 0 leaves it out"
+    )
+    format_reward: float = Field(default=0.0, ge=0.0, description="weight of EvolveR's format reward, where the outcome's is 1; 0: none")
+    format_parts: tuple[FormatPart, ...] = Field(
+        default=("think", "search_experience", "search_knowledge", "answer"),
+        min_length=1,
+        description="what a complete episode can hold here; leave out what the environment has no use for",
+    )
     warmup_steps: int = Field(default=0, ge=0, description="steps before the bank is used")
     optim: OptimSettings = Field(default_factory=lambda: OptimSettings(lr=3e-4))
+
+
+class EntropyBonusSettings(Settings):
+    """A bonus for entries that lower the actor's entropy over the task (appendix B.2)."""
+
+    kind: Literal["relative", "tanh", "sigmoid", "asymmetric", "log"] = "relative"
+    weight: float = Field(default=0.5, gt=0.0, description="w")
+    low: float = Field(default=-1.0, le=0.0, description="the least bonus over w, with relative; the least gain counted, with asymmetric")
+    high: float = Field(default=1.0, ge=0.0, description="the largest, likewise")
+    temperature: float = Field(default=1.0, gt=0.0, description="tau, with sigmoid")
+
+
+class ColdStartSettings(Settings):
+    """Supervised training on given demonstrations before reinforcement learning (EvolveR)."""
+
+    demonstrations: str = Field(description="JSON Lines of chats: {messages: [{role, content}, ...]}; loss on what the assistant says")
+    epochs: int = Field(default=1, gt=0)
+    batch_size: int = Field(default=16, gt=0, description="chats per optimiser step")
 
 
 class ExtractorSettings(Settings):
@@ -109,6 +169,12 @@ class ExtractorSettings(Settings):
 
     enabled: bool = True
     train: bool = True
+    distill: bool = Field(default=True, description="distil what is played; false keeps the bank as it was when training began")
+    shared: bool = Field(default=False, description="one set of weights, and one optimiser, for actor and extractor")
+    reward: Literal["direct", "relative"] = Field(
+        default="direct", description="outcome of the episode that used an entry, or its gain over the mean of the group's free members"
+    )
+    entropy_bonus: EntropyBonusSettings | None = None
     batch_size: int = Field(default=64, gt=0, description="|B_phi|: samples per optimiser step")
     updates_per_step: int = Field(default=1, gt=0, description="optimiser steps per training step, at most: batches the buffer fills")
     buffer_size: int = Field(default=512, gt=0)
@@ -122,6 +188,7 @@ class ExtractorSettings(Settings):
     kl: float = Field(default=0.0, ge=0.0, description="weight of the KL divergence from the extractor's first weights")
     max_lag: int = Field(default=2, ge=0, description="training steps that distillation may fall behind before rollouts wait for it")
     max_operations: int = Field(default=3, gt=0)
+    principles: bool = Field(default=False, description="distil guiding and cautionary principles with triples, as EvolveR does")
     temperature: float = Field(default=1.0, gt=0.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_tokens: int = Field(default=96, gt=0)
@@ -158,6 +225,9 @@ class BankSettings(Settings):
     embedder: str | None = Field(default=None, description="sentence-transformers name or folder, 'hashing', or None for the default")
     chroma: str | None = Field(default=None, description="address of a Chroma server that holds the index; None keeps it in the folder")
     retrieval: RetrievalSettings = Field(default_factory=RetrievalSettings)
+    prepare_steps: int = Field(
+        default=0, ge=0, description="steps played and distilled before training begins, by the weights of then, to fill the bank"
+    )
     text_limit: int = Field(default=2000, gt=0, description="characters that the text of an entry may have")
     merge_every: int = Field(default=5, ge=0, description="actor updates between merges; 0 never merges")
     merge_chunk: int = Field(default=5, gt=1)
@@ -170,6 +240,9 @@ class BankSettings(Settings):
     dedupe_threshold: float = Field(
         default=0.85, gt=0.0, le=1.0, description="cosine of two texts from which on the extractor is asked whether they are one"
     )
+    dedupe_across_tasks: bool = Field(default=False, description="compare entries of different tasks, too, when deduplicating")
+    prune_every: int = Field(default=0, ge=0, description="actor updates between prunings by score; 0 never prunes")
+    prune_below: float = Field(default=0.3, gt=0.0, lt=1.0, description="Laplace score (s + 1) / (u + 2) below which an entry is taken out")
     trust_after: int = Field(
         default=0, ge=0, description="M: independent tasks on which an entry must have helped to be trusted; 0 trusts every entry"
     )
@@ -217,6 +290,24 @@ class ClusterSettings(Settings):
     restarts: int = Field(default=2, ge=0, description="times that each engine, rank group and worker is started again")
 
 
+class ReflectionSettings(Settings):
+    """A second attempt, with a reflection, at what the first did not solve (Experiential RL, algorithm 2)."""
+
+    mode: Literal["reflect", "retry"] = Field(
+        default="reflect", description="reflect: the actor's own reflection; retry: the raw first attempt and an instruction to do better"
+    )
+    threshold: float = Field(default=1.0, description="tau: lower returns are tried again; reflections that reach it are remembered")
+    memory: Literal["none", "private", "bank"] = Field(
+        default="private", description="where reflections that passed are kept: nowhere; in one string, which the last overwrites; the bank"
+    )
+    recall: int = Field(default=1, gt=0, description="reflections of the bank shown to the reflector, with memory: bank")
+    internalise: Literal["sft", "reverse_kl", "none"] = Field(
+        default="sft", description="second attempts with a reward: imitated without the reflection; or taught to the first attempt's tokens"
+    )
+    weight: float = Field(default=1.0, gt=0.0, description="of the internalisation beside the policy losses")
+    max_tokens: int = Field(default=96, gt=0, description="tokens of a reflection")
+
+
 class EvalSettings(Settings):
     """Evaluation by visit on held-out worlds, weights frozen."""
 
@@ -227,6 +318,16 @@ class EvalSettings(Settings):
     after: bool = True
     temperature: float = Field(default=1.0, ge=0.0)
     seed: int = 10_000
+    arms: tuple[Arm, ...] = Field(default=("off", "on"), min_length=1, description="what is played: off, on, frozen, shuffled, placebo")
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _on_and_off_are_names(cls, arms: Any) -> Any:
+        """YAML reads on and off as true and false."""
+        if not isinstance(arms, list | tuple):
+            return arms
+        names = {True: "on", False: "off"}
+        return [names[arm] if isinstance(arm, bool) else arm for arm in cast("list[Any]", arms)]
 
 
 class RunSettings(Settings):
@@ -253,6 +354,8 @@ class Experiment(Settings):
     actor: ActorSettings = Field(default_factory=ActorSettings)
     extractor: ExtractorSettings = Field(default_factory=ExtractorSettings)
     bank: BankSettings = Field(default_factory=BankSettings)
+    reflection: ReflectionSettings | None = Field(default=None, description="second attempts with a reflection; None plays one attempt")
+    cold_start: ColdStartSettings | None = Field(default=None, description="supervised training before the first step; None goes without")
     eval: EvalSettings = Field(default_factory=EvalSettings)
     run: RunSettings = Field(default_factory=RunSettings)
     runtime: Literal["local", "openrlhf"] = Field(default="local", description="local: torch in this process; openrlhf: a Ray cluster")
@@ -262,4 +365,33 @@ class Experiment(Settings):
     def _groups_can_be_split(self) -> Experiment:
         if self.actor.guided == "half" and self.actor.group_size < 2:
             raise ValueError(f"Expected actor.group_size of at least 2 when actor.guided is half, got {self.actor.group_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _reflection_fits(self) -> Experiment:
+        if self.reflection is None:
+            return self
+        if self.actor.guided != "none":
+            raise ValueError(f"Expected actor.guided=none with reflection, whose advice takes the bank's place, got {self.actor.guided!r}")
+        if self.reflection.memory == "bank" and not self.extractor.enabled:
+            raise ValueError("Expected a bank with reflection.memory=bank, got none; set extractor.enabled=true, extractor.distill=false")
+        return self
+
+    @model_validator(mode="after")
+    def _methods_fit_together(self) -> Experiment:
+        """Refuse combinations that would silently do nothing."""
+        actor, extractor = self.actor, self.extractor
+        comparing = {"actor.self_distill": actor.self_distill is not None, "extractor.reward=relative": extractor.reward == "relative"}
+        for name in (name for name, wanted in comparing.items() if wanted and actor.guided != "half"):
+            raise ValueError(f"Expected actor.guided=half with {name}, which compares with a group's free members, got {actor.guided!r}")
+        if actor.search_and_ask and actor.search_experience:
+            raise ValueError("Expected actor.search_and_ask or actor.search_experience, got both; set one of them to 0")
+        if actor.critic and not extractor.enabled:
+            raise ValueError("Expected extractor.enabled with actor.critic, which judges what the bank gives, got no bank")
+        if extractor.shared and self.extractor_model is not None:
+            raise ValueError("Expected extractor_model to be left out with extractor.shared, got both; they would be two models")
+        if extractor.train and not extractor.distill:
+            raise ValueError("Expected extractor.train=false with extractor.distill=false, which writes nothing that could be learnt from")
+        if self.runtime == "openrlhf" and (extractor.shared or extractor.entropy_bonus is not None):
+            raise ValueError("Expected runtime=local with extractor.shared or extractor.entropy_bonus, which a cluster has not, got openrlhf")
         return self

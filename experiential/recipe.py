@@ -182,12 +182,12 @@ def settings_reference(settings: Settings | None = None, prefix: str = "") -> It
     """Every setting in reading order, with its dotted key, type, default and description."""
     settings = settings or Experiment()
     for name, field in type(settings).model_fields.items():
-        default = getattr(settings, name)
+        default = getattr(settings, name, None)  # None for a field that must be given, of settings that are off
         inner = _settings_class(field)
         if inner is None or default is None:
             yield Setting(f"{prefix}{name}", _type_name(field), default, field.description or "")
         if inner is not None:
-            yield from settings_reference(default or inner(), f"{prefix}{name}.")
+            yield from settings_reference(default or inner.model_construct(), f"{prefix}{name}.")
 
 
 def _type_name(field: FieldInfo) -> str:

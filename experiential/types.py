@@ -80,6 +80,10 @@ How = Literal["episode_start", "turn", "search_and_ask"]
 """By which way an entry reaches an actor."""
 
 
+Verdict = Literal["accept", "refine", "reject"]
+"""What the actor does with an entry that was retrieved for it (appendix B.1 of Complementary RL)."""
+
+
 class Use(Record):
     """One retrieval that reached an actor."""
 
@@ -95,6 +99,7 @@ class Use(Record):
     refinement: str | None = Field(default=None, description="id of the generation that refined the entry for this use")
     provisional: bool = Field(default=False, description="whether the entry was not trusted yet; the propensity has the share as a factor")
     admitted: bool | None = Field(default=None, description="the draw whether the episode may see provisional entries; None: none made")
+    verdict: Verdict | None = Field(default=None, description="what the actor said of the entry; rejected, it was not shown")
 
 
 class Turn(Record):
@@ -104,6 +109,7 @@ class Turn(Record):
     action: str
     reward: float = 0.0
     feedback: str = Field(default="", description="the observation that followed the action")
+    withheld: str = Field(default="", description="what the environment said of the action, not shown to the actor, only to a reflector")
     invalid: bool = False
 
 
@@ -265,6 +271,7 @@ class Add(_Op):
     op: Literal["add"] = "add"
     text: str = Field(min_length=1)
     kind: str = "lesson"
+    triples: tuple[tuple[str, str, str], ...] = Field(default=(), description="the same in subject, predicate and object (EvolveR)")
 
 
 class Update(_Op):

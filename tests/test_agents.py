@@ -76,7 +76,8 @@ def test_an_actor_plays_an_episode(tokens: bool) -> None:
     agent = ActorAgent(llm, instruction="Find the exit.", seed=7, temperature=0.5, max_tokens=9)
     assert [agent.act("A room."), agent.act("A door.")] == ["look", "go north"]
     first = llm.samplings[0]
-    assert (first.temperature, first.max_tokens, first.stop) == (0.5, 9, ("</action>", "</search_and_ask>"))
+    stop = ("</action>", "</search_and_ask>", "</search_experience>", "</search_knowledge>")
+    assert (first.temperature, first.max_tokens, first.stop) == (0.5, 9, stop)
     assert [s.seed for s in llm.samplings] == [derived_seed(7, 0), derived_seed(7, 1)]
     assert len(agent.generations) == 2
     assert [is_token_prompt(prompt) for prompt in llm.prompts] == [tokens, tokens]

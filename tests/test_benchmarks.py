@@ -12,53 +12,122 @@ import pytest
 
 from benchmarks import accelerator, adaptation, bank, extractor_uplift, headroom, overhead, study
 from experiential.bank.bank import ExperienceBank
+from experiential.errors import ConfigError
+from experiential.evaluation.cell import Cell
+from experiential.evaluation.curves import Point
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
 
-def records(after: float) -> list[dict[str, Any]]:
-    """Two steps of 64 episodes between three evaluations with the bank; the last one succeeds on ``after`` of the later visits."""
-    outcomes = [[0, int(i < 10 * after)] for i in range(10)]
-    return [
-        {"event": "eval", "step": 0, "arm": "bank", "outcomes": [[1, 0]] * 10},
-        {"event": "step", "step": 1, "episodes": 64},
-        {"event": "eval", "step": 1, "arm": "bank", "outcomes": [[0, 1], [0, 0]] * 5},
-        {"event": "eval", "step": 1, "arm": "free", "outcomes": [[1, 1]] * 10},
-        {"event": "step", "step": 2, "episodes": 60},
-        {"event": "eval", "step": 2, "arm": "bank", "outcomes": outcomes},
-    ]
+def study_cell(recipe: str, seed: int, later: dict[str, float], environment: str = "vault", settings: str = "s") -> study.StudyCell:
+    """Ten worlds, two visits, of which the second succeeds as often as told; a curve that reaches 50 % after 64 episodes."""
+    made = tuple(
+        Cell(
+            run=f"{recipe}-{seed}", recipe=recipe, environment=environment, seed=seed, step=2, arm=arm, checkpoint="", version="0.1.0",
+            settings=f"{environment}/{recipe}/{seed}", family=f"{environment}/{recipe}",
+            outcomes=tuple(f"0{int(world < 10 * share)}" for world in range(10)),
+            cost={"seconds": 2.0, "actor": {"prompt_tokens": 60, "generated_tokens": 20}, "extractor": {"prompt_tokens": 8}},
+        )
+        for arm, share in later.items()
+    )  # fmt: skip
+    points = tuple(
+        Point(step=step, episodes=episodes, success=success) for step, episodes, success in ((0, 0, 0.1), (1, 64, 0.5), (2, 128, 0.7))
+    )
+    return study.StudyCell(
+        environment=environment, recipe=recipe, seed=seed, commit="abc", settings=settings, overrides=(), steps=2, episodes=128,
+        seconds=60.0, tokens={"actor": 100}, curve={arm: points for arm in later if arm in ("on", "off")}, arms=made,
+    )  # fmt: skip
 
 
-def test_a_curve_counts_training_episodes_and_leaves_the_first_visit_out() -> None:
-    assert study.curve(records(0.8), "bank") == [(0, 0.0), (64, 0.5), (124, 0.8)]
-    assert study.curve(records(0.8), "free") == [(64, 1.0)]
-    assert study.episodes_to_target([(0, 0.0), (64, 0.5), (124, 0.8)], 0.8) == 124
-    assert study.episodes_to_target([(0, 0.0), (64, 0.5)], 0.8) is None
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """Two recipes with two seeds in one environment."""
+    shares = {"off": 0.2, "on": 0.8, "frozen": 0.5, "shuffled": 0.3, "placebo": 0.2}
+    cells = [study_cell("grpo", seed, {"off": 0.4}) for seed in (0, 1)] + [study_cell("complementary", seed, shares) for seed in (0, 1)]
+    for cell in cells:
+        path = study.cell_path(tmp_path, cell.environment, cell.recipe, cell.seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(cell.model_dump_json())
+    return tmp_path
 
 
-def test_the_study_reads_runs_that_are_done_and_writes_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "ENVIRONMENTS", {"vault": []})
-    for seed, after in enumerate((0.8, 0.6)):
-        folder = tmp_path / "runs" / "vault" / "complementary" / f"seed-{seed}"
-        folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records(after))))
-        (folder / "done").touch()
-    unfinished = tmp_path / "runs" / "vault" / "complementary" / "seed-2"
-    unfinished.mkdir()
-    rows = study.summarise(tmp_path / "runs")
-    row = next(r for r in rows if r["arm"] == "bank")
-    assert (row["seeds"], row["before"], row["after"]) == (2, 0.0, pytest.approx(0.7))
-    assert (row["low"], row["high"]) == (pytest.approx(0.6), pytest.approx(0.8))
-    assert (row["reached_50"], row["episodes_to_50"], row["reached_80"], row["episodes_to_80"]) == (2, 64.0, 1, 124.0)
-    study.table(tmp_path / "runs", tmp_path / "results")
-    text = (tmp_path / "results" / "table.md").read_text()
-    assert "| vault | complementary | with | 0.000 | 0.700 [0.600, 0.800] | 64 (2 of 2) | 124 (1 of 2) |" in text
-    assert (tmp_path / "results" / "curves.png").stat().st_size > 1000
+def test_the_study_pairs_recipes_with_grpo_and_arms_with_each_other(finished: Path) -> None:
+    grpo, complementary = study.rows(study.read_cells(finished))
+    assert (grpo["recipe"], grpo["used_arm"], grpo["off"], grpo["on"], grpo["minus_grpo"]) == ("grpo", "off", 0.4, None, None)
+    assert (complementary["used_arm"], complementary["on"], complementary["off"], complementary["seeds"]) == ("on", 0.8, 0.2, 2)
+    assert complementary["minus_grpo"] == pytest.approx(0.4)
+    found = [complementary[f"on_minus_{arm}"] for arm in ("off", "shuffled", "placebo", "frozen")]
+    assert found == pytest.approx([0.6, 0.5, 0.6, 0.3]) and complementary["frozen_minus_off"] == pytest.approx(0.3)
+    assert complementary["on_minus_off_low"] <= 0.6 <= complementary["on_minus_off_high"]
+    assert (complementary["actor_tokens_per_success"], complementary["extractor_tokens_per_success"]) == (10.0, 1.0)  # 160 and 16 over 16
+    assert (complementary["episodes_per_success"], complementary["seconds_per_success"]) == (2.5, 0.25)
+    assert (complementary["reached_50"], complementary["episodes_to_50"], complementary["reached_80"]) == (2, 64.0, 0)
+    assert complementary["episodes_to_80"] is None
 
 
-def test_every_run_of_the_study_is_a_command_with_its_own_seed_and_folder(tmp_path: Path) -> None:
-    made = list(study.commands(tmp_path, seeds=2))
-    assert len(made) == len(study.ENVIRONMENTS) * len(study.RECIPES) * 2 == len({folder for folder, _ in made})
-    assert all(command[command.index("--seed") + 1] == folder.name.removeprefix("seed-") for folder, command in made)
+def test_the_study_writes_tables_and_a_picture(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study.table(finished)
+    text = (finished / "table.md").read_text()
+    assert "| complementary | 2 | 80 % [" in text and "| 64 (2 of 2) | – (0 of 2) |" in text and "+40 [" in text
+    assert (finished / "table.csv").read_text().count("\n") == 3
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "note:" not in capsys.readouterr().out
+    other = study_cell("grpo", 2, {"off": 0.4}, settings="other")
+    study.cell_path(finished, "vault", "grpo", 2).write_text(other.model_dump_json())
+    study.table(finished)
+    assert "note: the cells of vault/grpo were made with different settings" in capsys.readouterr().out
+
+
+def test_a_damaged_cell_and_an_empty_study_are_named(finished: Path, tmp_path: Path) -> None:
+    study.cell_path(finished, "vault", "grpo", 1).write_text("{}")
+    with pytest.raises(ConfigError, match="grpo-1.json"):
+        study.read_cells(finished)
+    with pytest.raises(ConfigError, match="run the study first"):
+        study.read_cells(tmp_path / "nothing")
+
+
+def test_a_target_is_reached_by_the_first_evaluation_that_is_there() -> None:
+    points = study_cell("grpo", 0, {"off": 0.0}).curve["off"]
+    assert [study.episodes_to_target(points, target) for target in (0.1, 0.5, 0.6, 0.8)] == [0, 64, 128, None]
+
+
+def test_cells_come_seed_by_seed_and_all_their_settings_exist() -> None:
+    cells = list(study.order(list(study.ENVIRONMENTS), study.RECIPES, 5))
+    assert len(cells) == len(set(cells)) == len(study.ENVIRONMENTS) * len(study.RECIPES) * 5
+    assert [seed for *_, seed in cells] == sorted(seed for *_, seed in cells)
+    study.check(cells[: len(cells) // 5], [])
+    for wrong in (("moon", "grpo", 0), ("vault", "gpro", 0)):
+        with pytest.raises(ConfigError):
+            study.check([wrong], [])
+    with pytest.raises(ConfigError, match="did you mean"):
+        study.check(cells[:1], ["run.stepz=1"])
+
+
+def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_up(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, str, int]] = []
+
+    def process(results: Path, cell: tuple[str, str, int], more: Any) -> bool:
+        started.append(cell)
+        return cell[2] != 3
+
+    monkeypatch.setattr(study, "run_process", process)
+    cells = list(study.order(["vault"], ["grpo"], 4))
+    assert study.run(finished, cells, 1, minutes=0) == 0 and started == []
+    assert study.run(finished, cells, 1, minutes=None) == 1, "the one that failed is counted"
+    assert started == [("vault", "grpo", 2), ("vault", "grpo", 3)]
+
+
+@pytest.mark.slow
+def test_a_cell_of_the_study_trains_and_plays_every_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["run.steps=1", "eval.worlds=3", "eval.visits=2", "eval.every=0", "actor.groups=2", "actor.group_size=4"]
+    study.finish_cell(tmp_path, "vault", "complementary", 3, small)
+    assert [path.name for path in (tmp_path / "cells" / "vault").iterdir()] == ["complementary-3.json"]
+    assert "later visits: off" in capsys.readouterr().out
+    (cell,) = study.read_cells(tmp_path)
+    assert [arm.arm for arm in cell.arms] == ["off", "on", "frozen", "shuffled", "placebo"]
+    assert all(len(arm.outcomes) == 3 and len(arm.outcomes[0]) == 2 and arm.seed == 3 for arm in cell.arms)
+    assert (cell.steps, cell.episodes, cell.tokens.keys()) == (1, 8, {"actor", "extractor"})
+    assert [(point.step, point.episodes) for point in cell.curve["on"]] == [(0, 0), (1, 8)]
+    assert study.cell_path(tmp_path, "vault", "complementary", 3).stat().st_size < 6000
 
 
 def test_the_way_told_is_the_way_of_the_layout_on_the_board(tmp_path: Path) -> None:

@@ -46,14 +46,14 @@ def evaluation(step: int, arm: str, *successes: int) -> dict[str, Any]:
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "start", "step": 0, "steps": 2},
-    evaluation(0, "free", 2, 2, 2),
-    evaluation(0, "bank", 2, 4, 4),
+    evaluation(0, "off", 2, 2, 2),
+    evaluation(0, "on", 2, 4, 4),
     {"event": "step", "step": 1, "success_guided": 0.25, "success_free": 0.125, "entries": 3, "actor_loss": -0.01, "tokens_per_s": 1234.5},
     {"event": "warning", "text": "one [episode] failed: TimeoutError"},
     {"event": "step", "step": 2, "success_guided": 0.75, "success_free": None, "entries": 5, "actor_loss": 0.01, "staleness": 1.0},
     {"event": "checkpoint", "step": 2, "path": "checkpoints/step-000002"},
-    evaluation(2, "free", 2, 2, 2),
-    evaluation(2, "bank", 2, 16, 18),
+    evaluation(2, "off", 2, 2, 2),
+    evaluation(2, "on", 2, 16, 18),
     {"event": "end", "step": 2, "seconds": 1.0},
 ]
 
@@ -278,6 +278,19 @@ class TestUserErrors:
     def test_eval_of_a_folder_without_a_run(self, run_main: Train, tmp_path: Path) -> None:
         assert_user_error(run_main("eval", tmp_path), "config.yaml")
 
+    def test_eval_without_a_run_or_with_an_arm_that_does_not_exist(self, run_main: Train, tmp_path: Path) -> None:
+        assert_user_error(run_main("eval", "eval.worlds=2"), "at least one run")
+        assert_user_error(run_main("eval", tmp_path, "--arms", "on,half"), "off,on,frozen,shuffled,placebo")
+
+    def test_eval_of_a_run_without_a_checkpoint_or_into_a_file(self, run_main: Train, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").write_text("recipe: grpo\n")
+        assert_user_error(run_main("eval", tmp_path), "Expected a checkpoint")
+        (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text('{"step": 1}')
+        (tmp_path / "config.yaml").write_text("recipe: complementary\n")
+        assert_user_error(run_main("eval", tmp_path), "Expected a bank")
+        assert_user_error(run_main("eval", tmp_path, "extractor.enabled=false", "--output", tmp_path / "config.yaml"), "--output")
+
     @pytest.mark.parametrize("command", [("ls",), ("stats",), ("search", "query"), ("show", "id"), ("export", "file")])
     def test_bank_commands_without_a_bank(self, run_main: Train, tmp_path: Path, command: tuple[str, ...]) -> None:
         name, *rest = command
@@ -401,8 +414,21 @@ def test_a_real_run_is_resumed_and_evaluated(run_train: Train, run_main: Train, 
     assert code == 0 and "step 2/2" in out and "step 1/2" not in out
     assert [event["step"] for event in read_events(output) if event["event"] == "step"] == [1, 2]
     before = sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
-    code, out, _ = run_main("eval", output, "--json")
-    assert code == 0 and [(event["arm"], event["step"]) for event in json.loads(out)] == [("free", 2), ("bank", 2)]
+    evaluated = tmp_path / "evaluated"
+    code, out, said = run_main("eval", output, "eval.worlds=1", "--output", evaluated, "--json")
+    card = json.loads(out)
+    assert code == 0 and said.count("evaluation at step 2") == 5
+    assert [arm["arm"] for arm in card["recipes"][0]["arms"]] == ["off", "on", "frozen", "shuffled", "placebo"]
+    assert card["overrides"] == ["eval.worlds=1"] and card["recipes"][0]["runs"][0]["step"] == 2
+    assert json.loads((evaluated / "card.json").read_text()) == card
+    assert {path.name for path in evaluated.iterdir()} == {"cells", "card.json", "report.html", "report.png"}
+    cells = {path: path.stat().st_mtime_ns for path in (evaluated / "cells").iterdir()}
+    next(iter(cells)).unlink()
+    code, out, _ = run_main("eval", output, "eval.worlds=1", "--output", evaluated, "--plain")
+    assert code == 0 and out.count("evaluation at step 2") == 1, "only the cell that is missing is played again"
+    assert sum(path.stat().st_mtime_ns == time for path, time in cells.items()) == 4
+    code, out, _ = run_main("eval", output, "eval.worlds=1", "--output", evaluated, "--arms", "on,off", "--no-resume")
+    assert code == 0 and out.count("evaluation at step 2") == 2 and "report.html" in out
     assert run_main("bank", "stats", output / "bank")[0] == 0
     assert sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*")) == before
 
@@ -435,16 +461,16 @@ class TestReport:
         assert "later (2+)" in text and "85 % [71, 93]" in text
 
     def test_headline_pairs_the_arms_by_world(self) -> None:
-        assert headline(EVENTS)[1] == ("Later visits, with the bank minus without: +75 points, 95 % interval [+55, +90], paired by world.")
+        assert headline(EVENTS)[1] == ("Later visits, with the bank minus without: +75 points, 95 % interval [+57, +90], paired by world.")
 
     def test_runs_without_a_bank_have_no_difference(self) -> None:
-        assert headline([event for event in EVENTS if event.get("arm") != "bank"]) == []
+        assert headline([event for event in EVENTS if event.get("arm") != "on"]) == []
 
     def test_no_success_before_training_gives_no_ratio(self) -> None:
-        assert "times" not in headline([evaluation(0, "bank", 0, 0), evaluation(2, "bank", 1, 9)])[0]
+        assert "times" not in headline([evaluation(0, "on", 0, 0), evaluation(2, "on", 1, 9)])[0]
 
     def test_evaluation_played_again_after_a_resume_counts_once(self) -> None:
-        again = [*EVENTS, evaluation(2, "bank", 2, 2, 2)]
+        again = [*EVENTS, evaluation(2, "on", 2, 2, 2)]
         assert "10 % [4, 23]" in self.text(summary_table(again))
 
     def test_last_line_cut_by_a_crash_is_ignored_and_others_are_not(self, tmp_path: Path) -> None:
@@ -500,7 +526,7 @@ def test_tensorboard_scalars_can_be_read_back(tmp_path: Path) -> None:
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     assert [scalar.value for scalar in read.Scalars("train/success_guided")] == [0.25, 0.75]
-    assert read.Scalars("eval/bank/visit_2")[-1].value == pytest.approx(0.8)
+    assert read.Scalars("eval/on/visit_2")[-1].value == pytest.approx(0.8)
 
 
 class TestMain:

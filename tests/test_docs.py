@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from experiential.recipe import recipe_names, settings_reference
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 NAMES = sorted(set(re.findall(r"`(experiential[\w.]*:\w+)`", (ROOT / "docs" / "paper_index.md").read_text("utf-8"))))
@@ -39,3 +41,26 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_every_make_target_of_the_readme_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text("utf-8"))) <= targets
+
+
+def index_rows() -> list[tuple[str, list[str]]]:
+    """The rows of the paper index that name something of ours: what they index, and their cells."""
+    lines = (ROOT / "docs" / "paper_index.md").read_text("utf-8").splitlines()
+    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return [(cells[0], cells) for cells in tables if "`" in "".join(cells)]
+
+
+@pytest.mark.parametrize(("indexed", "cells"), index_rows(), ids=[row for row, _ in index_rows()])
+def test_every_row_of_the_paper_index_names_what_exists(indexed: str, cells: list[str]) -> None:
+    assert len(cells) == 4, "in the paper, function, recipe or setting, test"
+    known = {*recipe_names(), *(setting.key for setting in settings_reference())}
+    parents = {key.rsplit(".", 1)[0] for key in known if "." in key}
+    for name in re.findall(r"`([^`]+)`", cells[2]):
+        assert name in known | parents, f"{name} is neither a recipe nor a setting"
+    tests = re.findall(r"`([^`]+)`", cells[3])
+    assert tests and all((ROOT / test).is_file() for test in tests)
+
+
+def test_every_recipe_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert [name for name in recipe_names() if f"`{name}`" not in readme] == []

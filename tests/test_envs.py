@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 import experiential.envs as envs
 from experiential.envs.grid import MOVES, parse_action, shortest_path, split_of
 
-IDS = ["experiential/FrozenLake-v0", "experiential/Sokoban-v0", "experiential/Vault-v0"]
+IDS = ["experiential/FrozenLake-v0", "experiential/HotpotQA-v0", "experiential/Sokoban-v0", "experiential/Vault-v0"]
+OFFERING: dict[str, dict[str, Any]] = {"experiential/HotpotQA-v0": {"choices": True}}
+"""What makes an environment name the admissible actions, where it does not by itself."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"split": split}) for name in IDS for split in ("train", "eval")),
+    *((name, {"split": split} | OFFERING.get(name, {})) for name in IDS for split in ("train", "eval")),
     ("experiential/FrozenLake-v0", {"preset": "4x4"}),
     ("experiential/FrozenLake-v0", {"preset": "8x8"}),
     ("experiential/FrozenLake-v0", {"sizes": [5, 5], "budget": 12, "symbols": "wxyz", "feedback": "neutral"}),

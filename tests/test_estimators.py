@@ -85,7 +85,7 @@ def test_groups_that_teach_nothing_may_be_left_out_of_the_weights() -> None:
     [
         ("dr-grpo", ("dr_grpo", "constant", 0.2, False)),
         ("rloo", ("rloo", "sequence", 0.2, False)),
-        ("reinforce-pp", ("reinforce++", "token", 0.2, False)),
+        ("reinforce-baseline", ("reinforce++", "token", 0.2, False)),
         ("dapo", ("grpo", "token", 0.28, True)),
     ],
 )

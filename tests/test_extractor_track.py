@@ -125,3 +125,32 @@ async def test_the_event_loop_goes_on_while_the_bank_is_asked_and_the_buffer_cha
     assert await crediting == 2
     assert list(rewards(track)) == [entry.id for entry in entries]
     assert threading.get_ident() not in bank.asked_by
+
+
+def member(used: xp.Experience | None, success: bool, group: str, verdict: str | None = None) -> xp.Trajectory:
+    """A member of a group: guided with an entry, else free."""
+    uses = () if used is None else (Use(id=f"{group}{success}", experience_id=used.id, experience_version=used.version, verdict=verdict),)  # type: ignore[arg-type]
+    condition = Condition.FREE if used is None else Condition.GUIDED
+    return xp.Trajectory(task="leave", group=group, uses=uses, success=success, condition=condition)
+
+
+async def test_relative_rewards_are_gains_over_the_free_members_and_others_are_counted(told: Story) -> None:
+    track = track_of(told.bank, reward="relative")
+    free = [member(None, won, "a") for won in (True, False, False, False)]
+    failed = episode(told.merged, error="env: gone")
+    counted = await track.credit(
+        [*free, member(told.merged, True, "a"), member(told.merged, False, "a"), member(told.merged, True, "b"), failed]
+    )
+    assert counted == 2 and track.uncredited == 1, "group b has nobody to compare with"
+    assert rewards(track)["merge"][:2] == (pytest.approx(0.75 - 0.25), 2)
+
+
+async def test_verdicts_and_bonuses_add_to_the_outcome(told: Story) -> None:
+    track = track_of(told.bank)
+    members = [
+        member(told.merged, True, "a", "refine"),
+        member(told.merged, False, "a", "accept"),
+        member(told.merged, False, "b", "reject"),
+    ]
+    await track.credit(members, {"aTrue": 0.25, "other": 9.0})
+    assert rewards(track)["merge"][:2] == (pytest.approx((1 + 0.5 + 0.25) + (-1 + 1) + (-1 + 0)), 3)

@@ -19,6 +19,7 @@ LAYERS = [
     ("envs",),
     ("wrappers",),
     ("training",),
+    ("evaluation",),
     ("recipe",),
     ("",),  # experiential/__init__.py
     ("cli",),

@@ -125,7 +125,7 @@ def test_members_of_a_group_share_their_instance_and_split_in_halves(run: dict[s
 
 def test_evaluation_is_paired_and_leaves_the_training_bank_alone(run: dict[str, Any]) -> None:
     evals = [e for e in run["events"] if e["event"] == "eval"]
-    assert [(e["step"], e["arm"]) for e in evals] == [(0, "free"), (0, "bank"), (5, "free"), (5, "bank")]
+    assert [(e["step"], e["arm"]) for e in evals] == [(0, "off"), (0, "on"), (5, "off"), (5, "on")]
     assert all([v["episodes"] for v in e["visits"]] == [3, 3] for e in evals)
     folder = run["folder"] / "bank"
     before = digest(folder)
@@ -145,7 +145,7 @@ def test_trained_weights_are_exported_as_a_loadable_folder(run: dict[str, Any]) 
 def test_grpo_has_no_bank_and_all_episodes_are_free(tmp_path: Path) -> None:
     summary = Trainer(experiment("grpo"), tmp_path, runtimes=policies(LocalRuntime)).run()
     assert not (tmp_path / "bank").exists()
-    assert {e["arm"] for e in summary["evaluations"]} == {"free"}
+    assert {e["arm"] for e in summary["evaluations"]} == {"off"}
     rows = [row for e in read_events(tmp_path / "episodes.jsonl") for row in e["rows"]]
     assert {row["condition"] for row in rows} == {"free"}
 
@@ -308,8 +308,8 @@ def test_intervals_by_hand() -> None:
     assert (round(interval.low, 4), round(interval.high, 4)) == (0.4902, 0.9433)
     difference = paired_difference(np.array([1.0, 1.0, 1.0]), np.array([0.0, 0.0, 0.0]))
     assert (difference.mean, difference.low, difference.high) == (1.0, 1.0, 1.0)
-    bank = Visits(arm="bank", step=1, outcomes=((False, True, True), (False, True, False)))
-    free = Visits(arm="free", step=1, outcomes=((False, False, False), (True, False, False)))
+    bank = Visits(arm="on", step=1, outcomes=((False, True, True), (False, True, False)))
+    free = Visits(arm="off", step=1, outcomes=((False, False, False), (True, False, False)))
     assert compare(bank, free).mean == 0.75
     assert [r.mean for r in bank.rates()] == [0.0, 1.0, 0.5]
 

@@ -8,18 +8,21 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
-from experiential.agents.dialogue import Dialogue, MessageDialogue
+from experiential.agents.dialogue import Dialogue, MessageDialogue, SpanKind
 from experiential.agents.prompts import escape_control, prompt_set
 from experiential.agents.seeds import derived_seed
 from experiential.llm.base import LLM, SamplingParams
 from experiential.sync import EventLoopThread, shared_loop
 from experiential.types import FinishReason, Generation, Message
 
-STOP = ("</action>", "</search_and_ask>")
+CALLS = ("search_and_ask", "search_experience", "search_knowledge", "answer")
+"""Tags that reach the environment and its wrappers as they stand."""
+STOP = ("</action>", "</search_and_ask>", "</search_experience>", "</search_knowledge>")
+"""Where a response ends; four, since services take no more. An answer ends one by itself."""
 
 T = TypeVar("T")
 
-_OPEN = re.compile(r"<(action|search_and_ask)>", re.IGNORECASE)
+_OPEN = re.compile(rf"<(action|{'|'.join(CALLS)})>", re.IGNORECASE)
 
 
 class ActorAgent:
@@ -145,6 +148,19 @@ class ActorAgent:
             self._take(generation.model_copy(update={"prompt_ids": tuple(self.dialogue.prompt())}), shown)
         return self.generations
 
+    def opening(self, observation: str, advice: str | None = None) -> tuple[list[int], list[SpanKind]]:
+        """The first prompt of an episode as token ids, with what each token is; advice stands in the system message.
+
+        Raises:
+            ValueError: the backend does not show its tokenizer.
+        """
+        self.reset()
+        if not isinstance(self.dialogue, Dialogue):
+            raise ValueError("Expected a backend that shows its tokenizer, to make a prompt of token ids, got one that does not")
+        self.dialogue.add({"role": "system", "content": self.prompts.actor_system(self.instruction, advice)})
+        self.dialogue.add({"role": "user", "content": escape_control(observation)})
+        return self.dialogue.staged()
+
     def _take(self, generation: Generation, advice: str | None) -> None:
         """Record a response and the advice that its prompt held."""
         self.dialogue.append(generation)
@@ -174,7 +190,7 @@ class ActorAgent:
 
 
 def extract_action(text: str) -> str:
-    r"""The action in a response: its last ``<action>``, a ``search_and_ask`` call as it stands, else the last line that says something.
+    r"""The action in a response: its last ``<action>``, a tag of ``CALLS`` as it stands, else the last line that says something.
 
     >>> extract_action("Hm. <Action> go north </Action>"), extract_action("I think so.\ngo north")
     ('go north', 'go north')
@@ -186,8 +202,8 @@ def extract_action(text: str) -> str:
         return next((line.strip() for line in reversed(answer.splitlines()) if line.strip()), "")
     opening = openings[-1]
     closing = re.compile(f"</{opening[1]}>", re.IGNORECASE).search(answer, opening.end())
-    if opening[1].lower() == "search_and_ask":
-        return answer[opening.start() : closing.end()] if closing else f"{answer[opening.start() :]}</search_and_ask>"
+    if opening[1].lower() in CALLS:
+        return answer[opening.start() : closing.end()] if closing else f"{answer[opening.start() :]}</{opening[1].lower()}>"
     return answer[opening.end() : closing.start() if closing else len(answer)].strip()
 
 

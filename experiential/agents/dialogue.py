@@ -209,6 +209,15 @@ class Dialogue(Conversation):
         sequence, tokens, _ = self._stage()
         return sequence.tokens + tokens
 
+    def staged(self) -> tuple[list[int], list[SpanKind]]:
+        """The tokens that the messages since the last response add, and what each of them is.
+
+        Raises:
+            ValueError: nothing was added since the last response.
+        """
+        _, tokens, kinds = self._stage()
+        return tokens, kinds
+
     def append(self, generation: Generation) -> None:
         """Record the response to ``prompt()``, with mask 1.
 

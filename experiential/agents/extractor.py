@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from experiential.agents.actor import run_sync
-from experiential.agents.dialogue import Dialogue
-from experiential.agents.operations import CONSOLIDATION, TEXT_LIMIT, clean, operations_schema, parse_operations
+from experiential.agents.asking import Asker
+from experiential.agents.operations import CONSOLIDATION, PRINCIPLES, TEXT_LIMIT, clean, operations_schema, parse_operations
+from experiential.agents.principles import principle_kind
 from experiential.agents.prompts import DISTILL_BUDGET, EntryLike, cut_middle, entry_text, prompt_set
-from experiential.agents.seeds import derived_seed
-from experiential.llm.base import LLM, Prompt, SamplingParams
-from experiential.types import Distillation, Generation, Message, Trajectory
+from experiential.llm.base import LLM, SamplingParams
+from experiential.types import Add, Distillation, Generation, Trajectory
 
 _STOP = ("</answer>",)
 _FRAME_TOKENS = 16
@@ -37,7 +35,7 @@ class ExtractorAgent:
     >>> distillation.parsed.operations[0].text
     'Look under mats.'
 
-    Change log: v0.1.0 added.
+    Change log: v0.1.0 added; v0.2.0 ``principles``.
 
     Args:
         llm: the backend.
@@ -47,6 +45,8 @@ class ExtractorAgent:
         top_p: nucleus sampling.
         max_tokens: tokens per response.
         max_chars: characters of play shown; longer trajectories are shortened in the middle, and the prompt says so.
+        principles: distil as EvolveR does: additions only, without the entries shown; each is ``guiding`` after a success and
+            ``cautionary`` after a failure, whatever the answer says, and may hold triples.
         seed: makes every request repeatable: it is mixed with the prompt and with how often that prompt was asked before.
         priority: of the requests, lower runs first; refinement, which an episode waits for, runs at 0 or lower.
 
@@ -64,6 +64,7 @@ class ExtractorAgent:
         top_p: float = 1.0,
         max_tokens: int = 512,
         max_chars: int = DISTILL_BUDGET,
+        principles: bool = False,
         seed: int | None = None,
         priority: int = 1,
     ) -> None:
@@ -74,9 +75,10 @@ class ExtractorAgent:
         self.prompts = prompt_set(prompts)
         self.max_operations = max_operations
         self.max_chars = max_chars
+        self.principles = principles
         self.seed = seed
         self._sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, priority=priority)
-        self._asked: Counter[int] = Counter()
+        self._asker = Asker(llm, self._sampling, seed)
 
     @property
     def version(self) -> int:
@@ -109,10 +111,21 @@ class ExtractorAgent:
         Raises:
             BackendError: the backend failed.
         """
+        if self.principles:
+            return await self._principles(trajectory)
         messages = self.prompts.distill_messages(trajectory, shown, self.max_operations, budget=self.max_chars)
-        generation = await self._ask(messages, **self._form(self.max_operations, shown=len(shown)))
+        generation = await self._asker.ask(messages, **self._form(self.max_operations, shown=len(shown)))
         parsed = parse_operations(generation.text, max_operations=self.max_operations, shown=len(shown))
         return Distillation(parsed=parsed, generation=generation)
+
+    async def _principles(self, trajectory: Trajectory) -> Distillation:
+        """What one trajectory of the same policy teaches, as principles of the kind that its outcome decides."""
+        messages = self.prompts.principle_messages(trajectory, self.max_operations, budget=self.max_chars)
+        generation = await self._asker.ask(messages, **self._form(self.max_operations, shown=0, triples=True))
+        parsed = parse_operations(generation.text, max_operations=self.max_operations, shown=0, kinds=PRINCIPLES)
+        kind = principle_kind(trajectory)
+        typed = tuple(one.model_copy(update={"kind": kind}) if isinstance(one, Add) else one for one in parsed.operations)
+        return Distillation(parsed=parsed.model_copy(update={"operations": typed}), generation=generation)
 
     async def arefine(self, query: str, experience: EntryLike) -> tuple[str, Generation | None]:
         """An entry rewritten for a question, and the response that did it; an empty response leaves the entry as it is.
@@ -121,7 +134,7 @@ class ExtractorAgent:
             BackendError: the backend failed.
         """
         priority = min(self._sampling.priority, 0)
-        generation = await self._ask(self.prompts.refine_messages(query, experience), priority=priority)
+        generation = await self._asker.ask(self.prompts.refine_messages(query, experience), priority=priority)
         text = clean(_THINKING.sub("", generation.text))
         return (cut_middle(text, TEXT_LIMIT - 40) or entry_text(experience)), generation
 
@@ -132,7 +145,8 @@ class ExtractorAgent:
             BackendError: the backend failed.
         """
         count = len(experiences)
-        generation = await self._ask(self.prompts.merge_messages(experiences), **self._form(max(count, 1), merge=True, shown=max(count, 1)))
+        messages = self.prompts.merge_messages(experiences)
+        generation = await self._asker.ask(messages, **self._form(max(count, 1), merge=True, shown=max(count, 1)))
         parsed = parse_operations(generation.text, max_operations=count, shown=count, kinds=CONSOLIDATION)
         return Distillation(parsed=parsed, generation=generation)
 
@@ -142,34 +156,14 @@ class ExtractorAgent:
         Raises:
             BackendError: the backend failed.
         """
-        generation = await self._ask(self.prompts.judge_messages(a, b))
+        generation = await self._asker.ask(self.prompts.judge_messages(a, b))
         verdict = _VERDICT.search(_THINKING.sub("", generation.text))
         return verdict is not None and verdict[1].lower() == "yes"
 
-    def _form(self, operations: int, *, shown: int, merge: bool = False) -> dict[str, Any]:
+    def _form(self, operations: int, *, shown: int, merge: bool = False, triples: bool = False) -> dict[str, Any]:
         """How an answer ends, and the schema it is asked for under, with texts that fit into ``max_tokens``."""
         if not self.prompts.structured:
             return {"stop": _STOP}
         tokens = self._sampling.max_tokens // operations - _FRAME_TOKENS
         limit = min(TEXT_LIMIT, max(_SHORTEST_TEXT, _CHARS_PER_TOKEN * tokens))
-        return {"stop": _STOP, "json_schema": operations_schema(operations, merge, shown=shown, max_chars=limit)}
-
-    async def _ask(self, messages: list[Message], **options: Any) -> Generation:
-        sampling = self._sampling.model_copy(update={"seed": self._seed(messages), **options})
-        return await self.llm.generate(self._prompt(messages), sampling)
-
-    def _prompt(self, messages: list[Message]) -> Prompt:
-        """Token ids where the backend takes them, so that no text can pass for a control token of its tokenizer."""
-        if (tokenizer := self.llm.tokenizer) is None:
-            return messages
-        dialogue = Dialogue(tokenizer)
-        for message in messages:
-            dialogue.add(message)
-        return dialogue.prompt()
-
-    def _seed(self, messages: list[Message]) -> int | None:
-        if self.seed is None:
-            return None
-        base = derived_seed(self.seed, json.dumps(messages))
-        self._asked[base] += 1
-        return derived_seed(base, self._asked[base])
+        return {"stop": _STOP, "json_schema": operations_schema(operations, merge, shown=shown, max_chars=limit, triples=triples)}

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
 
+from experiential.agents.principles import LONGEST, MOST_TRIPLES, Triple, read_triples
 from experiential.agents.scanner import ScannedObject, scan_objects
 from experiential.bank.text import TEXT_LIMIT as TEXT_LIMIT  # what the bank takes unless told otherwise
 from experiential.types import Add, Discard, Keep, Merge, Operation, ParsedOperations, Refusal, Return, Update
 
 DISTILLATION = ("add", "update", "return")
+PRINCIPLES = ("add", "return")
 CONSOLIDATION = ("keep", "merge", "discard")
 
 _EXCERPT = 200
@@ -25,6 +27,7 @@ _NUMBER = re.compile(r"\d{1,9}(?!\d)")
 _OP_KEYS = ("op", "operation", "function_name", "function", "action", "name", "type")
 _NESTED_KEYS = ("parameters", "params", "arguments", "args")
 _TEXT_KEYS = ("text", "new_memory", "updated_memory", "memory", "new_text", "content", "experience", "lesson")
+_TRIPLE_KEYS = ("triples", "structure", "triplets")
 _ENTRY_KEYS = ("entry", "index", "idx", "target_idx", "target", "number", "id")
 _ENTRIES_KEYS = ("entries", "indices", "idxs", "targets", "ids", *_ENTRY_KEYS)
 
@@ -58,6 +61,8 @@ class Reason(StrEnum):
     """The same operation, or another one on the same entry, was accepted before."""
     TOO_MANY = "too_many"
     """More operations than allowed."""
+    WRONG_TRIPLE = "wrong_triple"
+    """A triple that has not three parts of a sensible length, or is one too many; its operation is accepted without it."""
 
 
 def parse_operations(
@@ -115,7 +120,9 @@ def _after_thinking(text: str) -> int:
     return end if end >= 0 and "{" in text[end:] else 0
 
 
-def operations_schema(max_operations: int, merge: bool = False, *, shown: int = 0, max_chars: int = TEXT_LIMIT) -> dict[str, Any]:
+def operations_schema(
+    max_operations: int, merge: bool = False, *, shown: int = 0, max_chars: int = TEXT_LIMIT, triples: bool = False
+) -> dict[str, Any]:
     """A JSON schema of the answer, for backends that can constrain a response to one.
 
     The root is an object with one list, because some services accept no list at the root; `parse_operations` reads both.
@@ -125,6 +132,7 @@ def operations_schema(max_operations: int, merge: bool = False, *, shown: int = 
         merge: for consolidation, else for distillation.
         shown: how many entries the prompt numbered; without any nothing can be updated.
         max_chars: characters of a text, so that an answer ends before the tokens do.
+        triples: additions have a list of (subject, predicate, object) triples.
     """
     text = {"type": "string", "minLength": 1, "maxLength": max_chars}
     entry = {"type": "integer", "enum": list(range(1, shown + 1))}
@@ -136,9 +144,14 @@ def operations_schema(max_operations: int, merge: bool = False, *, shown: int = 
         ]
     else:
         update = [_variant("update", entry=entry, text=text)] if shown else []
-        variants = [_variant("add", text=text), *update, _variant("return")]
+        variants = [_variant("add", text=text, **({"triples": _TRIPLES} if triples else {})), *update, _variant("return")]
     operations = {"type": "array", "items": {"anyOf": variants}, "minItems": 1, "maxItems": max_operations}
     return {"type": "object", "properties": {"operations": operations}, "required": ["operations"], "additionalProperties": False}
+
+
+_PART = {"type": "string", "minLength": 1, "maxLength": LONGEST}
+_TRIPLE: dict[str, Any] = {"type": "array", "items": _PART, "minItems": 3, "maxItems": 3}
+_TRIPLES: dict[str, Any] = {"type": "array", "items": _TRIPLE, "maxItems": MOST_TRIPLES}
 
 
 def _variant(op: str, **properties: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +204,7 @@ class _Reader:
             raise _Refused(Reason.UNEXPECTED_OP)
         match op:
             case "add":
-                return Add(text=_text(fields), kind=_kind(fields), span=span)
+                return Add(text=_text(fields), kind=_kind(fields), triples=self._triples(fields, span), span=span)
             case "update":
                 return Update(entry=self._entry(fields), text=_text(fields), span=span)
             case "keep":
@@ -202,6 +215,12 @@ class _Reader:
                 return Merge(entries=self._entries(fields), text=_text(fields), span=span)
             case _:
                 return Return(span=span)
+
+    def _triples(self, fields: dict[str, Any], span: tuple[int, int]) -> tuple[Triple, ...]:
+        triples, wrong = read_triples(_first(fields, _TRIPLE_KEYS))
+        excerpt = clean(self.text[span[0] : min(span[1], span[0] + _EXCERPT)])
+        self.refused += [Refusal(reason=Reason.WRONG_TRIPLE, text=excerpt)] * wrong
+        return triples
 
     def _entry(self, fields: dict[str, Any]) -> int:
         return self._entries(fields, _ENTRY_KEYS)[0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from string import Template
 from types import MappingProxyType
 
+from experiential.agents.principles import principle_kind
 from experiential.agents.templates import BRIEF, FULL
 from experiential.bank.text import disarm
 from experiential.bank.text import escape as escape  # also called through this module
@@ -90,10 +91,62 @@ class PromptSet:
         )
         return _messages(self._fill("distill_system", max_operations=str(max_operations)), user)
 
+    def principle_messages(self, trajectory: Trajectory, max_operations: int, *, budget: int = DISTILL_BUDGET) -> list[Message]:
+        """What a policy is asked about an episode of its own: a principle, guiding after a success and cautionary after a failure.
+
+        Of the environment it holds what the actor saw and did and whether it succeeded: no answer that the actor neither saw nor gave.
+        """
+        kind = principle_kind(trajectory)
+        task = _quoted(cut_middle(trajectory.task, budget))
+        user = self._fill("principle_user", task=task, **self._record(trajectory, budget, withheld=False))
+        system = self._fill("principle_system", kind=kind, about=self._fill(kind), max_operations=str(max_operations))
+        return _messages(system, user)
+
+    def reflect_messages(self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, budget: int = DISTILL_BUDGET) -> list[Message]:
+        """What a reflector is asked about a first attempt; what the actor was not shown stands behind each turn.
+
+        Args:
+            trajectory: the attempt.
+            memory: reflections that led to success before.
+            budget: characters of play that are shown; longer play is shortened in the middle.
+        """
+        shown = self._fill("memory", numbered=numbered(memory)) if memory else self._fill("no_memory")
+        task = _quoted(cut_middle(trajectory.task, budget))
+        user = self._fill("reflect_user", task=task, memory=shown, **self._record(trajectory, budget))
+        return _messages(self._fill("reflect_system"), user)
+
+    def reflected(self, reflection: str) -> str:
+        """The block that shows a reflection to an actor that plays a second attempt."""
+        return self._fill("reflected", block=experience_block([reflection]))
+
+    def retry(self, trajectory: Trajectory, *, budget: int = DISTILL_BUDGET) -> str:
+        """The block that shows the raw record of a first attempt instead, with an instruction to do better (table 9 of ERL)."""
+        return self._fill("retry", **self._record(trajectory, budget, withheld=False))
+
+    def _record(self, trajectory: Trajectory, budget: int, *, withheld: bool = True) -> dict[str, str]:
+        """What was played and what came of it, as the templates name it."""
+        opening = trajectory.turns[0].observation if trajectory.turns else ""
+        return {
+            "opening": self._fill("opening", observation=_quoted(cut_middle(opening, budget // 4))),
+            "play": self._play(trajectory.turns, budget, withheld=withheld),
+            "outcome": self._outcome(trajectory),
+            "reward": f"{trajectory.reward:g}",
+        }
+
     def refine_messages(self, query: str, experience: EntryLike) -> list[Message]:
         """What the extractor is asked when an agent wants one entry made fit for its question."""
         user = self._fill("refine_user", note=_indented(entry_text(experience)), query=_indented(query))
         return _messages(self._fill("refine_system"), user)
+
+    def critic_messages(self, task: str, entry: EntryLike, success_rate: float) -> list[Message]:
+        """What an actor is asked about an entry that was retrieved for its task; ``success_rate`` in [0, 1] is shown in whole percent."""
+        facts = {"task": _quoted(cut_middle(task, DISTILL_BUDGET)), "note": _indented(entry_text(entry))}
+        return _messages(self._fill("critic_system"), self._fill("critic_user", rate=f"{100 * success_rate:.0f}", **facts))
+
+    def adapt_messages(self, task: str, entry: EntryLike) -> list[Message]:
+        """What an actor is asked when it wants to refine an entry by what it knows itself."""
+        user = self._fill("adapt_user", task=_quoted(cut_middle(task, DISTILL_BUDGET)), note=_indented(entry_text(entry)))
+        return _messages(self._fill("adapt_system"), user)
 
     def merge_messages(self, experiences: Sequence[EntryLike]) -> list[Message]:
         """What the extractor is asked about entries to consolidate."""
@@ -112,10 +165,10 @@ class PromptSet:
             return self._fill("error", error=_quoted(trajectory.error))
         return self._fill("success" if trajectory.success else "failure")
 
-    def _play(self, turns: Sequence[Turn], budget: int) -> str:
+    def _play(self, turns: Sequence[Turn], budget: int, *, withheld: bool = False) -> str:
         """The turns in order; first and last ones are kept, the middle goes when there are more characters than ``budget``."""
         share = max(budget // 4, 1)
-        shown = [self._turn(turn, share) for turn in turns]
+        shown = [self._turn(turn, share) + (self._withheld(turn, share) if withheld else "") for turn in turns]
         head, tail = kept_ends([len(turn) for turn in shown], budget)
         if head + tail == len(shown):
             return "".join(shown)
@@ -124,6 +177,10 @@ class PromptSet:
 
     def _turn(self, turn: Turn, limit: int) -> str:
         return self._fill("turn", action=_quoted(cut_middle(turn.action, limit)), feedback=_quoted(cut_middle(turn.feedback, limit)))
+
+    def _withheld(self, turn: Turn, limit: int) -> str:
+        """What the environment said about a turn and the actor was not shown; nothing where there is nothing."""
+        return self._fill("withheld", comment=_quoted(cut_middle(turn.withheld, limit))) if turn.withheld else ""
 
 
 def kept_ends(lengths: Sequence[int], budget: int) -> tuple[int, int]:
@@ -162,7 +219,7 @@ def prompt_set(name: str) -> PromptSet:
 
 
 _SETS = {
-    "full": PromptSet("full", "2", MappingProxyType(FULL)),
+    "full": PromptSet("full", "3", MappingProxyType(FULL)),
     "brief": PromptSet("brief", "1", MappingProxyType(BRIEF), structured=False),
 }
 

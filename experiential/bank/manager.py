@@ -103,7 +103,7 @@ class ExperienceManager:
         self._searcher = Searcher(self.bank, self.settings.retrieval, seed, self._probation)
         self._gather = Gatherer(self.bank.embedder)
         self._arrivals = Arrivals(self._recorded)
-        self._passes = Passes(self.bank, self.settings.dedupe_threshold)
+        self._passes = Passes(self.bank, self.settings.dedupe_threshold, across_tasks=self.settings.dedupe_across_tasks)
         self._judging = asyncio.Semaphore(self.settings.distill_workers)
         self._changed = asyncio.Condition()
         self._resumed = asyncio.Event()

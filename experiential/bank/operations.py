@@ -59,7 +59,8 @@ class Distiller:
         twin = self._draft.twin((self._task, operation.kind, operation.text))
         if twin is not None:
             return self._draft.revise(twin, operation.text, provenance, vector)
-        entry = Experience(text=operation.text, kind=operation.kind, task=self._task, provenance=provenance)
+        metadata = {"triples": [list(triple) for triple in operation.triples]} if operation.triples else {}
+        entry = Experience(text=operation.text, kind=operation.kind, task=self._task, metadata=metadata, provenance=provenance)
         return self._draft.put(entry, vector, origins_of(provenance))
 
     def _update(self, operation: Update) -> Experience | None:

@@ -19,8 +19,9 @@ TEXT_LIMIT = 2000
 """Characters that the text of an entry may have, unless the bank's ``text_limit`` says otherwise."""
 
 _TAGS = (
-    "action answer assistant entries episode experience feedback first function function_call function_calls function_results human "
-    "invoke note notes observation operations outcome question search_and_ask search_result second system task think thinking tool "
+    "action answer assistant attempt comment entries episode experience feedback first function function_call function_calls "
+    "function_results human information invoke memory note notes observation operations outcome question reflection search_and_ask "
+    "search_experience search_knowledge search_result second system task think thinking tool "
     "tool_call tool_calls tool_code tool_output tool_outputs tool_response tool_result tool_results tool_use tools user"
 )
 _TAG = re.compile(rf"<(?=\s*(?:/\s*)?(?:[a-z]\w*:)?(?:{'|'.join(_TAGS.split())})(?![\w-]))", re.IGNORECASE)
@@ -177,8 +178,12 @@ class Gate:
             self.refused["text_too_long" if cleaned.text else "empty_text"] += 1
             return None
         self.redacted += cleaned.kinds
-        kind = {"kind": self._field(operation.kind) or "lesson"} if isinstance(operation, Add) else {}
-        return operation.model_copy(update={"text": cleaned.text, **kind})
+        return operation.model_copy(update={"text": cleaned.text, **(self._labels(operation) if isinstance(operation, Add) else {})})
+
+    def _labels(self, operation: Add) -> dict[str, Any]:
+        """Kind and triples, clean."""
+        triples = tuple(tuple(self._field(part) for part in triple) for triple in operation.triples)
+        return {"kind": self._field(operation.kind) or "lesson", "triples": tuple(triple for triple in triples if all(triple))}
 
     def _imported(self, entry: Experience, place: str) -> Experience:
         try:

@@ -173,7 +173,13 @@ class Upkeep(ABC):
     # What it forgets
 
     def prune(
-        self, *, score: float | None = None, uplift_below: float | None = None, min_uses: int = 5, dry_run: bool = False
+        self,
+        *,
+        score: float | None = None,
+        uplift_below: float | None = None,
+        min_uses: int = 5,
+        dry_run: bool = False,
+        author: str = "human",
     ) -> list[Experience]:
         """Take out, in one commit, entries that were tried and did not help; gives them. ``at`` and ``rollback`` still know them.
 
@@ -182,13 +188,14 @@ class Upkeep(ABC):
             uplift_below: take out entries whose present version has an uplift interval with its upper end below it.
             min_uses: counted uses that an entry must have had before it may be taken out, by either bound.
             dry_run: change nothing, only say what would go.
+            author: written into the commit.
         """
         self._may_change("prune", dry_run)
         evidence = Evidence(self._journal, self.namespace)
         doomed = forget.prunable(list(self.entries()), evidence.uplift, score=score, uplift_below=uplift_below, min_uses=min_uses)
         bounds = {"score": score, "uplift": uplift_below}
         ref = ", ".join(f"{name} < {bound:g}" for name, bound in bounds.items() if bound is not None)
-        return doomed if dry_run else self._take_out(doomed, "human", "prune", f"{ref}, uses >= {min_uses}")
+        return doomed if dry_run else self._take_out(doomed, author, "prune", f"{ref}, uses >= {min_uses}")
 
     def evict(
         self, cap: int, policy: Policy = "utility", *, seed: int = 0, dry_run: bool = False, author: str = "human"

@@ -420,7 +420,7 @@ def _merged(bank: ExperienceBank, model: str) -> list[dict[str, Any]]:
     from experiential.bank.manager import ExperienceManager
     from experiential.config import ModelSettings
     from experiential.llm.transformers import TransformersLLM
-    from experiential.training.trainer import prompt_set_name
+    from experiential.training.roles import prompt_set_name
 
     head = bank.head
     extractor = ExtractorAgent(TransformersLLM(model), prompts=prompt_set_name(ModelSettings(name=model)), seed=0)

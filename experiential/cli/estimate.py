@@ -16,14 +16,14 @@ KNOWN_PARAMETERS = {"tiny": 4e6, "smollm2": 135e6}
 
 
 def training_episodes(experiment: Experiment) -> int:
-    """Episodes of the whole training."""
-    return experiment.run.steps * experiment.actor.groups * experiment.actor.group_size
+    """Episodes of the whole training, those that fill a bank before it included; second attempts, at most as many, come on top."""
+    return (experiment.run.steps + experiment.bank.prepare_steps) * experiment.actor.groups * experiment.actor.group_size
 
 
 def evaluation_episodes(experiment: Experiment) -> int:
-    """Episodes of all evaluations: each held-out world is visited several times, with the bank and without."""
+    """Episodes of all evaluations: each held-out world is visited several times in each arm; without a bank there is only ``off``."""
     settings = experiment.eval
-    arms = 2 if experiment.extractor.enabled else 1
+    arms = sum(arm == "off" or experiment.extractor.enabled for arm in settings.arms)
     between = experiment.run.steps // settings.every if settings.every else 0
     return (settings.before + between + settings.after) * settings.worlds * settings.visits * arms
 
@@ -37,15 +37,17 @@ def parameters(model: ModelSettings) -> float | None:
 
 
 def memory_gb(experiment: Experiment) -> float | None:
-    """Weights, gradients and AdamW's moments of both policies, in gigabytes; activations are not included."""
+    """Weights, gradients, AdamW's moments and KL references of the policies, in gigabytes; activations are not included."""
     count = parameters(experiment.model)
     if count is None:
         return None
     width = 4 if experiment.model.dtype == "float32" else 2
-    policies = 1 + experiment.extractor.enabled
     if experiment.model.lora:
         return count * width * 1.05 / 1e9
-    return count * width * policies * 4 / 1e9
+    extractor = experiment.extractor
+    second = extractor.enabled and not extractor.shared
+    references = (experiment.actor.kl > 0) + (extractor.enabled and extractor.kl > 0)
+    return count * width * ((1 + second) * 4 + references) / 1e9
 
 
 def describe_cost(experiment: Experiment, placement: Placement | None = None) -> Iterator[str]:
@@ -56,12 +58,15 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
         placement: where it sits on a cluster; None for a run in this process.
     """
     train, evaluate = training_episodes(experiment), evaluation_episodes(experiment)
-    turns = (train + evaluate) * experiment.env.max_turns
-    yield f"episodes: {train:,} in training, {evaluate:,} in evaluation"
+    again = train if experiment.reflection else 0
+    turns = (train + again + evaluate) * experiment.env.max_turns
+    yield f"episodes: {train:,} in training{f', at most {again:,} second attempts' if again else ''}, {evaluate:,} in evaluation"
     yield f"turns: at most {turns:,} ({experiment.env.max_turns} an episode)"
     yield f"tokens sampled by the actor: at most {turns * experiment.actor.max_tokens:,}"
     if experiment.extractor.enabled:
         yield f"tokens sampled by the extractor: at most {train * experiment.extractor.max_tokens:,}"
+    if experiment.reflection:
+        yield f"tokens sampled in reflections: at most {again * experiment.reflection.max_tokens:,}"
     yield from _describe_memory(experiment) if placement is None else _describe_placement(experiment, placement)
 
 

@@ -1,75 +1,163 @@
-"""`experiential eval`: evaluate the newest checkpoint of a run by visit, without changing the run."""
+"""`experiential eval`: the newest checkpoint of each run under each arm, and a card, a table and a page of what was found."""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from experiential.cli.preflight import CONFIG_FILE, check_experiment
-from experiential.config import Experiment
-from experiential.errors import CheckpointError
+from experiential.config import Arm
+from experiential.errors import CheckpointError, ConfigError, MissingExtraError
 from experiential.recipe import load_experiment
 
 if TYPE_CHECKING:
-    from experiential.training.trainer import Trainer
+    from experiential.evaluation.card import Card
+    from experiential.evaluation.cell import Cell
+    from experiential.evaluation.picture import Curves
+    from experiential.evaluation.run import EvaluatedRun
+
+ALL = "off,on,frozen,shuffled,placebo"
+CARD, PICTURE, PAGE, CELLS = "card.json", "report.png", "report.html", "cells"
+"""What an evaluation writes into its output folder."""
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="Output folder of a run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings to change.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the evaluation events as JSON.")] = False,
+    targets: Annotated[list[str], typer.Argument(metavar="RUN... [key=value]...", help="Output folders of runs, and settings to change.")],
+    arms: Annotated[str, typer.Option(help="Arms to play, with commas between them.")] = ALL,
+    output: Annotated[Path, typer.Option(help="Folder of the card, the page and the finished cells.")] = Path("runs/evaluation"),
+    resume: Annotated[bool, typer.Option(help="Use the cells in --output that are finished; otherwise play all again.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a table.")] = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a run on held-out worlds; the run and its bank stay as they are."""
-    from experiential.cli.report import headline, summary_table
-    from experiential.training.checkpoint import CheckpointStore
+    """Compare what experience gives: the newest checkpoint of each run on held-out worlds, under each arm.
+
+    Runs of one recipe that differ by their seed are taken together. The runs and their banks stay as they are.
+    """
+    folders, overrides = split_targets(targets)
+    wanted = parse_arms(arms)
+    runs = [opened(folder, overrides) for folder in folders]
+    prepare(output)
+    console = Console(stderr=as_json)
+    cells = [cell for run in runs for cell in play(run, wanted, output, resume=resume, console=console)]
+    card, files = write_report(cells, runs, wanted, overrides, output)
+    if as_json:
+        sys.stdout.write(card.model_dump_json(indent=1) + "\n")
+        return
+    from experiential.cli.card import show_card
+
+    show_card(console, card, plain=plain)
+    if PICTURE not in [file.name for file in files]:
+        console.print(f"no picture: {MissingExtraError('matplotlib', 'bench')}", markup=False, highlight=False, soft_wrap=True)
+    for file in files:
+        console.print(f"{file.stem:>15}  {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Folders of runs, each once, and overrides; a target with `=` in it is an override unless it is a folder.
+
+    Raises:
+        ConfigError: no run is named.
+    """
+    folders = list(dict.fromkeys(Path(target) for target in targets if "=" not in target or Path(target).is_dir()))
+    overrides = [target for target in targets if Path(target) not in folders]
+    if not folders:
+        raise ConfigError(f"Expected the output folder of at least one run, got only settings: {' '.join(targets)}")
+    return folders, overrides
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """The arms in a list with commas, each once.
+
+    Raises:
+        ConfigError: one does not exist, or there is none.
+    """
+    from experiential.evaluation.card import ARMS
+
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    wrong = [name for name in names if name not in ARMS]
+    if wrong or not names:
+        raise ConfigError(f"Expected --arms among {ALL}, got {text!r}")
+    return [arm for name in names for arm in ARMS if arm == name]
+
+
+def opened(folder: Path, overrides: Sequence[str]) -> EvaluatedRun:
+    """The run in a folder, its settings checked.
+
+    Raises:
+        CheckpointError: the folder holds no run, or the run no checkpoint.
+    """
+    from experiential.evaluation.run import open_run
 
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"Expected the output folder of a run, got {folder}, which has no {CONFIG_FILE}")
-    experiment = load_experiment(folder / CONFIG_FILE, overrides or [])
+    experiment = load_experiment(folder / CONFIG_FILE, overrides)
     check_experiment(experiment)
-    checkpoint, manifest = CheckpointStore(folder / "checkpoints").latest()
-    events = [event | {"step": manifest["step"]} for event in play(experiment, checkpoint)]
-    if as_json:
-        sys.stdout.write(json.dumps(events, indent=2) + "\n")
-        return
-    console = Console()
-    console.print(summary_table(events))
-    for line in headline(events):
-        console.print(line, markup=False, highlight=False)
+    return open_run(folder, experiment)
 
 
-def play(experiment: Experiment, checkpoint: Path) -> list[dict[str, Any]]:
-    """Evaluation events of both arms, with the weights and the bank of a checkpoint.
+def prepare(output: Path) -> None:
+    """Make the output folder.
 
-    A training of zero steps in a scratch folder does it, so that evaluation here and in a run are the same code.
+    Raises:
+        ConfigError: it cannot be made or written.
     """
-    import asyncio
-
-    from experiential.training.trainer import Trainer
-
-    with TemporaryDirectory(prefix="experiential-eval-") as scratch:
-        trainer = Trainer(only_evaluation(experiment, checkpoint), Path(scratch))
-        return asyncio.run(_restore_and_run(trainer, checkpoint))["evaluations"]
-
-
-async def _restore_and_run(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
-    await trainer.actor.load(checkpoint / "actor")
-    await trainer.extractor.load(checkpoint / "extractor")
-    return await trainer.arun()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Expected a folder that can be written for --output, got {output}: {error.strerror}") from error
+    if not os.access(output, os.W_OK):
+        raise ConfigError(f"Expected a folder that can be written for --output, got {output}; choose another")
 
 
-def only_evaluation(experiment: Experiment, checkpoint: Path) -> Experiment:
-    """The experiment without training steps, starting from the bank of a checkpoint."""
-    bank = checkpoint / "bank"
-    changes = {
-        "run": experiment.run.model_copy(update={"steps": 0}),
-        "eval": experiment.eval.model_copy(update={"before": False, "after": True}),
-        "bank": experiment.bank.model_copy(update={"path": str(bank) if bank.is_dir() else None}),
-    }
-    return experiment.model_copy(update=changes)
+def play(run: EvaluatedRun, arms: Sequence[Arm], output: Path, *, resume: bool, console: Console) -> list[Cell]:
+    """The cells of a run, with a line for each arm that is played."""
+    from experiential.cli.train import QUIET
+    from experiential.cli.view import describe_evaluation
+    from experiential.evaluation.cell import CellStore
+    from experiential.evaluation.run import evaluate_run
+
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+    def tell(event: dict[str, Any]) -> None:
+        if event["event"] == "eval":
+            console.print(f"{run.name}: {describe_evaluation(event)}", markup=False, highlight=False, soft_wrap=True)
+
+    return evaluate_run(run, arms, CellStore(output / CELLS), resume=resume, observer=tell)
+
+
+def write_report(
+    cells: Sequence[Cell], runs: Sequence[EvaluatedRun], arms: Sequence[Arm], overrides: Sequence[str], output: Path
+) -> tuple[Card, list[Path]]:
+    """Write card, picture and page; gives the card and the files written. Without matplotlib there is no picture."""
+    from experiential.evaluation.card import make_card
+    from experiential.evaluation.page import write_page
+    from experiential.evaluation.picture import draw_card
+
+    card = make_card(cells, arms=arms, overrides=overrides)
+    (output / CARD).write_text(card.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    picture: Path | None = None
+    try:
+        picture = draw_card(card, curves_of(card, runs), output / PICTURE)
+    except MissingExtraError:
+        (output / PICTURE).unlink(missing_ok=True)
+    page = write_page(card, output / PAGE, picture)
+    return card, [output / CARD, page, *([picture] if picture else [])]
+
+
+def curves_of(card: Card, runs: Sequence[EvaluatedRun]) -> Curves:
+    """The events of the runs of each recipe; a run without its metrics file has no curve."""
+    from experiential.evaluation.cell import settings_digest
+    from experiential.evaluation.run import METRICS
+    from experiential.training.metrics import read_events
+
+    files = {settings_digest(run.experiment): run.folder / METRICS for run in runs}
+    return {
+        recipe.name: [read_events(file) for one in recipe.runs if (file := files[one.settings]).is_file()] for recipe in card.recipes
+    }  # fmt: skip

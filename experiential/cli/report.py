@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from experiential.errors import ConfigError
+from experiential.evaluation.curves import smooth
 from experiential.training import metrics
 from experiential.training.intervals import Interval, paired_difference, wilson
 
 Event = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "learning-curve.png"
-ARMS = {"bank": "with the bank", "free": "without"}
+ARMS = {"on": "with the bank", "off": "without"}
 
 
 def read_events(folder: Path) -> list[Event]:
@@ -82,20 +83,20 @@ def summary_table(events: Iterable[Event]) -> Table:
 def headline(events: Iterable[Event]) -> list[str]:
     """What the run showed, in at most two sentences."""
     found = evaluations(events)
-    bank = [event for event in found if event["arm"] == "bank"]
+    bank = [event for event in found if event["arm"] == "on"]
     lines: list[str] = []
     if len(bank) > 1:
         first, last = rate(bank[0], slice(1, None)).mean, rate(bank[-1], slice(1, None)).mean
         times = f", {last / first:.1f} times" if first else ""
         lines.append(f"Later visits with the bank: {first:.0%} before training, {last:.0%} after{times}.")
-    difference = bank_minus_free(found)
+    difference = on_minus_off(found)
     if difference is not None:
         mean, low, high = (f"{100 * value:+.0f}" for value in (difference.mean, difference.low, difference.high))
         lines.append(f"Later visits, with the bank minus without: {mean} points, 95 % interval [{low}, {high}], paired by world.")
     return lines
 
 
-def bank_minus_free(found: list[Event]) -> Interval | None:
+def on_minus_off(found: list[Event]) -> Interval | None:
     """Paired difference on later visits at the last step that evaluated both arms; None without such a step."""
     arms: dict[int, dict[str, np.ndarray]] = {}
     for event in found:
@@ -106,7 +107,7 @@ def bank_minus_free(found: list[Event]) -> Interval | None:
     if not both:
         return None
     last = arms[max(both)]
-    return paired_difference(last["bank"], last["free"])
+    return paired_difference(last["on"], last["off"])
 
 
 def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | None = None) -> None:
@@ -172,7 +173,7 @@ def _draw_visits(axes: Any, columns: list[tuple[str, Event]]) -> None:
         intervals = [rate(event, slice(index, index + 1)) for index in range(len(event["visits"]))]
         means = [interval.mean for interval in intervals]
         errors = [[i.mean - i.low for i in intervals], [i.high - i.mean for i in intervals]]
-        colour = "tab:blue" if event["arm"] == "bank" else "tab:orange"
+        colour = "tab:blue" if event["arm"] == "on" else "tab:orange"
         style = "-" if event["step"] == last else "--"
         visits = [visit["visit"] + 0.04 * (shift - 1.5) for visit in event["visits"]]
         axes.errorbar(visits, means, yerr=errors, color=colour, linestyle=style, marker="o", capsize=3, label=title.replace("\n", ", "))
@@ -180,14 +181,3 @@ def _draw_visits(axes: Any, columns: list[tuple[str, Event]]) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     if columns:
         axes.legend(frameon=False)
-
-
-def smooth(values: list[float], weight: float = 0.7) -> list[float]:
-    """Exponential moving average, corrected for its start; as long as `values`."""
-    smoothed: list[float] = []
-    total = norm = 0.0
-    for value in values:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        smoothed.append(total / norm)
-    return smoothed

@@ -43,7 +43,7 @@ def train(
 ) -> None:
     """Train an actor and an experience extractor together, then evaluate on held-out worlds.
 
-    Recipes: complementary, complementary-7b, dapo, dr-grpo, exp-only, grpo, reinforce-pp, rloo, static-online.
+    `experiential recipes` lists the recipes, one for each method, baseline and ablation.
     Exit code: 0 done, 2 user error (one line on stderr), 1 failure.
     """
     named = {"seed": seed, "runtime": runtime}

@@ -34,6 +34,10 @@ WHEN_ANY = ("errors",)
 """Fields that are shown only when they are not 0."""
 
 
+ARMS = {"on": "with the bank", "off": "without the bank", "frozen": "with the bank frozen"}
+"""What the arms of an evaluation are called."""
+
+
 class View(Protocol):
     """Shows the events of a run; a context manager."""
 
@@ -65,7 +69,7 @@ def shown_fields(event: Event) -> list[tuple[str, str]]:
 def describe_evaluation(event: Event) -> str:
     """One line for an evaluation event."""
     rates = [f"{visit['successes'] / visit['episodes']:.0%}" for visit in event["visits"] if visit["episodes"]]
-    arm = "with the bank" if event["arm"] == "bank" else "without the bank"
+    arm = ARMS.get(event["arm"], f"in the arm {event['arm']}")
     errors = f"; {event['errors']} episodes failed" if event.get("errors") else ""
     return f"evaluation at step {event['step']} {arm}, success by visit: {' '.join(rates)}{errors}"
 

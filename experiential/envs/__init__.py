@@ -10,6 +10,7 @@ __all__ = ["ENVS", "oracle", "register"]
 
 ENVS: dict[str, str] = {
     "experiential/FrozenLake-v0": "experiential.envs.frozen_lake:FrozenLakeEnv",
+    "experiential/HotpotQA-v0": "experiential.envs.hotpotqa:HotpotQAEnv",
     "experiential/Sokoban-v0": "experiential.envs.sokoban:SokobanEnv",
     "experiential/Vault-v0": "experiential.envs.vault:VaultEnv",
 }

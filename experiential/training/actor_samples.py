@@ -2,49 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from experiential.config import ActorSettings
-from experiential.training.advantages import Floats, cell_advantages, split_weights
+from experiential.training.advantages import Floats, cell_advantages, split_weights, turn_advantages
 from experiential.training.rollout import Episode, trajectory_samples
 from experiential.training.runtime import Sample
 from experiential.types import Condition
 
+RewardOf = Callable[[Episode], float]
+"""What an episode is worth to its actor."""
 
-def actor_samples(episodes: Sequence[Episode], settings: ActorSettings) -> list[Sample]:
+
+def env_reward(episode: Episode) -> float:
+    """The sum of the environment's rewards."""
+    return episode.trajectory.reward
+
+
+def actor_samples(episodes: Sequence[Episode], settings: ActorSettings, reward_of: RewardOf = env_reward) -> list[Sample]:
     """Weighted samples of a batch of episodes.
 
     Advantages are relative to the members of a group in the same condition (``advantage: split``, eq. 5 of Complementary RL, whose weights
-    let both halves of a group count equally) or to all of them (``pooled``, eq. 4, all trajectories equally). ``estimator`` says how,
-    ``aggregate`` how the tokens of a trajectory add up, and ``drop_constant`` whether cells that teach nothing take weight.
+    let both halves of a group count equally) or to all of them (``pooled``, eq. 4, all trajectories equally); second attempts are
+    compared with second attempts. ``estimator`` says how, ``credit`` whether a trajectory or each of its turns has one, ``aggregate`` how
+    the tokens of a trajectory add up, and ``drop_constant`` whether cells that teach nothing take weight.
 
     Episodes that failed for a technical reason and those with zero advantage give none.
     """
-    played = [e for e in episodes if e.trajectory.error is None and e.generations]
+    played = trainable(episodes)
     if not played:
         return []
-    names = {name: i for i, name in enumerate(dict.fromkeys(e.trajectory.group for e in played))}
-    rewards = np.array([e.trajectory.reward for e in played], dtype=np.float32)
-    group = np.array([names[e.trajectory.group] for e in played], dtype=np.int64)
-    guided = np.array([e.trajectory.condition is Condition.GUIDED for e in played])
-    cells = guided if settings.advantage == "split" else np.zeros(len(played), dtype=bool)
-    values = cell_advantages(rewards, group, cells, estimator=settings.estimator)
-    counted = _informative(values, group, cells) if settings.drop_constant else np.ones(len(played), dtype=bool)
+    group, cells = _cells(played, settings)
+    values = _advantages(played, group, cells, settings, reward_of)
+    telling = np.array([any(row) for row in values])
+    counted = _informative(telling, group, cells) if settings.drop_constant else np.ones(len(played), dtype=bool)
     weights = np.zeros(len(played), dtype=np.float32)
     weights[counted] = split_weights(group[counted], cells[counted]) if settings.advantage == "split" else 1 / max(1, counted.sum())
-    made = [trajectory_samples(e.generations, float(value), 1.0) for e, value in zip(played, values, strict=True)]
+    made = [trajectory_samples(e.generations, row, 1.0) for e, row in zip(played, values, strict=True)]
     lengths = np.array([sum(len(s.positions) for s in samples) for samples in made], dtype=np.float32)
     scaled = weights * _length_factor(weights, lengths, settings)
-    triples = zip(made, values, scaled, strict=True)
-    return [s.weighted(float(weight)) for samples, value, weight in triples if value != 0 for s in samples]
+    triples = zip(made, telling, scaled, strict=True)
+    return [s.weighted(float(weight)) for samples, tells, weight in triples if tells for s in samples]
 
 
-def _informative(values: Floats, group: np.ndarray, cells: np.ndarray) -> np.ndarray:
+def trainable(episodes: Sequence[Episode]) -> list[Episode]:
+    """The episodes that can be learnt from: no technical failure, and at least one response."""
+    return [e for e in episodes if e.trajectory.error is None and e.generations]
+
+
+def uninformative(episodes: Sequence[Episode], settings: ActorSettings, reward_of: RewardOf = env_reward) -> dict[str, int]:
+    """What of a batch teaches nothing, counted: no part of it goes missing silently.
+
+    Returns:
+        ``empty``: finished episodes without a response; ``lone``: cells (group, condition, attempt) with one member, which has nobody to
+        be compared with; ``constant``: cells of more members whose rewards are all equal. Counts of zero are left out.
+    """
+    played = trainable(episodes)
+    finished = [e for e in episodes if e.trajectory.error is None]
+    counts = {"empty": len(finished) - len(played), "lone": 0, "constant": 0}
+    if played:
+        group, cells = _cells(played, settings)
+        rewards = np.array([reward_of(e) for e in played])
+        for key in set(zip(group.tolist(), cells.tolist(), strict=True)):
+            members = rewards[(group == key[0]) & (cells == key[1])]
+            counts["lone"] += len(members) == 1
+            counts["constant"] += len(members) > 1 and float(np.ptp(members)) == 0.0
+    return {name: count for name, count in counts.items() if count}
+
+
+def _cells(played: Sequence[Episode], settings: ActorSettings) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Per episode the number of its group, second attempts apart, and its half of the group (all in one with ``pooled``)."""
+    keys = [(e.trajectory.group, e.job.attempt if e.job else 1) for e in played]
+    names = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    group = np.array([names[key] for key in keys], dtype=np.int64)
+    guided = np.array([e.trajectory.condition is Condition.GUIDED for e in played])
+    return group, guided if settings.advantage == "split" else np.zeros(len(played), dtype=bool)
+
+
+def _advantages(
+    played: Sequence[Episode], group: npt.NDArray[np.int64], cells: npt.NDArray[np.bool_], settings: ActorSettings, reward_of: RewardOf
+) -> list[list[float]]:
+    """Per episode one advantage for each of its responses."""
+    if settings.credit == "turn":
+        rewards = [_rewards(e, reward_of(e)) for e in played]
+        turns = turn_advantages(rewards, group, cells, discount=settings.discount, estimator=settings.estimator)
+        return [row.tolist() for row in turns]
+    whole = cell_advantages([reward_of(e) for e in played], group, cells, estimator=settings.estimator)
+    return [[value] * len(e.generations) for e, value in zip(played, whole.tolist(), strict=True)]
+
+
+def _rewards(episode: Episode, worth: float) -> list[float]:
+    """Per response the reward that came of it; what the episode is worth beyond its environment's rewards comes at the end."""
+    steps = iter(turn.reward for turn in episode.trajectory.turns)
+    asked = episode.asked or (False,) * len(episode.generations)
+    rewards = [0.0 if call else next(steps, 0.0) for call in asked]
+    rewards[-1] += worth - episode.trajectory.reward
+    return rewards
+
+
+def _informative(telling: npt.NDArray[np.bool_], group: npt.NDArray[np.int64], cells: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Members of cells in which any advantage differs from zero."""
     keys = 2 * group + cells
-    return np.isin(keys, keys[values != 0])
+    return np.isin(keys, keys[telling])
 
 
 def _length_factor(weights: Floats, lengths: Floats, settings: ActorSettings) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -74,6 +75,54 @@ def cell_advantages(
     elif estimator == "reinforce++":
         scale = np.full(len(values), max(float(np.sqrt((centred**2).mean())) if len(values) else 1.0, eps))
     return np.where(informative, centred / scale, 0.0).astype(np.float32)
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[float]],
+    group: npt.ArrayLike,
+    guided: npt.ArrayLike,
+    *,
+    discount: float = 1.0,
+    estimator: Estimator = "grpo",
+    eps: float = 1e-6,
+) -> list[Floats]:
+    """Step-wise credit: an advantage per turn, relative to the members of the same (group, condition) cell at the same turn.
+
+    G_t = r_t + discount G_(t+1), and A_t is the advantage of G_t among the members of the cell that got as far as turn t. With the one
+    reward at the end and no discount the first turn has the advantage of the whole trajectory.
+
+    Args:
+        rewards: per trajectory the reward of each turn.
+        group: id of the task instance, shape (n,), integer or text.
+        guided: condition, shape (n,), bool.
+        discount: gamma, in (0, 1].
+        estimator: as in ``cell_advantages``.
+        eps: likewise.
+
+    Returns:
+        per trajectory one advantage per turn, float32; 0 where fewer than two members got so far, or all have the same G_t.
+
+    Raises:
+        ValueError: shapes differ, or a reward is not finite.
+    """
+    labels, condition = np.asarray(group), np.asarray(guided, dtype=bool)
+    if labels.shape != (len(rewards),) or condition.shape != (len(rewards),):
+        raise ValueError(f"Expected group and guided of shape ({len(rewards)},), got {labels.shape} and {condition.shape}")
+    names = np.unique(labels, return_inverse=True)[1].reshape(-1)
+    lengths = [len(row) for row in rewards]
+    longest = max(lengths, default=0)
+    flat = np.array([value for row in rewards for value in _returns(row, discount)], dtype=np.float64)
+    cell = np.array([name * longest + turn for name, n in zip(names.tolist(), lengths, strict=True) for turn in range(n)], dtype=np.int64)
+    values = cell_advantages(flat, cell, np.repeat(condition, lengths), estimator=estimator, eps=eps)
+    return np.split(values, np.cumsum(lengths)[:-1]) if lengths else []
+
+
+def _returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """G_t of every turn."""
+    returns: list[float] = []
+    for reward in reversed(rewards):
+        returns.append(reward + discount * (returns[-1] if returns else 0.0))
+    return returns[::-1]
 
 
 def pooled_group_advantages(rewards: npt.ArrayLike, group: npt.ArrayLike, *, eps: float = 1e-6) -> Floats:

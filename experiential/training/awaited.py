@@ -46,14 +46,16 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
 
     Args:
         env: an environment; only an ``AwaitableEnv`` is awaited, any other is called as always.
+        reward_range: least and largest reward of a step; None takes any finite one.
 
     Raises:
         EnvError: the environment failed.
         RuntimeError: another call comes than the one whose answer was awaited.
     """
 
-    def __init__(self, env: gym.Env[str, str]) -> None:
+    def __init__(self, env: gym.Env[str, str], reward_range: tuple[float, float] | None = None) -> None:
         super().__init__(env)
+        self._range = reward_range
         self._awaitable = env if isinstance(env, AwaitableEnv) else None
         self._start: Start | None = None
         self._step: tuple[str, Step] | None = None
@@ -68,7 +70,7 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         """Fetch the answer of the next ``step``, which must have the same action."""
         self._step = None
         if self._awaitable is not None:
-            self._step = action, given(await awaited(_awaited_step(self._awaitable, action)))
+            self._step = action, given(await awaited(_awaited_step(self._awaitable, action, self._range)))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         """Start an episode."""
@@ -79,7 +81,7 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         """Act."""
         answer, self._step = self._step, None
         if answer is None:
-            return given(attempted(lambda: checked_step(self.env.step(action))))
+            return given(attempted(lambda: checked_step(self.env.step(action), self._range)))
         if answer[0] != action:
             raise RuntimeError(f"Expected the action {answer[0]!r}, which was awaited and taken already, got {action!r}")
         return answer[1]
@@ -93,8 +95,8 @@ async def _awaited_start(env: AwaitableEnv, seed: int | None, options: dict[str,
     return checked_start(await env.areset(seed=seed, options=options))
 
 
-async def _awaited_step(env: AwaitableEnv, action: str) -> Step:
-    return checked_step(await env.astep(action))
+async def _awaited_step(env: AwaitableEnv, action: str, reward_range: tuple[float, float] | None) -> Step:
+    return checked_step(await env.astep(action), reward_range)
 
 
 def given(outcome: T | Exception) -> T:
@@ -122,8 +124,12 @@ def checked_start(answer: Any) -> Start:
     return _text(observation), _info(info)
 
 
-def checked_step(answer: Any) -> Step:
+def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -> Step:
     """What a ``step`` returned, if it is an answer; its reward as a float.
+
+    Args:
+        answer: what it returned.
+        reward_range: least and largest reward; None takes any finite one.
 
     Raises:
         TypeError, ValueError: it is none.
@@ -132,6 +138,8 @@ def checked_step(answer: Any) -> Step:
     reward = float(reward)
     if not math.isfinite(reward):
         raise ValueError(f"Expected step() to give a finite reward, got {reward}")
+    if reward_range is not None and not reward_range[0] <= reward <= reward_range[1]:
+        raise ValueError(f"Expected step() to give a reward in {list(reward_range)} (env.reward_range), got {reward}")
     return _text(observation), reward, bool(terminated), bool(truncated), _info(info)
 
 

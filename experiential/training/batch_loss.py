@@ -43,7 +43,8 @@ def batch_loss(
     kinds: list[LossKind] = [s.kind or loss.kind for s in members]
     owner = torch.tensor([i for i, s in enumerate(members) for _ in s.positions], device=logp.device, dtype=torch.long)
     value, sums = logp.sum() * 0.0, Sums()
-    for kind in dict.fromkeys([loss.kind, *kinds]):
+    order: list[LossKind] = [loss.kind, *kinds]
+    for kind in dict.fromkeys(order):
         chosen = [i for i, k in enumerate(kinds) if k == kind]
         mine = torch.isin(owner, torch.tensor(chosen, device=logp.device, dtype=torch.long))
         own = reference[mine] if reference is not None and kind == loss.kind else None

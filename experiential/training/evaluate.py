@@ -1,12 +1,14 @@
 """Evaluation by visit: weights frozen, every held-out world met several times with different seeds.
 
-The first visit can only guess; later visits can use what the extractor distilled from earlier ones. The bank that is
-written to is a scratch copy: the training bank does not change by one byte.
+The first visit can only guess; later visits can use what the extractor distilled from earlier ones. Each arm (`arms`) plays the same
+worlds with the same seeds and sampling seeds. The banks written to are scratch copies: the training bank does not change by one byte.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,24 @@ import numpy as np
 from pydantic import Field
 
 from experiential.agents.actor import ActorAgent
+from experiential.agents.principles import principle_text
+from experiential.agents.prompts import entry_text
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.manager import ExperienceManager
-from experiential.config import Experiment
+from experiential.config import Arm, Experiment
+from experiential.llm.metered import Meter, Spent
+from experiential.training.arms import ArmBank, opened_arm
 from experiential.training.intervals import Interval, paired_difference, wilson
-from experiential.training.rollout import Episode, Job, MakeEnv, NoBank, Rollout, Task, failures, make_env, refuse_broken
+from experiential.training.rollout import Episode, Job, MakeEnv, Rollout, Task, failures, make_env, refuse_broken
 from experiential.training.tasks import episode_seed, world_count
 from experiential.types import Condition, Record
+
+
+class Cost(Record):
+    """What an arm took: seconds on the wall clock from the copy of the bank to the last distillation, and what each policy generated."""
+
+    seconds: float = 0.0
+    actor: Spent = Field(default_factory=Spent)
+    extractor: Spent = Field(default_factory=Spent)
 
 
 class Visits(Record):
@@ -36,6 +49,7 @@ class Visits(Record):
     errors: int = 0
     entries: int = 0
     failures: dict[str, int] = Field(default_factory=dict[str, int])
+    cost: Cost = Field(default_factory=Cost)
 
     def rates(self) -> list[Interval]:
         """Success by visit number, with Wilson intervals."""
@@ -43,8 +57,8 @@ class Visits(Record):
         return [wilson(int(column.sum()), column.size) for column in table.T]
 
     def later(self) -> np.ndarray:
-        """Success rate of each world over the visits after the first, shape (worlds,)."""
-        return np.array(self.outcomes, dtype=np.float64)[:, 1:].mean(axis=1)
+        """Success rate of each world over the visits after the first, or over the only one, shape (worlds,)."""
+        return later(self.outcomes)
 
     def event(self) -> dict[str, Any]:
         """The record that goes to the metrics file."""
@@ -59,8 +73,21 @@ class Visits(Record):
             "outcomes": outcomes,
             "errors": self.errors,
             "entries": self.entries,
+            "cost": self.cost.model_dump(),
         }
         return event | ({"failures": self.failures} if self.failures else {})
+
+
+@dataclass(frozen=True)
+class Meters:
+    """Count what the two policies generate in an evaluation."""
+
+    actor: Meter = field(default_factory=Meter)
+    extractor: Meter = field(default_factory=Meter)
+
+    def spent(self) -> dict[str, Spent]:
+        """What each generated so far."""
+        return {"actor": self.actor.spent(), "extractor": self.extractor.spent()}
 
 
 class VisitEvaluator:
@@ -68,53 +95,74 @@ class VisitEvaluator:
 
     Args:
         experiment: what is evaluated.
-        actor: an ``LLM`` that acts.
         make_actor: builds an actor agent for evaluation.
         extractor: distils between the visits; None leaves the bank as it is.
         make_env: builds the environments; in this process by default.
+        meters: count what the backends of ``make_actor`` and ``extractor`` generate (see ``Metered``); none: costs are seconds alone.
 
     Its arms raise ``ExperientialError`` when the environment fails every episode of a visit.
     """
 
     def __init__(
-        self, experiment: Experiment, make_actor: Callable[[], ActorAgent], extractor: Any | None, *, make_env: MakeEnv = make_env
+        self,
+        experiment: Experiment,
+        make_actor: Callable[[], ActorAgent],
+        extractor: Any | None,
+        *,
+        make_env: MakeEnv = make_env,
+        meters: Meters | None = None,
     ) -> None:
         self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
-        self._make_env = make_env
+        self._make_env, self._meters = make_env, meters or Meters()
         kwargs = experiment.env.kwargs | experiment.env.eval
         listed = world_count(experiment.env.id, kwargs)
         self._listed = listed is not None
         self._worlds = experiment.eval.worlds if listed is None else min(experiment.eval.worlds, listed)
 
-    async def with_bank(self, bank: ExperienceBank, scratch: Path, step: int) -> Visits:
-        """The arm that may see the bank, on a scratch copy in the folder ``scratch``."""
-        with bank.fork(scratch) as copy:
-            manager = ExperienceManager(copy, self._extractor, **_options(self._experiment))
-            try:
-                return await self._arm("bank", manager, Condition.GUIDED, step, len(copy))
-            finally:
-                manager.close()
+    async def play(self, arm: Arm, step: int, bank: ExperienceBank | None = None, scratch: Path | None = None) -> Visits:
+        """One arm.
 
-    async def without_bank(self, step: int) -> Visits:
-        """The arm that never sees a bank; same worlds, seeds and sampling seeds."""
-        return await self._arm("free", NoBank(), Condition.FREE, step, 0)
+        Args:
+            arm: which one.
+            step: training step, for the record.
+            bank: the bank as trained, which is only read; None for ``off``.
+            scratch: a folder for the arm's copy of it, without a bank in it; None for ``off``.
+        """
+        begin, before = time.perf_counter(), self._meters.spent()
+        options = _options(self._experiment, self._worlds)
+        tokenizer = self._make_actor().llm.tokenizer
+        render = principle_text if self._experiment.actor.search_experience else entry_text
+        with opened_arm(arm, bank, scratch or Path(), self._extractor, options, tokenizer=tokenizer, render=render) as opened:
+            columns = await self._columns(opened)
+        cost = Cost(seconds=time.perf_counter() - begin, **{name: now - before[name] for name, now in self._meters.spent().items()})
+        outcomes = tuple(tuple(column[w].trajectory.success for column in columns) for w in range(self._worlds))
+        reasons = failures(list(chain.from_iterable(columns)))
+        errors = sum(reasons.values())
+        return Visits(arm=arm, step=step, outcomes=outcomes, errors=errors, entries=opened.entries, failures=reasons, cost=cost)
 
-    async def _arm(self, arm: str, manager: Any, condition: Condition, step: int, entries: int) -> Visits:
+    async def _columns(self, opened: ArmBank) -> list[list[Episode]]:
+        """The episodes of each visit, by world."""
         settings = self._experiment
-        slots = min(64, self._worlds)
-        rollout = Rollout(settings.env, settings.env.eval, manager, self._make_actor, slots=slots, make_env=self._make_env)
+        rollout = Rollout(
+            settings.env,
+            settings.env.eval,
+            opened.shown,
+            self._make_actor,
+            slots=min(64, self._worlds),
+            search_and_ask=settings.actor.search_and_ask,
+            search_experience=settings.actor.search_experience,
+            make_env=self._make_env,
+        )
         columns: list[list[Episode]] = []
         try:
             for visit in range(settings.eval.visits):
-                columns.append(await rollout.play([self._job(world, visit, condition) for world in range(self._worlds)]))
+                opened.hold()
+                columns.append(await rollout.play([self._job(world, visit, opened.condition) for world in range(self._worlds)]))
                 refuse_broken(columns[-1])
-                if isinstance(manager, ExperienceManager):
-                    await manager.adrain()
+                await opened.settle()
         finally:
             rollout.close()
-        outcomes = tuple(tuple(column[w].trajectory.success for column in columns) for w in range(self._worlds))
-        reasons = failures(list(chain.from_iterable(columns)))
-        return Visits(arm=arm, step=step, outcomes=outcomes, errors=sum(reasons.values()), entries=entries, failures=reasons)
+        return columns
 
     def _job(self, world: int, visit: int, condition: Condition) -> Job:
         seed = episode_seed(self._experiment.eval.seed, world, visit)
@@ -122,10 +170,22 @@ class VisitEvaluator:
         return Job(Task(seed=seed, group=f"eval.{world}.{visit}", options=options), condition, sampling_seed=seed)
 
 
-def compare(bank: Visits, free: Visits) -> Interval:
-    """Paired difference of success on later visits, with the bank minus without, bootstrapped over worlds."""
-    return paired_difference(bank.later(), free.later())
+def later(outcomes: Any) -> np.ndarray:
+    """Success rate of each world over the visits after the first, or over the only one, shape (worlds,).
+
+    Args:
+        outcomes: whether each visit succeeded, shape (worlds, visits).
+    """
+    table = np.array(outcomes, dtype=np.float64)
+    return (table[:, 1:] if table.shape[1] > 1 else table).mean(axis=1)
 
 
-def _options(experiment: Experiment) -> dict[str, Any]:
-    return experiment.bank.model_dump(exclude={"path", "namespace", "embedder"}) | {"merge_every": 0, "seed": experiment.eval.seed}
+def compare(first: Visits, second: Visits) -> Interval:
+    """Paired difference of success on later visits, the first arm minus the second, bootstrapped over worlds."""
+    return paired_difference(first.later(), second.later())
+
+
+def _options(experiment: Experiment, worlds: int) -> dict[str, Any]:
+    """Options of the managers: no merging, and room for all episodes of a visit, whose distillation is held back."""
+    settings = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
+    return settings | {"merge_every": 0, "seed": experiment.eval.seed, "queue_size": max(experiment.bank.queue_size, worlds + 1)}

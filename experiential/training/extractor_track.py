@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiential.bank.bank import ExperienceBank
 from experiential.config import ExtractorSettings
 from experiential.training.buffer import BufferSample, ExtractorBuffer
-from experiential.training.rewards import use_reward
+from experiential.training.rewards import critic_reward, outcome, relative_rewards, use_reward
 from experiential.training.rollout import credited_uses
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, sample_from_generation
-from experiential.types import Distillation, Experience, Generation, Trajectory, Use
+from experiential.types import Condition, Distillation, Experience, Generation, Trajectory, Use
 
 
 class Written(NamedTuple):
@@ -35,6 +36,10 @@ class ExtractorTrack:
         runtime: the extractor's policy.
         bank: where entries, lineage and generations are kept.
         settings: batch size, clipping, staleness and eq. 7.
+
+    Attributes:
+        malformed: answers of which no operation could be read.
+        uncredited: uses without a reward, for want of a free member to compare with (``reward: relative``).
     """
 
     def __init__(self, runtime: PolicyRuntime, bank: ExperienceBank, settings: ExtractorSettings) -> None:
@@ -49,6 +54,7 @@ class ExtractorTrack:
         )
         self.updates = 0
         self.malformed = 0
+        self.uncredited = 0
         self.last = TrainStats()
         self.mean_reward = 0.0
         self.staleness = 0.0
@@ -60,8 +66,11 @@ class ExtractorTrack:
         if distillation.generation is not None and not distillation.parsed.operations:
             self._refused.append(distillation.generation)  # the manager's thread calls this: the buffer is filled in credit()
 
-    async def credit(self, trajectories: Sequence[Trajectory]) -> int:
+    async def credit(self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float] | None = None) -> int:
         """Give every use of these trajectories its reward; returns how many uses counted.
+
+        The reward is the outcome of the episode (section 3.3), or with ``reward: relative`` its gain over the group's free members; a
+        verdict of the actor adds its score (eq. 8), and a use named in ``bonuses``, by its id, what stands there.
 
         The bank is read in a thread, since a bank behind a server takes a while; what it says of a version never changes. The buffer
         changes on the event loop only, in the order of the trajectories, so an update that runs meanwhile never meets half of it.
@@ -69,11 +78,23 @@ class ExtractorTrack:
         self._take_malformed()
         if not self._settings.train:
             return 0
-        uses = [(use, use_reward(trajectory.success)) for trajectory in trajectories for use in _counted(trajectory)]
+        uses = self._rewarded([t for t in trajectories if t.error is None], bonuses or {})
         written = await asyncio.to_thread(lambda: [(one, reward) for use, reward in uses for one in self._written_by(use)])
         for one, reward in written:
             self.buffer.add_use(one.key, reward, one.generation, one.span)
         return len(uses)
+
+    def _rewarded(self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float]) -> list[tuple[Use, float]]:
+        """Every use that counts with its reward; uses of groups without a free member have none under ``relative`` and are counted."""
+        if self._settings.reward == "relative":
+            guided = [t.condition is Condition.GUIDED for t in trajectories]
+            bases = relative_rewards([outcome(t) for t in trajectories], [t.group for t in trajectories], guided).tolist()
+        else:
+            bases = [float(use_reward(t.success)) for t in trajectories]
+        found = [(use, base) for t, base in zip(trajectories, bases, strict=True) for use in _counted(t)]
+        known = [(use, base) for use, base in found if not math.isnan(base)]
+        self.uncredited += len(found) - len(known)
+        return [(use, critic_reward(use.verdict, base) + bonuses.get(use.id, 0.0)) for use, base in known]
 
     async def step(self, step: int) -> None:
         """Start updating if a batch is ready and no update runs; never waits for one."""
@@ -144,8 +165,11 @@ class ExtractorTrack:
 
 
 def _counted(trajectory: Trajectory) -> list[Use]:
-    """Its uses that count; an entry met twice in one episode counts once: T_m of section 3.3."""
-    return list({(use.experience_id, use.experience_version, use.refinement): use for use in credited_uses(trajectory)}.values())
+    """Its uses that count; an entry met twice in one episode counts once, by the first: T_m of section 3.3."""
+    first: dict[tuple[str, int, str | None], Use] = {}
+    for use in credited_uses(trajectory):
+        first.setdefault((use.experience_id, use.experience_version, use.refinement), use)
+    return list(first.values())
 
 
 def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: Any) -> list[bool]:

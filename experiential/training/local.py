@@ -54,6 +54,7 @@ class LocalRuntime(PolicyRuntime):
         self._reference: list[torch.Tensor] | None = None
         if reference and llm.adapter is None:
             self._reference = [p.detach().clone() for p in self._parameters]
+        self._anchored = False
 
     @property
     def tokenizer(self) -> Any:
@@ -106,6 +107,15 @@ class LocalRuntime(PolicyRuntime):
     async def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote."""
         await self.llm.lane.run(lambda: self._load(Path(folder)), priority=0)
+
+    async def anchor(self) -> None:
+        """Take the weights of now as what a KL penalty is taken to, if a copy is kept for it; a checkpoint then holds them, too."""
+        await self.llm.lane.run(self._anchor, priority=0)
+
+    def _anchor(self) -> None:
+        if self._reference is not None:
+            _copy(self._parameters, self._reference)
+            self._anchored = True
 
     async def export(self, folder: Path) -> None:
         """Write weights (the adapter under LoRA) and tokenizer in Hugging Face format."""
@@ -222,7 +232,9 @@ class LocalRuntime(PolicyRuntime):
     def _save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         weights = [p.detach().cpu() for p in self._parameters]
-        torch.save({"weights": weights, "optimizer": self._optimizer.state_dict(), "version": self.version}, folder / _STATE)
+        anchored = {"reference": [p.cpu() for p in self._reference]} if self._anchored and self._reference is not None else {}
+        state = {"weights": weights, "optimizer": self._optimizer.state_dict(), "version": self.version}
+        torch.save(state | anchored, folder / _STATE)
         (folder / "policy.json").write_text(json.dumps({"name": self.name, "version": self.version, "adapter": self.llm.adapter}))
 
     def _load(self, folder: Path) -> None:
@@ -232,6 +244,9 @@ class LocalRuntime(PolicyRuntime):
         if [w.shape for w in state["weights"]] != [p.shape for p in self._parameters]:
             raise CheckpointError(f"Expected weights of this model in {folder}, got other shapes; resume with the model that was trained")
         _copy(state["weights"], self._parameters)
+        if "reference" in state and self._reference is not None:
+            _copy(state["reference"], self._reference)
+            self._anchored = True
         self._optimizer.load_state_dict(state["optimizer"])
         self.llm.weights_changed(int(state["version"]))
 
@@ -248,8 +263,16 @@ def build_runtimes(
     optims: tuple[OptimSettings, OptimSettings],
     *,
     references: tuple[bool, bool] = (False, False),
+    shared: bool = False,
 ) -> tuple[LocalRuntime, LocalRuntime]:
     """Actor and extractor runtimes on one lane, the extractor behind: two adapters over one base under LoRA, else two sets of weights.
+
+    Args:
+        actor: model of the actor.
+        extractor: model of the extractor; None takes the actor's.
+        optims: AdamW settings of both.
+        references: whether each needs what a KL penalty is taken to.
+        shared: both are one policy, with the actor's optimiser.
 
     Raises:
         ModelNotFoundError: a model cannot be resolved.
@@ -261,11 +284,11 @@ def build_runtimes(
     if actor.threads:
         torch.set_num_threads(actor.threads)
     lane = ComputeLane(patience=BACKGROUND_PATIENCE)
-    shared = actor.lora is not None and second == actor
-    model, tokenizer = load_model(actor, adapters=("actor", "extractor") if shared else ("actor",))
-    other, other_tokenizer = (model, tokenizer) if shared else load_model(second, adapters=("extractor",))
+    paired = actor.lora is not None and second == actor and not shared
+    model, tokenizer = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
+    other, other_tokenizer = (model, tokenizer) if paired or shared else load_model(second, adapters=("extractor",))
     pairs = (
-        (actor, "actor", model, tokenizer, optims[0], references[0]),
+        (actor, "actor", model, tokenizer, optims[0], references[0] or (shared and references[1])),
         (second, "extractor", other, other_tokenizer, optims[1], references[1]),
     )
     runtimes = [
@@ -276,9 +299,9 @@ def build_runtimes(
             ),
             optim, name=role, reference=reference, priority=priority,
         )
-        for priority, (settings, role, weights, words, optim, reference) in enumerate(pairs)
+        for priority, (settings, role, weights, words, optim, reference) in enumerate(pairs[:1] if shared else pairs)
     ]  # fmt: skip
-    return runtimes[0], runtimes[1]
+    return runtimes[0], runtimes[-1]
 
 
 def _trainable(model: Any, adapter: str | None) -> list[torch.nn.Parameter]:

@@ -18,9 +18,11 @@ from experiential.config import EnvSettings
 from experiential.errors import BackendError, EnvError, ExperientialError
 from experiential.sync import attempted
 from experiential.training.awaited import AwaitedEnv, Start, Step, given
+from experiential.training.critic import ActorCritic
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.types import Answer, Condition, Generation, Trajectory, Use
 from experiential.wrappers.experience import ExperienceWrapper
+from experiential.wrappers.feedback import FeedbackWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
 
 T = TypeVar("T")
@@ -138,7 +140,9 @@ class Rollout:
         make_actor: builds one actor per slot.
         slots: episodes played at once.
         search_and_ask: calls allowed per guided episode; 0 leaves the tool out.
+        search_experience: the same for EvolveR's action; nothing is retrieved at the start of an episode then.
         make_env: builds the innermost environments, on the event loop; in this process by default.
+        critic: reviews what was retrieved before an episode begins.
 
     Attributes:
         close_errors: how often closing an environment failed, by reason.
@@ -153,11 +157,13 @@ class Rollout:
         *,
         slots: int,
         search_and_ask: int = 0,
+        search_experience: int = 0,
         make_env: MakeEnv = make_env,
+        critic: ActorCritic | None = None,
     ) -> None:
         self._settings, self._kwargs, self._manager, self._make_actor = settings, kwargs, manager, make_actor
-        self._make_env = make_env
-        self._limit, self._calls = slots, search_and_ask
+        self._make_env, self._critic = make_env, critic
+        self._limit, self._calls, self._lookups = slots, search_and_ask, search_experience
         self._threads = ThreadPoolExecutor(max_workers=min(slots, 32), thread_name_prefix="env")
         self._slots: list[Slot] = []
         self.close_errors: Counter[str] = Counter()
@@ -207,8 +213,13 @@ class Rollout:
         return Episode(stack.env.get_wrapper_attr("last_trajectory"), tuple(slot.actor.generations), asked=tuple(asked), job=job)
 
     def _make_stack(self) -> Stack:
-        inner = AwaitedEnv(given(attempted(lambda: self._make_env(self._settings, self._kwargs))))
-        env: gym.Env[str, str] = ExperienceWrapper(inner, self._manager, inject="system")
+        inner = AwaitedEnv(given(attempted(lambda: self._make_env(self._settings, self._kwargs))), self._settings.reward_range)
+        feedback = self._settings.feedback
+        base = inner if feedback == "as_is" else FeedbackWrapper(inner, feedback)
+        if self._lookups:
+            asking: dict[str, Any] = {"max_calls": self._lookups, "tag": "search_experience", "refine": False, "offer": True}
+            return Stack(SearchAndAskWrapper(base, bank=self._manager, **asking), inner)
+        env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, inject="system")
         return Stack(SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner)
 
     async def _discard(self, slot: Slot) -> None:
@@ -226,6 +237,8 @@ class Rollout:
         options = job.task.options | {"guided": job.condition is Condition.GUIDED, "group": job.task.group, "policy_version": version}
         await stack.inner.await_reset(seed=job.task.seed, options=dict(job.task.options))
         observation, info = await self._in_thread(lambda: stack.env.reset(seed=job.task.seed, options=options))
+        if self._critic is not None:
+            info = await self._critic.review(stack.env, info)
         return observation, info if job.advice is None else {**info, "experience_prompt": job.advice}
 
     async def _step(self, stack: Stack, action: str) -> Step:
@@ -296,15 +309,21 @@ def guided_members(group_size: int, guided: str) -> list[Condition]:
     return [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
 
 
-def trajectory_samples(generations: Sequence[Generation], advantage: float, weight: float) -> list[Sample]:
+def trajectory_samples(generations: Sequence[Generation], advantage: float | Sequence[float], weight: float) -> list[Sample]:
     """Samples that train on one trajectory's responses, its weight shared in proportion to their trained tokens.
 
     Responses whose prompt continues the previous prompt and response token by token become one sample, so that a
     conversation kept whole costs one forward pass and has one sequence-level ratio.
+
+    Args:
+        generations: the responses, in order.
+        advantage: of all of them, or one for each.
+        weight: of the trajectory.
     """
     chained: list[Sample] = []
-    for generation in generations:
-        sample = sample_from_generation(generation, advantage, weight=weight)
+    values = [advantage] * len(generations) if isinstance(advantage, int | float) else advantage
+    for generation, value in zip(generations, values, strict=True):
+        sample = sample_from_generation(generation, value, weight=weight)
         if chained and _continues(chained[-1], sample):
             sample = _joined(chained.pop(), sample)
         chained.append(sample)

@@ -157,6 +157,12 @@ class PolicyRuntime(LLM):
             CheckpointError: the folder holds no state of such a policy.
         """
 
+    async def anchor(self) -> None:
+        """Take the weights of now as what a KL penalty is taken to, where the policy keeps a copy for it.
+
+        The frozen base below LoRA adapters, and the reference of a cluster's policy, stay what they are.
+        """
+
     async def export(self, folder: Path) -> None:
         """Write the weights in Hugging Face format, for use elsewhere."""
         raise NotImplementedError

@@ -15,25 +15,30 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiential.agents.actor import ActorAgent
-from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
-from experiential.config import Experiment, ModelSettings
-from experiential.training.actor_samples import actor_samples
+from experiential.config import Experiment
+from experiential.llm.metered import Metered
+from experiential.training.actor_track import ActorTrack
 from experiential.training.ahead import RolloutsAhead
+from experiential.training.attempts import split_attempts
 from experiential.training.checkpoint import CheckpointStore
-from experiential.training.evaluate import VisitEvaluator, Visits, compare
+from experiential.training.cold_start import cold_start
+from experiential.training.critic import ActorCritic
+from experiential.training.entropy_bonus import EntropyBonus
+from experiential.training.evaluate import Meters, VisitEvaluator, Visits, compare
+from experiential.training.evolver import prune, worth
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.metrics import Metrics, Observer, peak_memory_gb
-from experiential.training.rollout import Episode, MakeEnv, NoBank, Rollout, failures, make_env, refuse_broken
-from experiential.training.runtime import LossSettings, PolicyRuntime, TrainStats
+from experiential.training.prepare import fill_bank
+from experiential.training.reflection_track import ReflectionTrack
+from experiential.training.roles import Roles, Runtimes, build_policies
+from experiential.training.rollout import Episode, MakeEnv, NoBank, Rollout, make_env, refuse_broken
+from experiential.training.runtime import TrainStats
+from experiential.training.step_event import episode_row, extractor_event, step_event
 from experiential.training.tasks import TaskSource, world_count
-from experiential.types import Condition
 
 _FILES = ("metrics.jsonl", "episodes.jsonl", "bank", "checkpoints", "evaluation", "actor", "extractor")
-
-Runtimes = tuple[PolicyRuntime, PolicyRuntime]
 
 
 class Trainer:
@@ -58,9 +63,11 @@ class Trainer:
         self._store = CheckpointStore(self.output / "checkpoints", experiment.run.keep_checkpoints)
         self._restored = self._store.latest() if resume else None
         self._observer = observer
-        self.actor, self.extractor = runtimes or _build(experiment)
+        self.actor, self.extractor = runtimes or build_policies(experiment)
+        self._roles = Roles(experiment, (self.actor, self.extractor))
         self._start = 0
         self._visits: list[Visits] = []
+        self._background: set[asyncio.Task[Any]] = set()
 
     def run(self) -> dict[str, Any]:
         """Train and evaluate; returns the summary.
@@ -74,7 +81,6 @@ class Trainer:
     async def arun(self) -> dict[str, Any]:
         """Coroutine form of ``run``."""
         begin = time.perf_counter()
-        self._background: set[asyncio.Task[Any]] = set()
         async with contextlib.AsyncExitStack() as stack:
             await self._open(stack)
             steps = await self._train()
@@ -86,6 +92,19 @@ class Trainer:
             self._metrics.emit({"event": "end", "step": steps, "seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()})
         return self._summary(steps, time.perf_counter() - begin)
 
+    async def aevaluate(self, checkpoint: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+        """Evaluate a checkpoint in this run's folder, and train nothing; gives the eval events, which the observer gets one by one.
+
+        Args:
+            checkpoint: its folder, of this run or another.
+            manifest: its manifest, as ``CheckpointStore.latest`` gives it.
+        """
+        self._restored = checkpoint, manifest
+        async with contextlib.AsyncExitStack() as stack:
+            await self._open(stack)
+            await self._evaluate(self._start)
+        return [visits.event() for visits in self._visits]
+
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Open bank, manager, environments and metrics, each closed by ``stack``; restore the checkpoint when resuming."""
         settings = self.experiment
@@ -95,18 +114,24 @@ class Trainer:
         stack.callback(self._metrics.close)
         self._episodes = Metrics(self.output / "episodes.jsonl")
         stack.callback(self._episodes.close)
-        self._tasks = TaskSource(settings.env, world_count(settings.env.id, settings.env.kwargs | settings.env.train), settings.seed)
+        worlds = world_count(settings.env.id, settings.env.kwargs | settings.env.train)
+        self._tasks = TaskSource(settings.env, worlds, settings.seed)
+        self._learner = ActorTrack(self.actor, settings.actor, self._roles.actor, worth(settings.actor))
+        self._critic = ActorCritic(self._roles.critic(), self._learner.rates) if settings.actor.critic else None
         self._make_env = self._env_maker(stack)
         self._rollout = Rollout(
             settings.env,
             settings.env.train,
             self._manager or NoBank(),
-            lambda: self._make_actor(settings.actor.temperature),
+            self._roles.actor,
             slots=settings.actor.groups * settings.actor.group_size,
             search_and_ask=settings.actor.search_and_ask,
+            search_experience=settings.actor.search_experience,
             make_env=self._make_env,
+            critic=self._critic,
         )
         stack.callback(self._rollout.close)
+        self._reflection = ReflectionTrack.of(settings, self._roles, self.actor, self._rollout, self._bank)
         stack.push_async_callback(self._cancel_background)
         self._ahead = RolloutsAhead(self._play, settings.run.ahead)
         stack.push_async_callback(self._ahead.close)
@@ -115,6 +140,12 @@ class Trainer:
         self._metrics.emit(
             {"event": "start", "step": self._start, "steps": settings.run.steps, "recipe": settings.recipe, "seed": settings.seed}
         )
+        if self._restored is None:
+            await cold_start(self.actor, settings.cold_start, settings.seed, self._metrics.emit)
+        if self._restored is None and self._manager is not None and settings.bank.prepare_steps:
+            self._metrics.emit(await fill_bank(settings, self._manager, self._rollout, worlds))
+        if self._manager is not None and not settings.extractor.distill:
+            self._manager.extractor = None  # from here on it only records what is submitted
         if self._restored is None and settings.eval.before:
             await self._evaluate(0)
 
@@ -123,6 +154,7 @@ class Trainer:
         self._bank: ExperienceBank | None = None
         self._manager: ExperienceManager | None = None
         self._track: ExtractorTrack | None = None
+        self._bonus: EntropyBonus | None = None
         if not settings.extractor.enabled:
             return
         folder = self.output / "bank"
@@ -135,10 +167,12 @@ class Trainer:
                 source.fork(folder).close()
         self._bank = stack.enter_context(self._opened_bank(folder, stack))
         options: dict[str, Any] = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
-        self._manager = stack.enter_context(ExperienceManager(self._bank, self._make_extractor(), seed=settings.seed, **options))
+        self._manager = stack.enter_context(ExperienceManager(self._bank, self._roles.extractor(), seed=settings.seed, **options))
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
         self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
         self._manager.on_distillation = self._track.on_distillation
+        if settings.extractor.entropy_bonus is not None:
+            self._bonus = EntropyBonus(self.actor, self._roles.actor(), self._bank, settings.extractor.entropy_bonus)
 
     def _opened_bank(self, folder: Path, stack: contextlib.AsyncExitStack) -> ExperienceBank:
         """The run's bank, written by this process or by a Ray actor."""
@@ -188,14 +222,16 @@ class Trainer:
         episodes, rollout_s = await self._ahead.take(step, self._next_pause(step))
         waited = time.perf_counter() - begin
         if self._track is not None:
-            await self._track.credit([e.trajectory for e in episodes])
+            trajectories = [e.trajectory for e in episodes]
+            await self._track.credit(trajectories, await self._bonus.bonuses(trajectories) if self._bonus else None)
             await self._track.step(step)
-        update = await self._update_actor(episodes, step)
+        more = await self._reflection.samples(episodes) if self._reflection else ()
+        update = await self._learner.update(split_attempts(episodes)[0], step, more)
         await self._consolidate(step)
         wall = time.perf_counter() - begin
         speed = (self._tokens() - tokens_before + update.sequence_tokens) / wall
         times = {"rollout_s": rollout_s, "waited_s": waited, "step_s": wall, "tokens_per_s": speed}
-        self._episodes.emit({"event": "episodes", "step": step + 1, "rows": [_row(e) for e in episodes]})
+        self._episodes.emit({"event": "episodes", "step": step + 1, "rows": [episode_row(e) for e in episodes]})
         self._metrics.emit(self._step_event(step, episodes, update) | times)
         refuse_broken(episodes)
 
@@ -205,11 +241,11 @@ class Trainer:
         begin = time.perf_counter()
         guided = settings.guided if self._manager is not None and step >= settings.warmup_steps else "none"
         with self.actor.foreground():
-            episodes = await self._rollout.play(self._tasks.jobs(step, settings.groups, settings.group_size, guided))
+            episodes = await (self._reflection or self._rollout).play(self._tasks.jobs(step, settings.groups, settings.group_size, guided))
         return episodes, time.perf_counter() - begin
 
     async def _consolidate(self, step: int) -> None:
-        """Start the periodic merge and deduplication; wait for what runs beside when it lags too far, or the run must be repeatable."""
+        """Start the periodic merge, deduplication and pruning; wait for them when they lag too far, or the run must be repeatable."""
         if self._manager is None:
             return
         every = self.experiment.bank.merge_every
@@ -218,71 +254,30 @@ class Trainer:
         every = self.experiment.bank.dedupe_every
         if every and (step + 1) % every == 0:
             self._spawn(self._manager.adeduplicate())
+        every = self.experiment.bank.prune_every
+        if every and (step + 1) % every == 0:
+            self._spawn(prune(self._manager.bank, self.experiment.bank.prune_below, step + 1, self._metrics.emit))
         if self.experiment.run.drain:
             await self._settle()
         actor = self.experiment.actor
         await self._manager.adrain(leave=self.experiment.extractor.max_lag * actor.groups * actor.group_size)
 
-    async def _update_actor(self, episodes: Sequence[Episode], step: int) -> TrainStats:
-        settings = self.experiment.actor
-        if not settings.train:
-            return TrainStats(version=self.actor.version)
-        loss = LossSettings(
-            kind="ppo",
-            low=settings.clip_low,
-            high=settings.clip_high,
-            ratio=settings.ratio,
-            kl=settings.kl,
-            epochs=settings.epochs,
-            mini_batches=settings.mini_batches,
-            seed=step,
-        )
-        samples, version = actor_samples(episodes, settings), self.actor.version
-        stats = await self.actor.train(samples, loss)
-        await self.actor.sync()
-        stats.metrics["staleness"] = sum(version - s.policy_version for s in samples) / max(1, len(samples))
-        return stats
-
     def _step_event(self, step: int, episodes: Sequence[Episode], update: TrainStats) -> dict[str, Any]:
-        played = [e.trajectory for e in episodes if e.trajectory.error is None]
-        event: dict[str, Any] = {
-            "event": "step",
-            "step": step + 1,
-            "episodes": len(episodes),
-            "errors": len(episodes) - len(played),
-            "reward": _mean([t.reward for t in played]),
-            "turns": _mean([float(len(t.turns)) for t in played]),
-            "success_guided": _mean([float(t.success) for t in played if t.condition is Condition.GUIDED]),
-            "success_free": _mean([float(t.success) for t in played if t.condition is Condition.FREE]),
-            "success_advised": _mean([float(t.success) for t in played if t.uses]),
-            "actor_loss": update.loss,
-            "actor_grad_norm": update.grad_norm,
-            "actor_version": update.version,
-            "update_s": update.seconds,
-            "update_tokens": update.sequence_tokens,
-            "forwarded_tokens": update.forwarded_tokens,
-            "elapsed_s": time.perf_counter() - self._begin,
-            "memory_gb": peak_memory_gb(),
-        }
-        event |= {f"actor_{name}": value for name, value in (update.metrics | self.actor.busy()).items()}
-        event |= {f"extractor_{name}": value for name, value in self.extractor.busy().items()}
-        found = {"failures": failures(episodes), "close_errors": dict(self._rollout.close_errors)}
-        return event | {name: counts for name, counts in found.items() if counts} | self._bank_event()
-
-    def _bank_event(self) -> dict[str, Any]:
+        event = step_event(step, episodes, update) | {"elapsed_s": time.perf_counter() - self._begin}
+        event |= {f"actor_{name}": value for name, value in self.actor.busy().items()}
+        if self.extractor is not self.actor:
+            event |= {f"extractor_{name}": value for name, value in self.extractor.busy().items()}
+        if self._reflection is not None:
+            event |= self._reflection.event(episodes)
+        if self._rollout.close_errors:
+            event["close_errors"] = dict(self._rollout.close_errors)
+        if self._critic is not None:
+            event["verdicts"] = dict(self._critic.verdicts)
+        if self._bonus is not None:
+            event["entropy_bonus"] = self._bonus.mean
         if self._manager is None or self._track is None or self._bank is None:
-            return {}
-        track = self._track
-        return {
-            "entries": len(self._bank),
-            "extractor_updates": track.updates,
-            "extractor_loss": track.last.loss,
-            "extractor_reward": track.mean_reward,
-            "staleness": track.staleness,
-            "malformed": track.malformed,
-            "buffer": len(track.buffer),
-            "manager": self._manager.stats(),
-        }
+            return event
+        return event | {"entries": len(self._bank)} | extractor_event(self._track) | {"manager": self._manager.stats()}
 
     async def _settle(self) -> None:
         """Let the background track finish what it has."""
@@ -294,33 +289,39 @@ class Trainer:
             await self._track.finish()
 
     async def _evaluate(self, step: int) -> None:
-        """Both arms by visit, on the same worlds and seeds, with the weights of now."""
+        """The arms that the settings name, by visit, on the same worlds and seeds, with the weights of now."""
         await self._settle()
+        meters = Meters()
         evaluator = VisitEvaluator(
             self.experiment,
-            lambda: self._make_actor(self.experiment.eval.temperature),
-            self._make_extractor() if self._manager is not None else None,
+            lambda: self._roles.actor(self.experiment.eval.temperature, Metered(self.actor, meters.actor)),
+            self._roles.extractor(Metered(self.extractor, meters.extractor))
+            if self._manager is not None and self.experiment.extractor.distill
+            else None,
             make_env=self._make_env,
+            meters=meters,
         )
-        arms = [await evaluator.without_bank(step)]
-        if self._bank is not None:
-            scratch = self.output / "evaluation" / f"step-{step:06d}"
-            shutil.rmtree(scratch, ignore_errors=True)
-            arms.append(await evaluator.with_bank(self._bank, scratch, step))
-        for visits in arms:
-            self._visits.append(visits)
-            self._metrics.emit(visits.event())
+        scratch = self.output / "evaluation" / f"step-{step:06d}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        for arm in self.experiment.eval.arms:
+            if arm == "off" or self._bank is not None:
+                visits = await evaluator.play(arm, step, self._bank, scratch / arm)
+                self._visits.append(visits)
+                self._metrics.emit(visits.event())
 
     async def _checkpoint(self, step: int) -> None:
         draft = self._store.begin(step)
         if self._track is not None:
             await self._track.finish()
         await self.actor.save(draft / "actor")
-        await self.extractor.save(draft / "extractor")
+        if self.extractor is not self.actor:
+            await self.extractor.save(draft / "extractor")
         manifest: dict[str, Any] = {
             "recipe": self.experiment.recipe,
             "seed": self.experiment.seed,
             "experiment": self.experiment.model_dump(mode="json"),
+            "learner": self._learner.state_dict(),
+            "reflection": self._reflection.state_dict() if self._reflection else {},
         }
         if self._bank is not None and self._track is not None:
             self._bank.fork(draft / "bank", keep_queue=True).close()
@@ -333,12 +334,16 @@ class Trainer:
         settings = self.experiment
         if settings.actor.train:
             await self.actor.export(self.output / "actor")
-        if settings.extractor.enabled and settings.extractor.train:
+        if settings.extractor.enabled and settings.extractor.train and self.extractor is not self.actor:
             await self.extractor.export(self.output / "extractor")
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
         await self.actor.load(folder / "actor")
-        await self.extractor.load(folder / "extractor")
+        if self.extractor is not self.actor:
+            await self.extractor.load(folder / "extractor")
+        self._learner.load_state_dict(manifest["learner"])
+        if self._reflection is not None:
+            self._reflection.load_state_dict(manifest["reflection"])
         if self._track is not None:
             self._track.load_state_dict(manifest["track"])
         self._start = int(manifest["step"])
@@ -352,47 +357,21 @@ class Trainer:
         if self._track is not None:
             await self._track.finish()
 
-    def _make_actor(self, temperature: float) -> ActorAgent:
-        settings = self.experiment.actor
-        return ActorAgent(
-            self.actor,
-            prompts=prompt_set_name(self.experiment.model),
-            temperature=temperature,
-            top_p=settings.top_p,
-            max_tokens=settings.max_tokens,
-            constrain=settings.constrain,
-            history=settings.history,
-            keep_first=settings.keep_first,
-            advice=settings.advice,
-        )
-
-    def _make_extractor(self) -> ExtractorAgent:
-        settings = self.experiment.extractor
-        return ExtractorAgent(
-            self.extractor,
-            prompts=prompt_set_name(self.experiment.extractor_model or self.experiment.model),
-            max_operations=settings.max_operations,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            max_tokens=settings.max_tokens,
-            seed=self.experiment.seed,
-        )
-
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     def _tokens(self) -> int:
-        return self.actor.tokens_processed + self.extractor.tokens_processed
+        return sum(policy.tokens_processed for policy in {self.actor, self.extractor})
 
     def _summary(self, steps: int, seconds: float) -> dict[str, Any]:
         last = {v.arm: v for v in self._visits if v.step == steps}
         first = {v.arm: v for v in self._visits if v.step == 0}
-        difference = compare(last["bank"], last["free"]).model_dump() if {"bank", "free"} <= last.keys() else None
+        difference = compare(last["on"], last["off"]).model_dump() if {"on", "off"} <= last.keys() else None
         ratio = None
-        if "bank" in last and "bank" in first and steps and first["bank"].later().any():
-            ratio = float(last["bank"].later().mean() / first["bank"].later().mean())
+        if "on" in last and "on" in first and steps and first["on"].later().any():
+            ratio = float(last["on"].later().mean() / first["on"].later().mean())
         return {
             "evaluations": [v.event() for v in self._visits],
             "steps": steps,
@@ -405,39 +384,9 @@ class Trainer:
         }
 
 
-def prompt_set_name(settings: ModelSettings) -> str:
-    """The template set of a model: what the settings name, or ``brief`` for the tiny model and ``full`` for others."""
-    if settings.prompts != "auto":
-        return settings.prompts
-    return "brief" if settings.name == "tiny" else "full"
-
-
-def _build(experiment: Experiment) -> Runtimes:
-    if experiment.runtime == "openrlhf":
-        from experiential.training.openrlhf.runtime import build_runtimes as build_on_cluster
-
-        return build_on_cluster(experiment)
-    from experiential.training.local import build_runtimes
-
-    optims = (experiment.actor.optim, experiment.extractor.optim)
-    references = (experiment.actor.kl > 0, experiment.extractor.kl > 0)
-    return build_runtimes(experiment.model, experiment.extractor_model, optims, references=references)
-
-
 def _replace_bank(folder: Path, source: Path) -> None:
     """Put the checkpoint's bank in place of the run's; refused while another process writes it."""
     if folder.exists():
         ExperienceBank(folder).close()
         shutil.rmtree(folder)
     shutil.copytree(source, folder)
-
-
-def _row(episode: Episode) -> dict[str, Any]:
-    """One line of the episode log."""
-    t = episode.trajectory
-    fields = {"task_id": t.task_id, "instance": t.instance, "group": t.group, "condition": t.condition.value, "seed": t.seed}
-    return fields | {"success": t.success, "reward": t.reward, "turns": len(t.turns), "uses": len(t.uses), "error": t.error}
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -108,7 +108,7 @@ class Episode:
         named = f"{self.task_id or self.task}#{seed}" if seed is not None else ""
         self.instance = str(info.get("instance") or named)
         self.observation = observation
-        self.turns: list[tuple[str, str, float, str, bool]] = []
+        self.turns: list[tuple[str, str, float, str, bool, str]] = []
         self.uses: list[Use] = []
         self.total = 0.0
 
@@ -117,9 +117,9 @@ class Episode:
         """Whether this episode may see the bank."""
         return self.settings.condition is Condition.GUIDED
 
-    def record(self, action: str, reward: float, observation: str, invalid: bool) -> None:
-        """Add one turn."""
-        self.turns.append((self.observation, action, reward, observation, invalid))
+    def record(self, action: str, reward: float, observation: str, invalid: bool, withheld: str = "") -> None:
+        """Add one turn; ``withheld`` is what the environment said of it and the agent was not shown."""
+        self.turns.append((self.observation, action, reward, observation, invalid, withheld))
         self.observation = observation
         self.total += reward
 
@@ -135,7 +135,7 @@ class Episode:
             task_id=self.task_id,
             instance=self.instance,
             group=self.settings.group,
-            turns=tuple(Turn(observation=o, action=a, reward=r, feedback=f, invalid=i) for o, a, r, f, i in self.turns),
+            turns=tuple(Turn(observation=o, action=a, reward=r, feedback=f, invalid=i, withheld=w) for o, a, r, f, i, w in self.turns),
             reward=self.total,
             success=success,
             seed=self.seed,
@@ -144,6 +144,10 @@ class Episode:
             policy_version=self.settings.policy_version,
             error=error,
         )
+
+    def ended(self, terminated: bool, info: Mapping[str, Any]) -> Trajectory:
+        """The record of this episode, whose last step gave this; without ``info["success"]`` a termination with a return above 0 is one."""
+        return self.trajectory(bool(info["success"]) if info.get("success") is not None else bool(terminated) and self.total > 0)
 
 
 class EpisodeLog:
@@ -179,7 +183,8 @@ class EpisodeLog:
     def record(self, action: Any, reward: float, observation: str, info: Mapping[str, Any]) -> None:
         """Add a step to the running episode, if any."""
         if self.episode is not None:
-            self.episode.record(str(action), reward, observation, bool(info.get("invalid", False)))
+            withheld = str(info.get("withheld") or "")
+            self.episode.record(str(action), reward, observation, bool(info.get("invalid", False)), withheld)
 
     def add_use(self, use: Use) -> None:
         """Credit a retrieval made elsewhere to the running episode.
@@ -196,8 +201,7 @@ class EpisodeLog:
         episode, self.episode = self.episode, None
         if episode is None:
             return {}
-        success = bool(info["success"]) if info.get("success") is not None else bool(terminated) and episode.total > 0
-        self.last_trajectory = episode.trajectory(success)
+        self.last_trajectory = episode.ended(terminated, info)
         extra: dict[str, Any] = {"trajectory_id": episode.id}
         try:
             self.manager.submit(self.last_trajectory)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import gymnasium as gym
 
+from experiential.agents.principles import principle_text
 from experiential.agents.prompts import numbered
 from experiential.envs.text_space import UnicodeText
 from experiential.types import Trajectory, Use
@@ -34,6 +35,10 @@ class SearchAndAskWrapper(TextWrapper):
     told that none are left. In a ``FREE`` episode the reply is a fixed "not available" and the bank is not touched. Each
     answer is a use of its entry and of its refinement, added to the episode's trajectory.
 
+    With ``refine=False`` it is EvolveR's ``search_experience`` action (give ``tag="search_experience"``): the reply holds the ``k`` best
+    principles as they are, each with its kind, its score and its triples, no model is asked, each of them is a use, and
+    ``info["experience"]`` lists the hits.
+
     Caveat: put it outside ``ExperienceWrapper``, whose manager and episode it shares. Calls do not count for a ``TimeLimit``
     inside; they are bounded by ``max_calls``, and an episode with 8 refused calls in a row is truncated.
 
@@ -51,7 +56,7 @@ class SearchAndAskWrapper(TextWrapper):
     >>> terminated, info["search_and_ask"]["calls_left"], info["search_and_ask"]["hit"]
     (False, 1, None)
 
-    Change log: v0.1.0 added.
+    Change log: v0.1.0 added; v0.2.0 ``refine``, ``k`` and ``offer``.
 
     Args:
         env: a text environment, usually an ``ExperienceWrapper``.
@@ -59,10 +64,14 @@ class SearchAndAskWrapper(TextWrapper):
         tag: name of the tag and of the tool.
         bank: a bank or manager, when there is no ``ExperienceWrapper`` below; this wrapper then submits the episodes itself.
         repeat_observation: append the observation that the agent had before to each answer.
+        refine: let the extractor fit the best entry to the question; False shows entries as they are.
+        k: entries shown with ``refine=False``; None takes the manager's ``retrieval.k``.
+        offer: while calls are left in a guided episode, add a call with the task as its question to ``info["admissible"]``, where the
+            environment names admissible actions, so that an actor that may only choose can choose to ask.
 
     Raises:
         TypeError: the environment does not give text, or ``bank`` is neither bank nor manager.
-        ValueError: ``max_calls`` or ``tag`` is unusable, or there is not exactly one bank to ask.
+        ValueError: ``max_calls``, ``k`` or ``tag`` is unusable, or there is not exactly one bank to ask.
     """
 
     def __init__(
@@ -73,10 +82,16 @@ class SearchAndAskWrapper(TextWrapper):
         tag: str = "search_and_ask",
         bank: Any | None = None,
         repeat_observation: bool = False,
+        refine: bool = True,
+        k: int | None = None,
+        offer: bool = False,
     ) -> None:
-        super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, repeat_observation=repeat_observation)
+        options = {"repeat_observation": repeat_observation, "refine": refine, "k": k, "offer": offer}
+        super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, **options)
         if max_calls < 1:
             raise ValueError(f"Expected max_calls to be positive, got {max_calls}")
+        if k is not None and k < 1:
+            raise ValueError(f"Expected k to be None or positive, got {k}")
         if not _NAME.fullmatch(tag):
             raise ValueError(f"Expected tag to be a name of letters, digits, '_' and '-', got {tag!r}")
         below = find_log(env)
@@ -84,6 +99,7 @@ class SearchAndAskWrapper(TextWrapper):
             got = "neither" if bank is None else "both"
             raise ValueError(f"Expected either an ExperienceWrapper below or bank=, got {got}; give exactly one")
         self.max_calls, self.tag, self._repeat = max_calls, tag, repeat_observation
+        self._refines, self._k, self._offers = refine, k, offer
         self._own: EpisodeLog | None = None
         self._owned = False
         if below is None:
@@ -120,7 +136,7 @@ class SearchAndAskWrapper(TextWrapper):
             observation, info = self.env.reset(seed=seed, options=rest)
             self._own.begin(observation, info, seed, settings)
         self._seen(observation, info)
-        return observation, info
+        return observation, self._offered(info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer a call, or step the environment with any other action."""
@@ -135,7 +151,7 @@ class SearchAndAskWrapper(TextWrapper):
             self._own.record(action, float(reward), observation, info)
             if terminated or truncated:
                 info = {**info, **self._own.finish(terminated, info)}
-        return observation, float(reward), terminated, truncated, info
+        return observation, float(reward), terminated, truncated, self._offered(info)
 
     def close(self) -> None:
         """Close the environment, and the manager if this wrapper built it."""
@@ -183,6 +199,17 @@ class SearchAndAskWrapper(TextWrapper):
         self._observation = observation
         self._context = {key: info[key] for key in _CONTEXT if key in info}
 
+    def call(self, query: str) -> str:
+        """The action that asks ``query``."""
+        return f"<{self.tag}>{query}</{self.tag}>"
+
+    def _offered(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Info in which asking is admissible where it would be answered."""
+        episode = self._session.episode
+        if not self._offers or "admissible" not in info or episode is None or not episode.guided or self._calls >= self.max_calls:
+            return info
+        return {**info, "admissible": [*info["admissible"], self.call(episode.task)]}
+
     def _answer(self, query: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         episode = self._session.episode
         if episode is None:
@@ -195,7 +222,8 @@ class SearchAndAskWrapper(TextWrapper):
             return self._refuse(query, f"No calls left: all {self.max_calls} of this episode are used. Continue with an action.")
         self._calls += 1
         self._refused = 0
-        text, info = self._ask(query, episode.id, len(episode.turns))
+        ask = self._ask if self._refines else self._look_up
+        text, info = ask(query, episode.id, len(episode.turns))
         return self._reply(query, text, info, truncated=False)
 
     def _ask(self, query: str, episode: str, turn: int) -> tuple[str, dict[str, Any]]:
@@ -212,6 +240,21 @@ class SearchAndAskWrapper(TextWrapper):
             self._session.add_use(_located(answer.use, episode, turn))
         return numbered([answer.text]), {"hit": hit_as_dict(answer.hit)} if answer.hit is not None else {}
 
+    def _look_up(self, query: str, episode: str, turn: int) -> tuple[str, dict[str, Any]]:
+        """The best entries as they are, and what to add to info."""
+        try:
+            hits = self._session.manager.search(
+                query, k=self._k, exclude_instance=self._session.excluded(), episode=episode, **self._session.only()
+            )
+        except FAILURES as error:
+            return "The search failed.", {"experience_error": reason(error)}
+        if not hits:
+            return "Nothing found.", {}
+        for hit in hits:
+            self._session.add_use(hit.use("search_and_ask", episode=episode, turn=turn))
+        shown = [hit_as_dict(hit) for hit in hits]
+        return numbered([principle_text(hit.experience) for hit in hits]), {"hit": shown[0], "experience": shown}
+
     def _refuse(self, query: str, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._refused += 1
         truncated = self._refused >= PATIENCE
@@ -224,7 +267,9 @@ class SearchAndAskWrapper(TextWrapper):
         shown = f"<search_result>\n{text}\n</search_result>"
         if self._repeat:
             shown = f"{shown}\n\n{self._observation}"
-        return shown, 0.0, False, truncated, {**deepcopy(self._context), "experience": [], **extra, "search_and_ask": call}
+        empty: dict[str, Any] = {**deepcopy(self._context), "experience": []}
+        info = {**empty, **extra, "search_and_ask": call}
+        return shown, 0.0, False, truncated, self._offered(info)
 
 
 def _located(use: Use, episode: str, turn: int) -> Use:

@@ -253,11 +253,13 @@ class Passes:
     Args:
         bank: whose entries are compared.
         threshold: cosine of two texts from which on the judge is asked.
+        across_tasks: compare entries of different tasks too; a survivor of several tasks has no task.
     """
 
-    def __init__(self, bank: ExperienceBank, threshold: float) -> None:
+    def __init__(self, bank: ExperienceBank, threshold: float, *, across_tasks: bool = False) -> None:
         self._bank = bank
         self._threshold = threshold
+        self._across_tasks = across_tasks
         self._since = 0
         self._turn = asyncio.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="experiential-dedupe")
@@ -280,7 +282,7 @@ class Passes:
 
     def _plan(self) -> tuple[list[list[Experience]], frozenset[str]]:
         ordered, news = since(self._bank.entries(), self._since)
-        shelves = comparable(ordered, self._threshold) if news else []
+        shelves = comparable(ordered, self._threshold, across_tasks=self._across_tasks) if news else []
         return [shelf for shelf in shelves if any(entry.id in news for entry in shelf)], news
 
     async def _piece(self, shelf: Sequence[Experience], news: frozenset[str], judge: LaterJudge, write: Write) -> list[Duplicates]:

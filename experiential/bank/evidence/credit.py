@@ -36,10 +36,13 @@ def total(statistics: Iterable[Statistics]) -> Statistics:
 
 
 def counted_uses(trajectory: Trajectory) -> tuple[Use, ...]:
-    """The uses that say something about an entry: none of a free episode, none of an episode that failed for a technical cause."""
+    """The uses that say something about an entry.
+
+    None of a free episode, none of an episode that failed for a technical cause, and none that the actor rejected: it was not shown.
+    """
     if trajectory.condition is Condition.FREE or trajectory.error is not None:
         return ()
-    return trajectory.uses
+    return tuple(use for use in trajectory.uses if use.verdict != "reject")
 
 
 class Ledger:
@@ -66,7 +69,8 @@ class Ledger:
         )
         success = None if trajectory.error is not None else int(trajectory.success)
         for use in () if trajectory.condition is Condition.FREE else trajectory.uses:
-            values = (self._namespace, use.id, trajectory.id, use.experience_id, use.experience_version, success, use.model_dump_json())
+            known = None if use.verdict == "reject" else success  # it was not shown: the outcome says nothing of it
+            values = (self._namespace, use.id, trajectory.id, use.experience_id, use.experience_version, known, use.model_dump_json())
             self._journal.run("INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)", *values)
 
     def is_recorded(self, trajectory: str) -> bool:

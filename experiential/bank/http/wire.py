@@ -262,6 +262,7 @@ class Pruned(Body):
     uplift_below: float | None = None
     min_uses: int = 5
     dry_run: bool = False
+    author: str = "human"
 
 
 class Evicted(Body):

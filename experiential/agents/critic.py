@@ -1,0 +1,87 @@
+"""The actor as judge of the experience that was retrieved for it (appendix B.1 of Complementary RL)."""
+
+from __future__ import annotations
+
+import re
+from typing import cast, get_args
+
+from experiential.agents.actor import run_sync
+from experiential.agents.asking import Asker
+from experiential.agents.operations import TEXT_LIMIT, clean
+from experiential.agents.prompts import EntryLike, cut_middle, entry_text, prompt_set
+from experiential.llm.base import LLM, SamplingParams
+from experiential.types import Record, Verdict
+
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+_THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
+_WORD = re.compile(r"\b(accept|refine|reject)", re.IGNORECASE)
+
+
+class Critique(Record):
+    """What the actor made of one entry.
+
+    Attributes:
+        verdict: None when the answer named none; the entry is then shown as it is.
+        text: what to show, the entry's own text or a refined one; None for a rejected entry.
+    """
+
+    verdict: Verdict | None
+    text: str | None
+
+
+class CriticAgent:
+    """Lets an actor accept, refine or reject an entry, knowing how often it succeeds at the task.
+
+    The verdict is one of three words, which backends that can restrict a response are restricted to; refining is a second request.
+
+    Caveat: an episode waits for both. No vector version is needed: the coroutine may run concurrently.
+
+    >>> from experiential.llm.scripted import ScriptedLLM
+    >>> CriticAgent(ScriptedLLM(["reject"])).judge("Open the door.", "Doors open inwards.", 0.9)
+    Critique(verdict='reject', text=None)
+
+    Change log: v0.1.0 added.
+
+    Args:
+        llm: the actor's backend.
+        prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
+        temperature: sampling temperature.
+        max_tokens: tokens of a refined entry.
+        seed: makes every request repeatable.
+
+    Raises:
+        ValueError: the prompt set does not exist.
+    """
+
+    def __init__(
+        self, llm: LLM, *, prompts: str = "full", temperature: float = 1.0, max_tokens: int = 256, seed: int | None = None
+    ) -> None:
+        self.prompts = prompt_set(prompts)
+        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, priority=0)
+        self._asker = Asker(llm, sampling, seed)
+
+    def judge(self, task: str, entry: EntryLike, success_rate: float) -> Critique:
+        """What to do with an entry; see `ajudge`."""
+        return run_sync(self.ajudge(task, entry, success_rate))
+
+    async def ajudge(self, task: str, entry: EntryLike, success_rate: float) -> Critique:
+        """What to do with an entry.
+
+        Args:
+            task: what is asked.
+            entry: what was retrieved for it.
+            success_rate: of the actor at this task so far, in [0, 1].
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        asked = self.prompts.critic_messages(task, entry, success_rate)
+        answer = _THINKING.sub("", (await self._asker.ask(asked, choices=VERDICTS)).text)
+        named = _WORD.search(answer)
+        verdict = cast("Verdict", named[1].lower()) if named else None
+        if verdict == "reject":
+            return Critique(verdict=verdict, text=None)
+        if verdict != "refine":
+            return Critique(verdict=verdict, text=entry_text(entry))
+        written = clean(_THINKING.sub("", (await self._asker.ask(self.prompts.adapt_messages(task, entry))).text))
+        return Critique(verdict=verdict, text=cut_middle(written, TEXT_LIMIT - 40) or entry_text(entry))

@@ -1,0 +1,75 @@
+"""A comparison in the terminal: one table, and what to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from experiential.evaluation.card import ArmReport, Card, RecipeReport
+from experiential.evaluation.page import COSTS, show_costs, show_percent, show_points
+
+
+def card_table(card: Card) -> Table:
+    """Success in per cent, difference to ``on`` in points, and cost, of every arm of every recipe."""
+    title = "Held-out success in %, 95 % intervals; costs per success, actor + extractor"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("recipe, arm", overflow="fold", min_width=10)
+    for name in ("visit 1", "visits 2+", "on minus it", "epis.", "sec.", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for recipe in card.recipes:
+        table.add_section()
+        table.add_row(Text(recipe.name, style="bold"))
+        for arm in recipe.arms:
+            _, name, _, first, later, difference, *cost = _row(recipe, arm)
+            episodes, seconds, actor, extractor = cost[:4]
+            first, later = first.partition(" ")[0], later.replace(" %", "")
+            table.add_row(
+                f" {name}", first, later, difference.replace("[+", "[").replace(", +", ", "), episodes, seconds, f"{actor}+{extractor}"
+            )
+    return table
+
+
+def card_lines(card: Card) -> Iterator[str]:
+    """The same as plain lines, one for each arm, then what compares the recipes, then the notes."""
+    names = ("recipe", "arm", "seeds", "visit 1", "later visits", "on minus this", *COSTS)
+    for recipe in card.recipes:
+        for arm in recipe.arms:
+            yield "; ".join(f"{name}: {value}" for name, value in zip(names, _row(recipe, arm), strict=True) if value)
+    yield from _remarks(card)
+
+
+def show_card(console: Console, card: Card, *, plain: bool) -> None:
+    """Print a card.
+
+    Args:
+        console: where to print.
+        card: what was found.
+        plain: lines instead of a table.
+    """
+    if not plain:
+        console.print(card_table(card))
+    for line in card_lines(card) if plain else _remarks(card):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _remarks(card: Card) -> Iterator[str]:
+    for recipe in card.recipes:
+        for one in recipe.differences:
+            if one.first != "on":
+                yield f"{recipe.name}: {one.first} minus {one.second} {show_points(one.interval)} points"
+    for one in card.comparisons:
+        paired = f"{one.seeds} training seeds in common" if one.seeds else "no training seed in common"
+        sides = f"{one.first} ({one.first_arm}) minus {one.second} ({one.second_arm})"
+        yield f"{sides}: {show_points(one.interval)} points, {paired}, {one.worlds} worlds"
+    yield from (f"note: {note}" for note in card.notes)
+
+
+def _row(recipe: RecipeReport, arm: ArmReport) -> list[str]:
+    against = {one.second: show_points(one.interval) for one in recipe.differences if one.first == "on"}
+    first = show_percent(arm.visits[0].interval)
+    counts = [recipe.name, arm.arm, str(len(recipe.runs)), first, show_percent(arm.later), against.get(arm.arm, "")]
+    return [*counts, *show_costs(arm.per_success)]

@@ -1,0 +1,159 @@
+"""A finished cell of a comparison: one checkpoint under one arm, kept as a small JSON file and not played again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from experiential.config import Arm, Experiment
+from experiential.errors import ConfigError
+from experiential.training.evaluate import Cost, later
+from experiential.types import Record
+
+
+class Cell(Record):
+    """What one checkpoint did under one arm.
+
+    Attributes:
+        run: name of the run's folder.
+        recipe: its recipe.
+        environment: id of its environment.
+        seed: training seed.
+        step: training step of the checkpoint.
+        arm: which experience was shown.
+        checkpoint: digest of all files of the checkpoint.
+        settings: digest of the settings that it was evaluated with, the training seed included.
+        family: the same without the training seed: runs of one family are repetitions of each other.
+        version: of this package.
+        outcomes: per held-out world one text of 0 and 1, a digit for each visit.
+        errors: episodes that failed for a technical reason; they count as no success.
+        entries: entries of the bank at the beginning.
+        failures: the reasons of those episodes.
+        cost: what it took.
+    """
+
+    run: str
+    recipe: str
+    environment: str
+    seed: int
+    step: int
+    arm: Arm
+    checkpoint: str
+    settings: str
+    family: str
+    version: str
+    outcomes: tuple[str, ...] = Field(min_length=1)
+    errors: int = 0
+    entries: int = 0
+    failures: dict[str, int] = Field(default_factory=dict[str, int])
+    cost: Cost = Field(default_factory=Cost)
+
+    def table(self) -> np.ndarray:
+        """Outcomes as 0 and 1, shape (worlds, visits)."""
+        return np.array([[int(digit) for digit in row] for row in self.outcomes])
+
+    def later(self) -> np.ndarray:
+        """Success rate of each world over the visits after the first, or over the only one, shape (worlds,)."""
+        return later(self.table())
+
+
+def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoint: str) -> Cell:
+    """The cell of an eval event.
+
+    Args:
+        event: as `Trainer` emits it.
+        run: name of the run.
+        experiment: the settings that it was played with.
+        checkpoint: digest of the checkpoint.
+    """
+    told = {name: event[name] for name in ("arm", "step", "errors", "entries", "failures", "cost") if name in event}
+    return Cell(
+        run=run,
+        recipe=experiment.recipe,
+        environment=experiment.env.id,
+        seed=experiment.seed,
+        checkpoint=checkpoint,
+        settings=settings_digest(experiment),
+        family=settings_digest(experiment, seed=False),
+        version=package_version(),
+        outcomes=tuple("".join(map(str, row)) for row in event["outcomes"]),
+        **told,
+    )
+
+
+class CellStore:
+    """Cells in a folder, one file each, found by what was evaluated: checkpoint, settings, arm and version of the package."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find(self, checkpoint: str, settings: str, arm: Arm) -> Cell | None:
+        """The stored cell, or None.
+
+        Raises:
+            ConfigError: its file cannot be read.
+        """
+        path = self._path(checkpoint, settings, arm)
+        return read_cell(path) if path.is_file() else None
+
+    def keep(self, cell: Cell) -> Path:
+        """Store a cell; it becomes visible at once and whole."""
+        path = self._path(cell.checkpoint, cell.settings, cell.arm)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        draft.write_text(cell.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        os.replace(draft, path)
+        return path
+
+    def _path(self, checkpoint: str, settings: str, arm: Arm) -> Path:
+        return self.folder / f"{_digest(f'{checkpoint} {settings} {package_version()}')}-{arm}.json"
+
+
+def read_cell(path: Path) -> Cell:
+    """The cell of a file.
+
+    Raises:
+        ConfigError: it holds none.
+    """
+    try:
+        return Cell.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        cause = str(error).splitlines()[0]
+        raise ConfigError(f"Expected a finished cell in {path}, got: {cause}; remove it, or use --no-resume") from error
+
+
+def settings_digest(experiment: Experiment, *, seed: bool = True) -> str:
+    """A digest of all settings but the list of arms, and but the training seed if asked."""
+    tree = experiment.model_dump(mode="json", exclude=None if seed else {"seed"})
+    tree["eval"].pop("arms")
+    return _digest(json.dumps(tree, sort_keys=True))
+
+
+def folder_digest(folder: Path) -> str:
+    """A digest of the names and contents of all files in a folder."""
+    total = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        total.update(str(path.relative_to(folder)).encode() + b"\0")
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()[:16]
+
+
+def package_version() -> str:
+    """The version of this package; ``unknown`` where it is not installed."""
+    try:
+        return version("experiential-rl")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

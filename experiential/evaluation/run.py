@@ -1,0 +1,128 @@
+"""A finished run that is evaluated: its newest checkpoint, played arm by arm; the run and its bank stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from experiential.bank.index.chroma_server import FOLDER
+from experiential.config import Arm, Experiment
+from experiential.errors import CheckpointError
+from experiential.evaluation.cell import Cell, CellStore, cell_of, folder_digest, settings_digest
+from experiential.training.checkpoint import CheckpointStore
+from experiential.training.metrics import Observer
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """The newest checkpoint of a run, and the settings to evaluate it with.
+
+    Attributes:
+        folder: the run's output folder.
+        experiment: its settings, changed as the user asked.
+        checkpoint: folder of the newest checkpoint.
+        manifest: its manifest.
+    """
+
+    folder: Path
+    experiment: Experiment
+    checkpoint: Path
+    manifest: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.folder.resolve().name
+
+    @property
+    def step(self) -> int:
+        """Training step of the checkpoint."""
+        return int(self.manifest["step"])
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all files of the checkpoint."""
+        return folder_digest(self.checkpoint)
+
+    def arms(self, wanted: Sequence[Arm]) -> list[Arm]:
+        """The wanted arms that this run can play: without a bank only ``off``."""
+        return [arm for arm in wanted if arm == "off" or self.has_bank]
+
+    @property
+    def has_bank(self) -> bool:
+        """Whether the checkpoint holds a bank and the settings use it."""
+        return self.experiment.extractor.enabled and (self.checkpoint / "bank").is_dir()
+
+
+def open_run(folder: Path, experiment: Experiment) -> EvaluatedRun:
+    """The newest checkpoint in a run's folder.
+
+    Raises:
+        CheckpointError: there is none, or the settings ask for a bank that it does not hold.
+    """
+    checkpoint, manifest = CheckpointStore(folder / "checkpoints").latest()
+    if experiment.extractor.enabled and not (checkpoint / "bank").is_dir():
+        raise CheckpointError(f"Expected a bank in {checkpoint}, found none; leave extractor.enabled as it was in training")
+    return EvaluatedRun(folder, experiment, checkpoint, manifest)
+
+
+def evaluate_run(
+    run: EvaluatedRun, arms: Sequence[Arm], store: CellStore, *, resume: bool = True, observer: Observer | None = None
+) -> list[Cell]:
+    """One cell for each arm that the run can play, in the order asked; those already stored are not played again.
+
+    Args:
+        run: what is evaluated.
+        arms: which arms.
+        store: where finished cells are, and where each is put as soon as it is finished.
+        resume: use what is stored; otherwise everything is played again.
+        observer: receives the events of what is played.
+    """
+    found: dict[Arm, Cell] = {}
+    wanted = run.arms(arms)
+    if resume:
+        stored = (store.find(run.digest, settings_digest(run.experiment), arm) for arm in wanted)
+        found |= {cell.arm: cell for cell in stored if cell is not None}
+    left: tuple[Arm, ...] = tuple(arm for arm in wanted if arm not in found)
+    if left:
+        for cell in _play(run, left, store, observer):
+            found[cell.arm] = cell
+    return [found[arm] for arm in wanted]
+
+
+def _play(run: EvaluatedRun, arms: tuple[Arm, ...], store: CellStore, observer: Observer | None) -> list[Cell]:
+    from experiential.training.trainer import Trainer
+
+    cells: list[Cell] = []
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "eval":
+            cells.append(cell_of(event, run.name, run.experiment, run.digest))
+            store.keep(cells[-1])
+        if observer is not None:
+            observer(event)
+
+    with TemporaryDirectory(prefix="experiential-eval-") as scratch:
+        trainer = Trainer(only_evaluation(run.experiment, arms), Path(scratch), observer=observe)
+        try:
+            asyncio.run(trainer.aevaluate(run.checkpoint, run.manifest))
+        finally:
+            trainer.actor.close()
+            trainer.extractor.close()
+    return cells
+
+
+def only_evaluation(experiment: Experiment, arms: tuple[Arm, ...]) -> Experiment:
+    """The settings of an evaluation in a scratch folder: these arms, nothing before, and no server that holds the run's own index."""
+    changes = {
+        "eval": experiment.eval.model_copy(update={"before": False, "arms": arms}),
+        "bank": experiment.bank.model_copy(update={"path": None, "chroma": FOLDER}),
+    }
+    return experiment.model_copy(update=changes)

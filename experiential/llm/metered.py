@@ -1,0 +1,120 @@
+"""Counting what a policy generates, whatever backend it runs on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from experiential.llm.base import LLM, Prompt, SamplingParams
+from experiential.types import Generation, Record
+
+
+class Spent(Record):
+    """What was generated.
+
+    Attributes:
+        requests: responses that were asked for.
+        prompt_tokens: tokens of their prompts, as the model was given them; those found in a prefix cache count too.
+        generated_tokens: tokens of the responses.
+        seconds: time in which at least one request was open, on the wall clock.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return self.prompt_tokens + self.generated_tokens
+
+    def __add__(self, other: Spent) -> Spent:
+        """Both together; their seconds are added, so they must not have run at one time."""
+        return Spent(**{name: value + getattr(other, name) for name, value in self.model_dump().items()})
+
+    def __sub__(self, earlier: Spent) -> Spent:
+        """What came since ``earlier``."""
+        return Spent(**{name: value - getattr(earlier, name) for name, value in self.model_dump().items()})
+
+
+class Meter:
+    """Adds up what its backends generate; they may be used from several threads.
+
+    A backend that does not show token ids counts requests and seconds only.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spent = Spent()
+        self._open = 0
+        self._since = 0.0
+
+    def spent(self) -> Spent:
+        """What was generated so far; requests that are still open count their seconds only."""
+        with self._lock:
+            running = time.perf_counter() - self._since if self._open else 0.0
+            return self._spent + Spent(seconds=running)
+
+    def begin(self) -> None:
+        """A request starts."""
+        with self._lock:
+            if not self._open:
+                self._since = time.perf_counter()
+            self._open += 1
+
+    def end(self, generation: Generation | None) -> None:
+        """A request has ended; None when it failed."""
+        with self._lock:
+            self._open -= 1
+            seconds = 0.0 if self._open else time.perf_counter() - self._since
+            told = Spent(requests=1, seconds=seconds)
+            if generation is not None:
+                told += Spent(prompt_tokens=len(generation.prompt_ids), generated_tokens=len(generation.response_ids))
+            self._spent += told
+
+
+class Metered(LLM):
+    """A backend whose requests are counted by a meter.
+
+    >>> import asyncio
+    >>> from experiential.llm.scripted import ScriptedLLM
+    >>> meter = Meter()
+    >>> asyncio.run(Metered(ScriptedLLM(["go north"]), meter).generate([{"role": "user", "content": "Where?"}])).text
+    'go north'
+    >>> meter.spent().requests
+    1
+
+    Args:
+        llm: what generates.
+        meter: what counts; several backends may share one.
+    """
+
+    def __init__(self, llm: LLM, meter: Meter) -> None:
+        self.llm, self.meter = llm, meter
+        self.name = llm.name
+
+    @property
+    def version(self) -> int:  # type: ignore[override]  # a live value here, a class default in the base
+        """Optimiser steps the weights have seen."""
+        return self.llm.version
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The tokenizer of the backend."""
+        return self.llm.tokenizer
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
+        """Sample one response, and count it."""
+        generation: Generation | None = None
+        self.meter.begin()
+        try:
+            generation = await self.llm.generate(prompt, sampling)
+            return generation
+        finally:
+            self.meter.end(generation)
+
+    def close(self) -> None:
+        """Close the backend."""
+        self.llm.close()

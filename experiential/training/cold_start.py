@@ -1,0 +1,149 @@
+"""Cold start: supervised training on given demonstrations before reinforcement learning (EvolveR)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from experiential.agents.dialogue import Dialogue, TokenSequence
+from experiential.config import ColdStartSettings
+from experiential.errors import ConfigError
+from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
+from experiential.types import Generation, Message
+
+
+class ChatMessage(BaseModel):
+    """One message of a demonstration."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = Field(min_length=1)
+
+
+class Demonstration(BaseModel):
+    """A chat that shows what to say: a system message or none, then others and the assistant in turn, the assistant last."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    messages: tuple[ChatMessage, ...] = Field(min_length=2)
+
+    @model_validator(mode="after")
+    def _takes_turns(self) -> Demonstration:
+        roles = [message.role for message in self.messages]
+        said = roles[1:] if roles[0] == "system" else roles
+        if "system" in said:
+            raise ValueError("a system message can only be the first")
+        if len(said) % 2 or any((role == "assistant") != bool(i % 2) for i, role in enumerate(said)):
+            raise ValueError(f"user (or tool) and assistant must take turns and the assistant must be last, got {', '.join(roles)}")
+        return self
+
+
+def read_demonstrations(file: str | Path) -> list[Demonstration]:
+    """The demonstrations of a JSON Lines file; blank lines do not count.
+
+    Raises:
+        ConfigError: the file cannot be read or holds none, or a line is no demonstration; the message names the line.
+    """
+    path = Path(file).expanduser()
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Expected demonstrations in cold_start.demonstrations, got {str(file)!r}: {error}") from error
+    found = [_read(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"Expected at least one demonstration in {path}, got none; make some with python -m benchmarks.demonstrations")
+    return found
+
+
+def _read(line: str, number: int, path: Path) -> Demonstration:
+    try:
+        return Demonstration.model_validate(json.loads(line))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        cause = f"{place}: {first['msg']}" if place else first["msg"]
+    except ValueError as error:
+        cause = str(error)
+    raise ConfigError(f'Expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} in line {number} of {path}, got: {cause}')
+
+
+def demonstration_samples(demonstration: Demonstration, tokenizer: Any) -> list[Sample]:
+    """What to imitate: the assistant's tokens, each reply with the token that ends it; all else is context.
+
+    The chat is rendered as an actor's own dialogue is, so that prompts are token by token those that it will meet.
+    """
+    dialogue = Dialogue(tokenizer)
+    for message in demonstration.messages:
+        if message.role == "assistant":
+            ids = (*tokenizer(message.content, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+            dialogue.append(Generation(text=message.content, response_ids=ids, logprobs=(0.0,) * len(ids)))
+        else:
+            dialogue.add(Message(role=message.role, content=message.content))
+    return [_sample(sequence) for sequence in dialogue.sequences()]
+
+
+def _sample(sequence: TokenSequence) -> Sample:
+    positions = tuple(i for i, learnt in enumerate(sequence.mask) if learnt)
+    zeros = (0.0,) * len(positions)
+    return Sample(tokens=tuple(sequence.tokens), positions=positions, logprobs=zeros, advantages=zeros)
+
+
+async def cold_start(
+    policy: PolicyRuntime, settings: ColdStartSettings | None, seed: int, emit: Callable[[dict[str, Any]], None] = lambda event: None
+) -> TrainStats:
+    """Train a policy on demonstrations, and take the weights it then has as the reference of a KL penalty.
+
+    Each chat counts equally, each of its tokens equally within it. An epoch takes every chat once, in an order drawn from ``seed``.
+    Full weights or LoRA adapters are trained, whichever the policy has, with its optimiser.
+
+    Args:
+        policy: what learns.
+        settings: file, epochs and batch size; None does nothing.
+        seed: of the order.
+        emit: receives the metrics event ``cold_start``.
+
+    Returns:
+        of the last optimiser step, with ``updates``, ``samples`` and ``tokens`` of all.
+
+    Raises:
+        ConfigError: the file is no such file, or the policy shows no tokenizer.
+    """
+    if settings is None:
+        return TrainStats(version=policy.version)
+    if policy.tokenizer is None:
+        raise ConfigError("Expected a policy that shows its tokenizer for a cold start, got one that does not")
+    samples = [sample for one in read_demonstrations(settings.demonstrations) for sample in demonstration_samples(one, policy.tokenizer)]
+    rng = np.random.default_rng(seed)
+    losses: list[float] = []
+    whole = TrainStats()
+    for _ in range(settings.epochs):
+        for batch in _batches(samples, settings.batch_size, rng):
+            last = await policy.train(batch, LossSettings(kind="sft", seed=seed))
+            losses.append(last.loss)
+            whole = _added(whole, last)
+    await policy.sync()
+    await policy.anchor()
+    emit({"event": "cold_start", "step": 0, "demonstrations": len(samples), "updates": whole.updates, "tokens": whole.tokens}
+         | {"first_loss": losses[0], "loss": losses[-1], "seconds": whole.seconds})  # fmt: skip
+    return whole
+
+
+def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> list[list[Sample]]:
+    """All samples once, in a drawn order; the weights of a batch sum to one."""
+    order = [samples[int(i)] for i in rng.permutation(len(samples))]
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
+    return [[sample.weighted(1 / len(part)) for sample in part] for part in parts]
+
+
+def _added(whole: TrainStats, last: TrainStats) -> TrainStats:
+    last.updates += whole.updates
+    last.samples += whole.samples
+    last.tokens += whole.tokens
+    last.seconds += whole.seconds
+    return last

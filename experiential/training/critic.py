@@ -1,0 +1,91 @@
+"""Actor-Critic of appendix B.1: the actor filters what was retrieved, knowing how well it does without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import gymnasium as gym
+
+from experiential.agents.critic import CriticAgent, Critique
+from experiential.agents.prompts import experience_block
+from experiential.types import Trajectory, Use
+
+
+class SuccessRates:
+    """Accumulated success of an actor, by task: r_theta(q) of appendix B.1.
+
+    A task that was not played yet has the rate of all tasks together; with none played at all the rate is 0.
+    """
+
+    def __init__(self) -> None:
+        self._played: Counter[str] = Counter()
+        self._won: Counter[str] = Counter()
+
+    def add(self, trajectories: Iterable[Trajectory]) -> None:
+        """Count finished episodes; those that failed for a technical reason do not count."""
+        for trajectory in trajectories:
+            if trajectory.error is None:
+                name = trajectory.task_id or trajectory.task
+                self._played[name] += 1
+                self._won[name] += trajectory.success
+
+    def rate(self, task: str) -> float:
+        """The rate for a task, in [0, 1]."""
+        if self._played[task]:
+            return self._won[task] / self._played[task]
+        return self._won.total() / max(1, self._played.total())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs, as JSON."""
+        return {"played": dict(self._played), "won": dict(self._won)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        self._played, self._won = Counter(state["played"]), Counter(state["won"])
+
+
+class ActorCritic:
+    """Stands between retrieval and the first move of an episode.
+
+    Rejected entries are not shown, refined ones are shown as the actor rewrote them. Each use carries the verdict, from which
+    ``rewards.critic_reward`` makes eq. 8; an answer that names no verdict leaves the entry as it is, adds nothing to its reward and is
+    counted.
+
+    Args:
+        agent: asks the actor.
+        rates: how well the actor does.
+
+    Attributes:
+        verdicts: how often each verdict was given; ``unreadable`` counts answers that named none.
+    """
+
+    def __init__(self, agent: CriticAgent, rates: SuccessRates) -> None:
+        self._agent, self._rates = agent, rates
+        self.verdicts: Counter[str] = Counter()
+
+    async def review(self, env: gym.Env[str, str], info: dict[str, Any]) -> dict[str, Any]:
+        """The info of a reset with the advice that the actor lets pass; the uses of the running episode get their verdicts.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        hits = info.get("experience")
+        if not hits or "experience_prompt" not in info:
+            return info
+        task = str(info.get("task", ""))
+        rate = self._rates.rate(str(info.get("task_id") or task))
+        critiques = await asyncio.gather(*(self._agent.ajudge(task, hit["text"], rate) for hit in hits))
+        self.verdicts.update(critique.verdict or "unreadable" for critique in critiques)
+        running = env.get_wrapper_attr("episode")
+        running.uses[:] = _judged(running.uses, critiques)
+        block = experience_block([critique.text for critique in critiques if critique.text is not None])
+        rest = {name: value for name, value in info.items() if name != "experience_prompt"}
+        return rest | {"experience_prompt": block} if block else rest
+
+
+def _judged(uses: Sequence[Use], critiques: Sequence[Critique]) -> list[Use]:
+    """The uses of an episode's start, in the order of the hits, with their verdicts."""
+    return [use.model_copy(update={"verdict": critique.verdict}) for use, critique in zip(uses, critiques, strict=True)]

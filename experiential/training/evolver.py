@@ -1,0 +1,44 @@
+"""What EvolveR adds to a run: the format reward of an episode, and the pruning of principles that did not help."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from experiential.bank.bank import ExperienceBank
+from experiential.config import ActorSettings
+from experiential.training.actor_samples import RewardOf, env_reward
+from experiential.training.rewards import evolver_reward, format_reward
+from experiential.training.rollout import Episode
+
+
+def worth(settings: ActorSettings) -> RewardOf:
+    """What an episode is worth to its actor: the environment's reward, with ``format_reward`` the weighted mean of it and the format's.
+
+    The trajectory keeps the environment's reward. Without a weight the two are the same.
+    """
+    weight = settings.format_reward
+    if not weight:
+        return env_reward
+
+    def weighted(episode: Episode) -> float:
+        return evolver_reward(env_reward(episode), form(episode, settings), format_weight=weight)
+
+    return weighted
+
+
+def form(episode: Episode, settings: ActorSettings) -> float:
+    """The format reward of an episode's responses."""
+    return format_reward([generation.text for generation in episode.generations], settings.format_parts)
+
+
+async def prune(bank: ExperienceBank, below: float, step: int, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Take out the entries whose Laplace score is below ``below``, and note in the metrics how many.
+
+    The bank is asked in a thread. An entry that was never used has a score of 0.5 and stays; at 0.3, the value of EvolveR's script, so does
+    one whose only use was in a failure.
+    """
+    gone = await asyncio.to_thread(partial(bank.prune, score=below, min_uses=0, author="run"))
+    emit({"event": "prune", "step": step, "pruned": len(gone), "entries": len(bank)})

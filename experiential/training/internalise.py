@@ -1,0 +1,128 @@
+"""Internalisation: imitate what succeeded with help, after prompts from which the help is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiential.agents.actor import ActorAgent
+from experiential.config import SelfDistillSettings
+from experiential.training.rewards import relative_rewards
+from experiential.training.rollout import Episode, trajectory_samples
+from experiential.training.runtime import Sample
+from experiential.types import Condition, Generation
+
+
+def without_help(episode: Episode, actor: ActorAgent) -> list[Generation]:
+    """The responses of an episode that stepped its environment, after prompts that hold neither advice nor questions to the bank.
+
+    Prompts are rebuilt as token ids by ``actor``, from the environment's own observations; the responses keep the ids that were sampled,
+    and they alone are trained on.
+
+    Args:
+        episode: a finished episode.
+        actor: an agent with the settings of the one that played; its conversation is replaced.
+
+    Raises:
+        ValueError: the episode does not have one response per turn.
+    """
+    return actor.replay([turn.observation for turn in episode.trajectory.turns], episode.acts())
+
+
+def imitation_samples(episodes: Sequence[Episode], actor: ActorAgent, weight: float) -> list[Sample]:
+    """Samples of kind ``sft`` that imitate these episodes without their help, every episode equally: weights sum to ``weight``.
+
+    Args:
+        episodes: what to imitate.
+        actor: see ``without_help``.
+        weight: of the imitation loss beside the other losses of its batch.
+    """
+    share = weight / max(1, len(episodes))
+    return [replace(sample, kind="sft") for e in episodes for sample in trajectory_samples(without_help(e, actor), 0.0, share)]
+
+
+def beyond_free(episodes: Sequence[Episode]) -> list[Episode]:
+    """Guided episodes with a reward above the mean of the free members of their group (section 4.3 of Complementary RL).
+
+    Episodes that failed for a technical reason do not count, on either side; a group without free members gives none.
+    """
+    played = [e for e in episodes if e.trajectory.error is None and e.generations]
+    if not played:
+        return []
+    guided = [e.trajectory.condition is Condition.GUIDED for e in played]
+    gains = relative_rewards([e.trajectory.reward for e in played], [e.trajectory.group for e in played], guided)
+    return [e for e, gain in zip(played, gains.tolist(), strict=True) if gain > 1e-9]
+
+
+class CollapseGuard:
+    """Pauses imitation while the actor plays much worse on its own than it once did.
+
+    Imitation of its own successes narrows a policy; the paper saw early gains and a collapse later. The guard follows the running mean of
+    the free members' success and stops imitation as long as that is more than ``margin`` below its best. Plain reinforcement learning
+    goes on meanwhile.
+
+    Args:
+        margin: in [0, 1].
+        memory: share of the running mean that a further step leaves.
+
+    >>> guard = CollapseGuard(margin=0.1, memory=0.5)
+    >>> [guard.allows(success) for success in (0.4, 0.8, 0.2, 0.7)]
+    [True, True, False, True]
+    """
+
+    def __init__(self, margin: float, memory: float) -> None:
+        self._margin, self._memory = margin, memory
+        self._mean: float | None = None
+        self._best = 0.0
+
+    def allows(self, success: float | None) -> bool:
+        """Take in the success rate of a step's free members (None: there were none), and say whether to imitate."""
+        if success is not None:
+            self._mean = success if self._mean is None else self._memory * self._mean + (1 - self._memory) * success
+            self._best = max(self._best, self._mean)
+        return self._mean is None or self._mean >= self._best - self._margin
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {"mean": self._mean, "best": self._best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        self._mean, self._best = state["mean"], state["best"]
+
+
+class SelfDistillation:
+    """Chooses what a step imitates: section 4.3 of Complementary RL, every step or every few, with a guard against collapse.
+
+    Args:
+        settings: weight, interval and guard.
+
+    Attributes:
+        paused: steps in which the guard held imitation back.
+    """
+
+    def __init__(self, settings: SelfDistillSettings) -> None:
+        self._settings = settings
+        self._guard = CollapseGuard(settings.guard, settings.memory)
+        self.paused = 0
+
+    def samples(self, episodes: Sequence[Episode], actor: ActorAgent, step: int) -> list[Sample]:
+        """What to imitate beside learning from these episodes."""
+        free = [e.trajectory.success for e in episodes if e.trajectory.error is None and e.trajectory.condition is Condition.FREE]
+        allowed = self._guard.allows(float(np.mean(free)) if free else None)
+        if (step + 1) % self._settings.every:
+            return []
+        self.paused += not allowed
+        return imitation_samples(beyond_free(episodes), actor, self._settings.weight) if allowed else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return self._guard.state_dict() | {"paused": self.paused}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        self._guard.load_state_dict(state)
+        self.paused = state["paused"]

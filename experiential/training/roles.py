@@ -1,0 +1,108 @@
+"""Who plays, distils and judges in a run: policies, and agents around them, as the experiment sets them."""
+
+from __future__ import annotations
+
+from experiential.agents.actor import ActorAgent
+from experiential.agents.critic import CriticAgent
+from experiential.agents.extractor import ExtractorAgent
+from experiential.agents.reflector import Reflector, Retry
+from experiential.config import Experiment, ModelSettings
+from experiential.llm.base import LLM
+from experiential.training.runtime import PolicyRuntime
+
+Runtimes = tuple[PolicyRuntime, PolicyRuntime]
+"""Actor and extractor; one and the same where they share their weights."""
+
+
+class Roles:
+    """Builds agents around the policies of a run.
+
+    Args:
+        experiment: temperatures, lengths, prompts and seeds.
+        runtimes: the policies.
+    """
+
+    def __init__(self, experiment: Experiment, runtimes: Runtimes) -> None:
+        self._experiment = experiment
+        self._actor, self._extractor = runtimes
+
+    def actor(self, temperature: float | None = None, llm: LLM | None = None) -> ActorAgent:
+        """An agent that plays; at the temperature of training and with the actor's policy when none is given."""
+        settings = self._experiment.actor
+        return ActorAgent(
+            llm or self._actor,
+            prompts=prompt_set_name(self._experiment.model),
+            instruction=settings.instruction,
+            temperature=settings.temperature if temperature is None else temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens,
+            constrain=settings.constrain,
+            history=settings.history,
+            keep_first=settings.keep_first,
+            advice=settings.advice,
+        )
+
+    def extractor(self, llm: LLM | None = None) -> ExtractorAgent:
+        """An agent that distils; with the extractor's policy when none is given."""
+        settings = self._experiment.extractor
+        return ExtractorAgent(
+            llm or self._extractor,
+            prompts=prompt_set_name(self._experiment.extractor_model or self._experiment.model),
+            max_operations=settings.max_operations,
+            principles=settings.principles,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens,
+            seed=self._experiment.seed,
+        )
+
+    def critic(self, llm: LLM | None = None) -> CriticAgent:
+        """The actor as judge of what was retrieved for it; with the actor's policy when none is given."""
+        settings = self._experiment.actor
+        return CriticAgent(
+            llm or self._actor,
+            prompts=prompt_set_name(self._experiment.model),
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            seed=self._experiment.seed,
+        )
+
+    def reflector(self) -> Reflector | Retry:
+        """The actor's own policy as reflector, or what stands in its place without reflection.
+
+        Raises:
+            ValueError: the experiment has no second attempts.
+        """
+        settings, actor = self._experiment.reflection, self._experiment.actor
+        if settings is None:
+            raise ValueError("Expected an experiment with reflection, got one without")
+        prompts = prompt_set_name(self._experiment.model)
+        if settings.mode == "retry":
+            return Retry(prompts=prompts)
+        return Reflector(self._actor, prompts=prompts, temperature=actor.temperature, top_p=actor.top_p, max_tokens=settings.max_tokens)
+
+
+def prompt_set_name(settings: ModelSettings) -> str:
+    """The template set of a model: what the settings name, or ``brief`` for the tiny model and ``full`` for others."""
+    if settings.prompts != "auto":
+        return settings.prompts
+    return "brief" if settings.name == "tiny" else "full"
+
+
+def build_policies(experiment: Experiment) -> Runtimes:
+    """Load the weights of both policies.
+
+    Raises:
+        ConfigError, ModelNotFoundError, MissingExtraError: the experiment cannot be run as it is.
+    """
+    if experiment.runtime == "openrlhf":
+        from experiential.training.openrlhf.runtime import build_runtimes as build_on_cluster
+
+        return build_on_cluster(experiment)
+    from experiential.training.local import build_runtimes
+
+    optims = (experiment.actor.optim, experiment.extractor.optim)
+    extractor = experiment.extractor
+    references = (experiment.actor.kl > 0, extractor.enabled and extractor.kl > 0)
+    one = extractor.shared or not extractor.enabled  # without an extractor nothing asks a second policy
+    return build_runtimes(experiment.model, None if one else experiment.extractor_model, optims, references=references, shared=one)

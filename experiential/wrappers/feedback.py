@@ -1,0 +1,90 @@
+"""Whether an agent reads the environment's comment on each move."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import gymnasium as gym
+
+from experiential.envs.text_space import UnicodeText
+from experiential.wrappers.experience import TextWrapper, require_choice
+
+Shown = Literal["shown", "hidden", "reflector"]
+
+
+class FeedbackWrapper(TextWrapper):
+    """Shows the text in ``info["feedback"]`` in every observation that follows an action, or in none.
+
+    Experiential RL reflects on textual feedback that its baseline never sees. With one such wrapper around both, either everybody
+    reads it (``shown``) or nobody does (``hidden``). ``reflector`` is what the paper's code did: the agent's observations lack it, and
+    ``info["withheld"]`` has it for a reflector. That comparison is not fair to a baseline, which learns from less; the mode is there to
+    repeat it.
+
+    ``shown`` appends the text where the observation does not have it; the other two cut it where it stands, as whole lines. What is
+    said at the start of an episode is part of the task and stays.
+
+    Caveat: an environment that writes its comments into the observation and not into ``info["feedback"]`` shows them always. The
+    info itself still has ``feedback``; an agent that reads it is told. Put this wrapper inside ``ExperienceWrapper`` and
+    ``ReflectionWrapper``, so that both record what the agent saw.
+
+    No vector version: use this wrapper on each environment inside a vector environment.
+
+    >>> from experiential.envs.vault import VaultEnv
+    >>> env = FeedbackWrapper(VaultEnv(), "hidden")
+    >>> observation, info = env.reset(seed=1)
+    >>> print(env.step("pull nothing")[0])
+    Tries left: 1. Reply: pull <lever>.
+
+    Change log: v0.1.0 added.
+
+    Args:
+        env: a text environment.
+        feedback: ``shown``, ``hidden`` or ``reflector``.
+
+    Raises:
+        TypeError: the environment does not give text.
+        ValueError: ``feedback`` is none of these.
+    """
+
+    def __init__(self, env: gym.Env[str, str], feedback: Shown = "shown") -> None:
+        super().__init__(env, feedback=feedback)
+        require_choice("feedback", feedback, Shown)  # type: ignore[arg-type]  # a Literal alias is a typing form, not a class
+        self.feedback = feedback
+        self.observation_space = UnicodeText()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Act; the observation has the comment on the action or lacks it."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        comment = str(info.get("feedback") or "")
+        if self.feedback == "reflector" and comment:
+            info = {**info, "withheld": comment}
+        shown = with_comment(observation, comment) if self.feedback == "shown" else without_comment(observation, comment)
+        return shown, float(reward), terminated, truncated, info
+
+
+def with_comment(observation: str, comment: str) -> str:
+    r"""The observation with the comment behind it, unless it is there.
+
+    >>> with_comment("A B", "It clicks."), with_comment("It clicks.\nA B", "It clicks.")
+    ('A B\n\nIt clicks.', 'It clicks.\nA B')
+    """
+    if not comment or _lines(comment).search(observation):
+        return observation
+    return f"{observation}\n\n{comment}" if observation else comment
+
+
+def without_comment(observation: str, comment: str) -> str:
+    r"""The observation without the comment where that stands as whole lines, and without the line breaks that set it apart.
+
+    >>> without_comment("A B\n\nIt clicks.", "It clicks."), without_comment("It clicks. Not.", "It clicks.")
+    ('A B', 'It clicks. Not.')
+    """
+    if not comment or (found := _lines(comment).search(observation)) is None:
+        return observation
+    before, after = observation[: found.start()].rstrip("\n"), observation[found.end() :].lstrip("\n")
+    return f"{before}\n{after}" if before and after else before or after
+
+
+def _lines(comment: str) -> re.Pattern[str]:
+    return re.compile(rf"^{re.escape(comment)}$", re.MULTILINE)
