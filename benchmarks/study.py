@@ -60,17 +60,18 @@ class Setup:
 
 ENVIRONMENTS = {
     "vault": Setup(
-        training=("run.steps=72",),
-        curve=("eval.every=24", "eval.worlds=20", "eval.visits=3"),
+        training=("actor.groups=4", "run.steps=48"),
+        curve=("eval.every=16", "eval.worlds=20", "eval.visits=3"),
         final=("eval.worlds=40", "eval.visits=6"),
     ),
     "frozen-lake": Setup(
         training=(
             "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.kwargs={sizes: [2, 4]}",
             "env.train={split: train, layouts: 10000}", "env.eval={split: eval, layouts: 40}",
-            "actor.history=0", "actor.keep_first=false", "run.steps=40", "bank.retrieval.floor=0.0",
+            "actor.history=0", "actor.keep_first=false", "actor.groups=4", "run.steps=48", "bank.retrieval.floor=0.0",
+            "env.visits=1",  # every step meets other layouts, or the actor learns four of them by heart
         ),
-        curve=("eval.every=10", "eval.worlds=40", "eval.visits=2"),
+        curve=("eval.every=16", "eval.worlds=40", "eval.visits=2"),
         final=("eval.worlds=40", "eval.visits=4"),
     ),
 }  # fmt: skip
