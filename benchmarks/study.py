@@ -96,7 +96,7 @@ class StudyCell(Record):
         settings: digest of the settings of the training, the seed excepted.
         overrides: settings changed from the recipe's.
         steps: training steps.
-        episodes: training episodes, those of second attempts and of the preparation of a bank not included.
+        episodes: training episodes, second attempts and those that filled a bank beforehand included.
         seconds: of the training with its evaluations, on one thread beside another run.
         tokens: that actor and extractor processed in training and its evaluations, prompts included; one figure where they share weights.
         curve: success on later visits while training, by arm.
@@ -145,7 +145,6 @@ def play_cell(environment: str, recipe: str, seed: int, scratch: Path, more: Seq
     seconds = time.perf_counter() - begin
     policies = {"actor": trainer.actor} | ({} if trainer.extractor is trainer.actor else {"extractor": trainer.extractor})
     tokens = {name: policy.tokens_processed for name, policy in policies.items()}
-    steps = [event for event in events if event["event"] == "step"]
     return StudyCell(
         environment=environment,
         recipe=recipe,
@@ -154,7 +153,7 @@ def play_cell(environment: str, recipe: str, seed: int, scratch: Path, more: Seq
         settings=settings_digest(load_experiment(recipe, overrides), seed=False),
         overrides=tuple(overrides),
         steps=summary["steps"],
-        episodes=sum(event["episodes"] for event in steps),
+        episodes=sum(event["episodes"] for event in events if event["event"] in ("step", "prepared")),
         seconds=seconds,
         tokens=tokens,
         curve={arm: tuple(evaluation_curve(events, arm)) for arm in ("off", "on") if evaluation_curve(events, arm)},

@@ -170,6 +170,10 @@ class TestCurves:
         assert found == [(0, 0, 0.0), (1, 64, 0.5), (2, 124, 1.0)]
         assert [p.success for p in evaluation_curve(EVENTS, "off")] == [1.0]
 
+    def test_episodes_that_filled_a_bank_beforehand_count(self) -> None:
+        filled = [{"event": "prepared", "step": 0, "episodes": 16}, *EVENTS]
+        assert [p.episodes for p in evaluation_curve(filled, "on")] == [16, 80, 140]
+
     def test_a_field_is_followed_where_it_is_known(self) -> None:
         assert training_curve(EVENTS, "success_free") == [(2, 0.25)]
 

@@ -16,8 +16,10 @@ from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.training.critic import ActorCritic, SuccessRates
 from experiential.training.rollout import Job, Rollout, Task
+from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Trajectory
 from tests.llm_tiny import tiny_random_model
+from tests.test_trainer import Scribe, experiment, policies
 
 
 class Loose(xp.ScriptedLLM):
@@ -113,3 +115,17 @@ def test_a_critic_whose_backend_fails_fails_its_episode_with_the_reason(tmp_path
     trajectory, _, _, bank = play(tmp_path, broken)
     assert trajectory.error == "backend: no model"
     bank.close()
+
+
+def test_evaluation_reviews_what_it_retrieves_as_training_does(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Judging(Scribe):
+        async def generate(self, prompt: Any, sampling: SamplingParams | None = None) -> Generation:
+            if sampling is not None and sampling.choices == ("accept", "refine", "reject"):
+                asked.append("verdict")
+            return await super().generate(prompt, sampling)
+
+    settings = experiment("complementary-critic", "run.steps=0", "eval.before=false", "eval.worlds=3", "eval.visits=2", "eval.arms=[on]")
+    Trainer(settings, tmp_path / "run", runtimes=policies(Judging)).run()
+    assert asked, "the second visit finds what was distilled from the first"

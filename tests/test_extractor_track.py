@@ -11,9 +11,12 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 import experiential as xp
-from experiential.config import ExtractorSettings
+from experiential.config import ExtractorSettings, OptimSettings
+from experiential.llm.transformers import TransformersLLM
 from experiential.training.extractor_track import ExtractorTrack
+from experiential.training.local import LocalRuntime
 from experiential.types import Condition, Generation, ParsedOperations, Provenance, Use
+from tests.llm_tiny import tiny_random_model
 from tests.test_serve import serving
 
 
@@ -154,3 +157,22 @@ async def test_verdicts_and_bonuses_add_to_the_outcome(told: Story) -> None:
     ]
     await track.credit(members, {"aTrue": 0.25, "other": 9.0})
     assert rewards(track)["merge"][:2] == (pytest.approx((1 + 0.5 + 0.25) + (-1 + 1) + (-1 + 0)), 3)
+
+
+async def test_an_entry_that_is_used_again_is_trained_on_again_after_its_cooldown_with_less_weight(tmp_path: Path) -> None:
+    model, tokenizer = tiny_random_model()
+    policy = LocalRuntime(TransformersLLM(model, tokenizer), OptimSettings())
+    written = distillation("one", xp.Add(text="a lesson", span=None))
+    generation = Generation(id="one", text="x", prompt_ids=(1, 2), response_ids=(3, 4), logprobs=(-1.0, -1.0))
+    with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+        told = xp.Trajectory(task="leave")
+        (entry,) = bank.apply(written.model_copy(update={"generation": generation}), trajectory=told, shown=[])
+        track = ExtractorTrack(policy, bank, ExtractorSettings(batch_size=1, cooldown=2, decay=1.0))
+        weights: list[float] = []
+        for step in range(5):
+            await track.credit([episode(entry)])
+            before = track.updates
+            await track.step(step)
+            await track.finish()
+            weights.append(track.weight if track.updates > before else 0.0)
+    assert weights == pytest.approx([1, 0, 1 / 2, 0, 1 / 3]), "eq. 7 with a cooldown of 2 and a decay of 1"

@@ -57,8 +57,9 @@ def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
 
 
 def _episodes(events: Sequence[Event]) -> Callable[[int], int]:
-    """How many training episodes were played up to and including a step."""
-    counts = {int(event["step"]): int(event["episodes"]) for event in events if event["event"] == "step" and "episodes" in event}
+    """How many training episodes were played up to and including a step, those that filled a bank beforehand included."""
+    played_in = (event for event in events if event["event"] in ("step", "prepared") and "episodes" in event)
+    counts = {int(event["step"]): int(event["episodes"]) for event in played_in}
 
     def played(step: int) -> int:
         return sum(n for at, n in counts.items() if at <= step)

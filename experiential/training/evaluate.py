@@ -23,6 +23,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.config import Arm, Experiment
 from experiential.llm.metered import Meter, Spent
 from experiential.training.arms import ArmBank, opened_arm
+from experiential.training.critic import ActorCritic
 from experiential.training.intervals import Interval, paired_difference, wilson
 from experiential.training.rollout import Episode, Job, MakeEnv, Rollout, Task, failures, make_env, refuse_broken
 from experiential.training.tasks import episode_seed, world_count
@@ -99,6 +100,7 @@ class VisitEvaluator:
         extractor: distils between the visits; None leaves the bank as it is.
         make_env: builds the environments; in this process by default.
         meters: count what the backends of ``make_actor`` and ``extractor`` generate (see ``Metered``); none: costs are seconds alone.
+        critic: reviews what is retrieved, as in training.
 
     Its arms raise ``ExperientialError`` when the environment fails every episode of a visit.
     """
@@ -111,9 +113,10 @@ class VisitEvaluator:
         *,
         make_env: MakeEnv = make_env,
         meters: Meters | None = None,
+        critic: ActorCritic | None = None,
     ) -> None:
         self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
-        self._make_env, self._meters = make_env, meters or Meters()
+        self._make_env, self._meters, self._critic = make_env, meters or Meters(), critic
         kwargs = experiment.env.kwargs | experiment.env.eval
         listed = world_count(experiment.env.id, kwargs)
         self._listed = listed is not None
@@ -152,6 +155,7 @@ class VisitEvaluator:
             search_and_ask=settings.actor.search_and_ask,
             search_experience=settings.actor.search_experience,
             make_env=self._make_env,
+            critic=self._critic,
         )
         columns: list[list[Episode]] = []
         try:

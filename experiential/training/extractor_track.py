@@ -40,6 +40,7 @@ class ExtractorTrack:
     Attributes:
         malformed: answers of which no operation could be read.
         uncredited: uses without a reward, for want of a free member to compare with (``reward: relative``).
+        weight: mean weight of eq. 7 over the last batch; 1 while no sample of it was trained on before.
     """
 
     def __init__(self, runtime: PolicyRuntime, bank: ExperienceBank, settings: ExtractorSettings) -> None:
@@ -58,6 +59,7 @@ class ExtractorTrack:
         self.last = TrainStats()
         self.mean_reward = 0.0
         self.staleness = 0.0
+        self.weight = 1.0
         self._running: asyncio.Task[None] | None = None
         self._refused: deque[Generation] = deque()
 
@@ -156,6 +158,7 @@ class ExtractorTrack:
         await self._runtime.sync()
         self.updates += self.last.updates
         self.mean_reward = sum(item.reward for item in batch) / max(1, len(batch))
+        self.weight = sum(item.weight for item in batch) / max(1, len(batch))
         self.staleness = sum(version - item.generation.policy_version for item in batch) / max(1, len(batch))
 
     def _sample(self, item: BufferSample) -> Sample:

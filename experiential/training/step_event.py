@@ -47,6 +47,7 @@ def extractor_event(track: ExtractorTrack) -> dict[str, Any]:
         "extractor_updates": track.updates,
         "extractor_loss": track.last.loss,
         "extractor_reward": track.mean_reward,
+        "extractor_weight": track.weight,
         "staleness": track.staleness,
         "malformed": track.malformed,
         "uncredited": track.uncredited,

@@ -18,6 +18,7 @@ from typing import Any
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment
+from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
 from experiential.training.actor_track import ActorTrack
 from experiential.training.ahead import RolloutsAhead
@@ -117,7 +118,7 @@ class Trainer:
         worlds = world_count(settings.env.id, settings.env.kwargs | settings.env.train)
         self._tasks = TaskSource(settings.env, worlds, settings.seed)
         self._learner = ActorTrack(self.actor, settings.actor, self._roles.actor, worth(settings.actor))
-        self._critic = ActorCritic(self._roles.critic(), self._learner.rates) if settings.actor.critic else None
+        self._critic = self._reviewer(self.actor)
         self._make_env = self._env_maker(stack)
         self._rollout = Rollout(
             settings.env,
@@ -173,6 +174,10 @@ class Trainer:
         self._manager.on_distillation = self._track.on_distillation
         if settings.extractor.entropy_bonus is not None:
             self._bonus = EntropyBonus(self.actor, self._roles.actor(), self._bank, settings.extractor.entropy_bonus)
+
+    def _reviewer(self, llm: LLM) -> ActorCritic | None:
+        """What stands between retrieval and the actor, where the recipe has it."""
+        return ActorCritic(self._roles.critic(llm), self._learner.rates) if self.experiment.actor.critic else None
 
     def _opened_bank(self, folder: Path, stack: contextlib.AsyncExitStack) -> ExperienceBank:
         """The run's bank, written by this process or by a Ray actor."""
@@ -300,6 +305,7 @@ class Trainer:
             else None,
             make_env=self._make_env,
             meters=meters,
+            critic=self._reviewer(Metered(self.actor, meters.actor)),
         )
         scratch = self.output / "evaluation" / f"step-{step:06d}"
         shutil.rmtree(scratch, ignore_errors=True)

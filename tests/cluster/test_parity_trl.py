@@ -120,7 +120,7 @@ def test_the_clipped_loss_by_itself_agrees_to_the_last_digits(level: str) -> Non
     )
     theirs = their_loss(batch, our_advantages(), loss_type="grpo", importance_sampling_level=level)
     agree((loss.detach(), torch.autograd.grad(loss, logp)[0]), theirs)
-    assert 0.1 < stats["clip_fraction"] < 0.9, "both branches are taken"
+    assert 0 < stats["clip_fraction"] < 1, "both branches are taken"
 
 
 def test_the_sequence_ratio_of_equation_4_is_that_of_rloo_trainer() -> None:
@@ -172,9 +172,7 @@ def test_the_penalty_of_token_means_is_theirs_for_all_who_teach() -> None:
 def test_under_grpo_their_penalty_is_a_mean_of_sequence_means_and_ours_of_tokens(corrected: bool) -> None:
     # and with use_bias_correction_kl, their default, each token's divergence is multiplied by its ratio, through which gradient flows
     batch, beta = ragged(), 0.1
-    plain, pulled = (
-        their_loss(batch, our_advantages(), loss_type="grpo", beta=b, use_bias_correction_kl=corrected) for b in (0.0, beta)
-    )
+    plain, pulled = (their_loss(batch, our_advantages(), loss_type="grpo", beta=b, use_bias_correction_kl=corrected) for b in (0.0, beta))
     logp = batch.fresh()
     divergence = kl_k3(logp[batch.mask], batch.reference[batch.mask])
     if corrected:
@@ -225,7 +223,8 @@ def test_theirs_divides_by_the_sample_standard_deviation_of_the_group(tmp_path: 
     # theirs: K - 1 and 1e-4; ours: K and nothing
     rewards = torch.tensor(REWARDS).view(-1, GROUP_SIZE)
     factor = (rewards.std(1, correction=0) / (rewards.std(1) + 1e-4)).repeat_interleave(GROUP_SIZE)
-    torch.testing.assert_close(our_advantages() * factor, their_advantages(tmp_path, "GRPO", scale_rewards="group"), rtol=FLOAT32, atol=1e-12)
+    found = their_advantages(tmp_path, "GRPO", scale_rewards="group")
+    torch.testing.assert_close(our_advantages() * factor, found, rtol=FLOAT32, atol=1e-12)
 
 
 def test_scaled_by_the_batch_theirs_divides_by_the_spread_of_rewards_and_ours_by_that_of_what_is_centred(tmp_path: Path) -> None:
