@@ -89,6 +89,7 @@ class Shuffled(Substitute):
     def __init__(self, manager: ExperienceManager, seed: int) -> None:
         super().__init__(manager, seed)
         self._shelf: list[tuple[Experience, frozenset[str]]] | None = None
+        self._worlds: dict[tuple[str, int], frozenset[str]] = {}  # of a version they never change
 
     def renew(self) -> None:
         """Read the bank again."""
@@ -124,7 +125,8 @@ class Shuffled(Substitute):
         if self._shelf is None:
             bank = self.manager.bank
             entries = sorted(bank.entries(), key=lambda entry: (entry.task or "", entry.text))
-            self._shelf = [(entry, worlds(bank, entry)) for entry in entries]
+            self._worlds |= {key: worlds(bank, entry) for entry in entries if (key := (entry.id, entry.version)) not in self._worlds}
+            self._shelf = [(entry, self._worlds[entry.id, entry.version]) for entry in entries]
         return self._shelf
 
 

@@ -38,7 +38,9 @@ def filler(wanted: int, count: Count, seed: str = "") -> str:
     words = _unit_words(count)
     rng = random.Random(seed)
     drawn = [rng.choice(words) for _ in range(_LONGEST)]
-    low, high = 1, _LONGEST
+    low, high = 1, 8
+    while high < _LONGEST and count(" ".join(drawn[:high])) < wanted:
+        low, high = high + 1, 2 * high
     while low < high:  # the shortest filler that is not shorter than the text
         middle = (low + high) // 2
         if count(" ".join(drawn[:middle])) < wanted:
