@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--distil", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     experiment = load_experiment(options.recipe, options.overrides)
     rows = list(demonstrations(experiment, options.count, options.ask, options.follow, options.seed, options.distil))
     options.out.parent.mkdir(parents=True, exist_ok=True)

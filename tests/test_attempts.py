@@ -29,6 +29,7 @@ from experiential.training.runtime import Sample, sample_from_generation
 from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Message, Trajectory, Turn
 from tests.llm_tiny import tiny_random_model, tiny_tokenizer
+from tests.wrapper_worlds import CorridorEnv
 
 POOLED = ActorSettings(guided="none", advantage="pooled")
 VAULT = EnvSettings(train={"split": "train", "worlds": 8})
@@ -107,6 +108,25 @@ def test_an_attempt_that_failed_for_a_technical_reason_is_data_and_is_not_reflec
     firsts, seconds, event = play(act=broken)
     assert all("time-out" in str(e.trajectory.error) for e in seconds) and event["r2"] is None
     assert reinforced_samples([*firsts, *seconds], POOLED) == [], "a reflection whose second attempt broke has no reward"
+
+
+def test_a_second_attempt_at_another_instance_is_a_failure_with_a_reason() -> None:
+    class Wanderer(CorridorEnv):
+        resets = 0
+
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+            Wanderer.resets += 1
+            observation, info = super().reset(seed=seed, options=options)
+            return observation, info | {"instance": f"corridor {Wanderer.resets}"}
+
+    def make(settings: EnvSettings, kwargs: dict[str, Any]) -> Wanderer:
+        return Wanderer()
+
+    rollout = Rollout(EnvSettings(), {}, NoBank(), lambda: ActorAgent(ScriptedLLM(["fall"])), slots=1, make_env=make)
+    reflector = Reflector(ScriptedLLM(["<reflection>Say go.</reflection>"]))
+    _, (again,) = split_attempts(asyncio.run(Attempts(rollout, reflector, None, threshold=1.0).play(jobs(1))))
+    rollout.close()
+    assert again.trajectory.error == "env: came back as corridor 2, not as corridor 1"
 
 
 def failing(messages: list[Message]) -> str:

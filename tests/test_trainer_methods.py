@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from experiential.bank.bank import ExperienceBank
-from experiential.errors import ConfigError, ExperientialError
+from experiential.errors import CheckpointError, ConfigError, ExperientialError
 from experiential.recipe import load_experiment
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.metrics import read_events
@@ -145,3 +146,12 @@ def test_a_policy_without_entropies_says_which_runtime_has_them() -> None:
     made = policies(Other)
     with pytest.raises(ConfigError, match="runtime=local"):
         asyncio.run(made[0].entropies([]))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -> None:
+    run(tmp_path, "grpo", "run.steps=1", "eval.before=false", "eval.after=false")
+    (manifest,) = (tmp_path / "run" / "checkpoints").glob("*/manifest.json")
+    told = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: value for name, value in told.items() if name != "learner"}))
+    with pytest.raises(CheckpointError, match="got one without learner"):
+        run(tmp_path, "grpo", "run.steps=2", resume=True)

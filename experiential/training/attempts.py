@@ -52,7 +52,8 @@ class Attempts:
     All first attempts are played at once, then all reflections are drawn at once, then all second attempts are played. So every
     reflection of a step sees the memory as it was when the step began; those that pass are kept in the order of their jobs, and the
     last one is what a private memory holds after the step. A reflection that cannot be read, or whose backend fails, is counted by its
-    reason, and its second attempt is played without one. Attempts that failed for a technical reason are not reflected on.
+    reason, and its second attempt is played without one. Attempts that failed for a technical reason are not reflected on. An environment
+    that does not come back to the same instance for the same seed and options fails the second attempt, with that reason.
 
     Args:
         rollout: plays jobs.
@@ -152,6 +153,9 @@ def _again(job: Job, reflection: Reflection) -> Job:
 
 def _second(episode: Episode, first: Episode, reflection: Reflection) -> SecondAttempt:
     known = {field.name: getattr(episode, field.name) for field in fields(Episode)}
+    before, now = first.trajectory.instance, episode.trajectory
+    if now.error is None and now.instance != before:
+        known["trajectory"] = now.model_copy(update={"error": f"env: came back as {now.instance}, not as {before}"})
     return SecondAttempt(**known, first=first, reflection=reflection)
 
 

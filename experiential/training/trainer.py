@@ -18,6 +18,7 @@ from typing import Any
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment
+from experiential.errors import CheckpointError
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
 from experiential.training.actor_track import ActorTrack
@@ -344,6 +345,8 @@ class Trainer:
             await self.extractor.export(self.output / "extractor")
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
+        if missing := [name for name in ("learner", "reflection") if name not in manifest]:
+            raise CheckpointError(f"Expected a checkpoint of this version in {folder}, got one without {', '.join(missing)}; train again")
         await self.actor.load(folder / "actor")
         if self.extractor is not self.actor:
             await self.extractor.load(folder / "extractor")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiential.config import ActorSettings, OptimSettings
+from experiential.llm.transformers import TransformersLLM
+from experiential.training.actor_samples import actor_samples
+from experiential.training.local import LocalRuntime
 from experiential.training.losses import cispo_loss, kl_k3, ppo_clip_loss
+from experiential.training.rollout import Episode
 from experiential.training.runtime import LossSettings
+from experiential.types import Condition, Generation, Trajectory
 from tests.cluster.ragged import EPISODES, FLOAT32, GROUP_SIZE, REWARDS, Ragged, agree, our_advantages, our_loss, ragged
 from tests.llm_tiny import tiny_random_model
 
@@ -183,8 +191,8 @@ def test_under_grpo_their_penalty_is_a_mean_of_sequence_means_and_ours_of_tokens
     agree((ours.detach(), torch.autograd.grad(ours, logp)[0]), (pulled[0] - plain[0], pulled[1] - plain[1]))
 
 
-def their_advantages(folder: Path, kind: str, **options: Any) -> Tensor:
-    """Advantages of `REWARDS` by a real trainer: it samples from a tiny model, asks for rewards and compares them."""
+def played(folder: Path, kind: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A real trainer and its batch: it samples from a tiny model, is given `REWARDS` for them and compares them."""
     import trl
     from datasets import Dataset
 
@@ -197,7 +205,7 @@ def their_advantages(folder: Path, kind: str, **options: Any) -> Tensor:
         report_to="none",
         per_device_train_batch_size=EPISODES,
         num_generations=GROUP_SIZE,
-        max_completion_length=2,
+        max_completion_length=5,
         beta=0.0,
         **options,
     )
@@ -211,7 +219,12 @@ def their_advantages(folder: Path, kind: str, **options: Any) -> Tensor:
         model=model, reward_funcs=rewards, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     trainer.model.train()
-    return trainer._generate_and_score_completions(rows)["advantages"].double()
+    return trainer, trainer._generate_and_score_completions(rows)
+
+
+def their_advantages(folder: Path, kind: str, **options: Any) -> Tensor:
+    """Advantages of `REWARDS` by a real trainer."""
+    return played(folder, kind, **options)[1]["advantages"].double()
 
 
 def test_without_a_scale_their_advantage_is_dr_grpo_s(tmp_path: Path) -> None:
@@ -238,3 +251,29 @@ def test_scaled_by_the_batch_theirs_divides_by_the_spread_of_rewards_and_ours_by
 def test_the_leave_one_out_baseline_is_theirs(tmp_path: Path) -> None:
     found = their_advantages(tmp_path, "RLOO")
     torch.testing.assert_close(our_advantages("rloo"), found, rtol=FLOAT32, atol=FLOAT32)  # theirs in float32
+
+
+@pytest.mark.parametrize(("loss_type", "aggregate"), [("grpo", "sequence"), ("dapo", "token")])
+def test_from_tokens_to_the_gradient_of_the_weights_both_trainers_agree(tmp_path: Path, loss_type: str, aggregate: str) -> None:
+    trainer, inputs = played(tmp_path, "GRPO", scale_rewards="none", loss_type=loss_type)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._compute_loss(trainer.model, inputs).backward()
+    theirs = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm().item()
+
+    policy = LocalRuntime(TransformersLLM(*tiny_random_model()), OptimSettings())
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    episodes = []
+    for i, (prompt, shown, reply, said) in enumerate(zip(*(inputs[name] for name in names), strict=True)):
+        prompt_ids, response_ids = tuple(prompt[shown.bool()].tolist()), tuple(reply[said.bool()].tolist())
+        made = Generation(text="x", prompt_ids=prompt_ids, response_ids=response_ids, logprobs=(0.0,) * len(response_ids))
+        trajectory = Trajectory(task="t", group=str(i // GROUP_SIZE), condition=Condition.FREE, reward=REWARDS[i])
+        episodes.append(Episode(trajectory, (made,)))
+    settings = ActorSettings.model_validate({"advantage": "pooled", "estimator": "dr_grpo", "aggregate": aggregate})
+    samples = actor_samples(episodes, settings)
+
+    async def update() -> float:
+        scored = await policy.score(samples)  # the behaviour policy is that of now on both sides
+        return (await policy.train([replace(s, logprobs=row) for s, row in zip(samples, scored, strict=True)], CLIP)).grad_norm
+
+    assert theirs > 0.01
+    assert asyncio.run(update()) == pytest.approx(theirs, rel=1e-4)  # float32 throughout, in other orders of summation
