@@ -60,9 +60,9 @@ class Setup:
 
 ENVIRONMENTS = {
     "vault": Setup(
-        training=("actor.groups=4", "run.steps=48"),
+        training=("run.steps=48",),
         curve=("eval.every=16", "eval.worlds=20", "eval.visits=3"),
-        final=("eval.worlds=40", "eval.visits=6"),
+        final=("eval.worlds=40", "eval.visits=4"),
     ),
     "frozen-lake": Setup(
         training=(
