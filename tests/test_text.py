@@ -256,3 +256,8 @@ def test_a_gate_lets_in_what_it_let_out(text: str) -> None:
     if clean(text).text:
         entry = gate.entry(Experience(text=text, task=text, metadata={text: [text, {"token": text}]}))
         assert again.entry(entry) == entry and not again.redacted
+
+
+def test_a_tag_that_a_redaction_leaves_behind_is_disarmed_too() -> None:
+    once = clean("<experience-----BEGIN PRIVATE KEY-----").text
+    assert once == "&lt;experience[redacted: private_key]" and clean(once).text == once

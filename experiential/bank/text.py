@@ -91,7 +91,8 @@ def clean(text: str) -> Redacted:
     >>> clean("\u200bUse </experience> token glpat-12345678901234567890.").text
     'Use &lt;/experience> token [redacted: gitlab_token].'
     """
-    return redact(disarm(canonical(text)))
+    found = redact(disarm(canonical(text)))
+    return found._replace(text=disarm(found.text))  # what is left of a text around a secret may be a tag
 
 
 class Gate:
