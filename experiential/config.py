@@ -30,7 +30,8 @@ class EnvSettings(Settings):
     feedback: Literal["as_is", "shown", "hidden", "reflector"] = Field(
         default="as_is",
         description="the environment's comment on each move: as_is leaves it to the environment; shown puts it in every observation, "
-        "hidden in none, for actor and reflector alike; reflector shows it to the reflector alone, as the ERL paper does: unfair to a baseline",
+        "hidden in none, for actor and reflector alike; reflector shows it to the reflector alone, as the ERL paper does: not a fair "
+        "comparison",
     )
     visits: int = Field(default=1, gt=0, description="training steps in a row that meet the same worlds, if the env lists worlds")
     changes: tuple[WorldChange, ...] = Field(default=(), description="worlds added or changed while training runs")
@@ -393,5 +394,5 @@ class Experiment(Settings):
         if extractor.train and not extractor.distill:
             raise ValueError("Expected extractor.train=false with extractor.distill=false, which writes nothing that could be learnt from")
         if self.runtime == "openrlhf" and (extractor.shared or extractor.entropy_bonus is not None):
-            raise ValueError("Expected runtime=local with extractor.shared or extractor.entropy_bonus, which a cluster has not, got openrlhf")
+            raise ValueError("Expected runtime=local with extractor.shared or extractor.entropy_bonus, which clusters lack, got openrlhf")
         return self

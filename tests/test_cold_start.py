@@ -15,8 +15,8 @@ from experiential.config import ColdStartSettings, LoraSettings, ModelSettings, 
 from experiential.errors import ConfigError
 from experiential.llm.models import load_model
 from experiential.recipe import load_experiment
-from experiential.training.cold_start import Demonstration, cold_start, demonstration_samples, read_demonstrations
 from experiential.training.local import LocalRuntime, build_runtimes
+from experiential.training.methods.cold_start import Demonstration, cold_start, demonstration_samples, read_demonstrations
 from experiential.training.trainer import Trainer
 
 CHAT = [

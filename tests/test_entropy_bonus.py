@@ -13,8 +13,8 @@ from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import experience_block
 from experiential.config import EntropyBonusSettings, OptimSettings
 from experiential.llm.transformers import TransformersLLM
-from experiential.training.entropy_bonus import EntropyBonus
 from experiential.training.local import LocalRuntime
+from experiential.training.methods.entropy_bonus import EntropyBonus
 from experiential.types import Condition, Trajectory, Turn, Use
 from tests.llm_tiny import tiny_random_model
 

@@ -16,7 +16,7 @@ from experiential.config import ActorSettings
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
 from experiential.training.actor_samples import actor_samples, env_reward
-from experiential.training.evolver import form, prune, worth
+from experiential.training.methods.evolver import form, prune, worth
 from experiential.training.rewards import ALL_PARTS, evolver_reward, exact_match, format_reward, search_score, think_score
 from experiential.training.rollout import Episode
 from experiential.training.trainer import Trainer

@@ -23,8 +23,8 @@ from experiential.bank.bank import ExperienceBank
 from experiential.config import Arm, Experiment
 from experiential.llm.metered import Meter, Spent
 from experiential.training.arms import ArmBank, opened_arm
-from experiential.training.critic import ActorCritic
 from experiential.training.intervals import Interval, paired_difference, wilson
+from experiential.training.methods.critic import ActorCritic
 from experiential.training.rollout import Episode, Job, MakeEnv, Rollout, Task, failures, make_env, refuse_broken
 from experiential.training.tasks import episode_seed, world_count
 from experiential.types import Condition, Record

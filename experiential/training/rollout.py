@@ -18,7 +18,7 @@ from experiential.config import EnvSettings
 from experiential.errors import BackendError, EnvError, ExperientialError
 from experiential.sync import attempted
 from experiential.training.awaited import AwaitedEnv, Start, Step, given
-from experiential.training.critic import ActorCritic
+from experiential.training.methods.critic import ActorCritic
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.types import Answer, Condition, Generation, Trajectory, Use
 from experiential.wrappers.experience import ExperienceWrapper

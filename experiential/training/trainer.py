@@ -23,17 +23,17 @@ from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
 from experiential.training.actor_track import ActorTrack
 from experiential.training.ahead import RolloutsAhead
-from experiential.training.attempts import split_attempts
 from experiential.training.checkpoint import CheckpointStore
-from experiential.training.cold_start import cold_start
-from experiential.training.critic import ActorCritic
-from experiential.training.entropy_bonus import EntropyBonus
 from experiential.training.evaluate import Meters, VisitEvaluator, Visits, compare
-from experiential.training.evolver import prune, worth
 from experiential.training.extractor_track import ExtractorTrack
+from experiential.training.methods.attempts import split_attempts
+from experiential.training.methods.cold_start import cold_start
+from experiential.training.methods.critic import ActorCritic
+from experiential.training.methods.entropy_bonus import EntropyBonus
+from experiential.training.methods.evolver import prune, worth
+from experiential.training.methods.prepare import fill_bank
+from experiential.training.methods.reflection_track import ReflectionTrack
 from experiential.training.metrics import Metrics, Observer, peak_memory_gb
-from experiential.training.prepare import fill_bank
-from experiential.training.reflection_track import ReflectionTrack
 from experiential.training.roles import Roles, Runtimes, build_policies
 from experiential.training.rollout import Episode, MakeEnv, NoBank, Rollout, make_env, refuse_broken
 from experiential.training.runtime import TrainStats
