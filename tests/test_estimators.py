@@ -93,3 +93,8 @@ def test_recipes_of_the_baselines(recipe: str, wanted: tuple[str, str, float, bo
     actor = load_experiment(recipe).actor
     assert (actor.estimator, actor.aggregate, actor.clip_high, actor.drop_constant) == wanted
     assert actor.guided == "none" and actor.advantage == "pooled"
+
+
+def test_a_penalty_holds_episodes_without_an_advantage_too() -> None:
+    samples = actor_samples(episodes(), ActorSettings(advantage="pooled", kl=0.1))
+    assert [len(s.positions) for s in samples] == [1, 3, 2, 2] and [s.advantages[0] for s in samples[2:]] == [0.0, 0.0]

@@ -30,7 +30,7 @@ def actor_samples(episodes: Sequence[Episode], settings: ActorSettings, reward_o
     compared with second attempts. ``estimator`` says how, ``credit`` whether a trajectory or each of its turns has one, ``aggregate`` how
     the tokens of a trajectory add up, and ``drop_constant`` whether cells that teach nothing take weight.
 
-    Episodes that failed for a technical reason and those with zero advantage give none.
+    Episodes that failed for a technical reason give none; those with zero advantage only where a KL penalty holds them to the reference.
     """
     played = trainable(episodes)
     if not played:
@@ -45,7 +45,7 @@ def actor_samples(episodes: Sequence[Episode], settings: ActorSettings, reward_o
     lengths = np.array([sum(len(s.positions) for s in samples) for samples in made], dtype=np.float32)
     scaled = weights * _length_factor(weights, lengths, settings)
     triples = zip(made, telling, scaled, strict=True)
-    return [s.weighted(float(weight)) for samples, tells, weight in triples if tells for s in samples]
+    return [s.weighted(float(weight)) for samples, tells, weight in triples if tells or settings.kl > 0 for s in samples]
 
 
 def trainable(episodes: Sequence[Episode]) -> list[Episode]:

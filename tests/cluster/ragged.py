@@ -85,13 +85,14 @@ def our_advantages(estimator: Any = "grpo") -> Tensor:
 
 def our_loss(batch: Ragged, loss: LossSettings | None = None, *, reference: bool = False, **settings: Any) -> tuple[Tensor, Tensor]:
     """Loss and its gradient by every log-probability, by the way that training goes: episodes, samples, batch loss."""
-    actor = ActorSettings.model_validate({"advantage": "pooled", **settings})
+    loss = loss or LossSettings()
+    actor = ActorSettings.model_validate({"advantage": "pooled", "kl": loss.kl, **settings})
     samples = actor_samples(batch.episodes(), actor)
-    taught = batch.mask & (our_advantages(actor.estimator) != 0)[:, None]
-    assert [len(s.positions) for s in samples] == [n for n in taught.sum(1).tolist() if n], "one sample for each episode that teaches"
+    taught = batch.mask & ((our_advantages(actor.estimator) != 0) | (loss.kl > 0))[:, None]
+    assert [len(s.positions) for s in samples] == [n for n in taught.sum(1).tolist() if n], "one sample for each episode that counts"
     logp = batch.fresh()
     value, _ = batch_loss(
-        logp[taught], samples, loss or LossSettings(), float(taught.sum()), reference=batch.reference[taught] if reference else None
+        logp[taught], samples, loss, float(taught.sum()), reference=batch.reference[taught] if reference else None
     )
     return value.detach(), torch.autograd.grad(value, logp)[0]
 

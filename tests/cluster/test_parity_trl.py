@@ -160,20 +160,15 @@ def test_cispo_is_theirs_but_for_the_lower_clip(low: float) -> None:
     agree(ours, (value, gradient * raised))
 
 
-def test_the_penalty_of_token_means_is_theirs_for_all_who_teach() -> None:
+def test_the_penalty_is_theirs_under_token_means_those_without_advantage_included() -> None:
     batch, beta = ragged(), 0.1
     plain, pulled = (their_loss(batch, our_advantages(), loss_type="dapo", beta=b, use_bias_correction_kl=False) for b in (0.0, beta))
     wanted = pulled[0] - plain[0], pulled[1] - plain[1]
     ours = [our_loss(batch, CLIP.model_copy(update={"kl": b}), aggregate="token", reference=True) for b in (0.0, beta)]
     found = ours[1][0] - ours[0][0], ours[1][1] - ours[0][1]
-    # theirs is a mean over all tokens, ours over those of episodes with an advantage; the third group has none
-    taught = batch.mask & (our_advantages() != 0)[:, None]
-    share = taught.sum() / batch.mask.sum()
-    assert share < 0.8
-    rest = beta * kl_k3(batch.logp[batch.mask & ~taught], batch.reference[batch.mask & ~taught]).sum() / batch.mask.sum()
-    torch.testing.assert_close(found[0] * share, wanted[0] - rest, rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(found[1][taught] * share, wanted[1][taught], rtol=1e-6, atol=1e-12)
-    assert (found[1][~taught] == 0).all() and (wanted[1][batch.mask & ~taught] != 0).all()
+    idle = batch.mask & (our_advantages() == 0)[:, None]
+    assert idle.any() and (found[1][idle] != 0).all(), "the third group has no advantage, and is held to the reference all the same"
+    agree(found, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
