@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from experiential.bank.index.embed import HashingEmbedder
     from experiential.bank.manager import ExperienceManager
     from experiential.config import Experiment
+    from experiential.envs.check import check_text_env
     from experiential.errors import (
         BackendError,
         BankError,
@@ -138,6 +139,7 @@ __all__ = [
     "Update",
     "Use",
     "__version__",
+    "check_text_env",
     "load_experiment",
     "parse_operations",
 ]
@@ -152,6 +154,7 @@ _MODULES: dict[str, str] = {
     "bank.index.embed": "HashingEmbedder",
     "bank.manager": "ExperienceManager",
     "config": "Experiment",
+    "envs.check": "check_text_env",
     "errors": (
         "BackendError BankError BankLockedError CheckpointError ConfigError EnvError ExperientialError MissingExtraError "
         "ModelNotFoundError ReadOnlyBankError"

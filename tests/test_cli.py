@@ -539,6 +539,27 @@ class TestMain:
     def test_envs(self, run_main: Train) -> None:
         rows = json.loads(run_main("envs", "--json")[1])
         assert "experiential/Vault-v0" in [row["id"] for row in rows]
+        assert rows == json.loads(run_main("envs", "list", "--json")[1])
+        assert {row["id"] for row in rows if not row["ready"]} == {row["id"] for row in rows if row["to_do"]}
+
+    def test_envs_list_tells_the_one_command_of_what_is_missing(self, run_main: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        from experiential.envs import readiness
+
+        monkeypatch.delenv("HOTPOTQA_DATA", raising=False)
+        monkeypatch.setattr(readiness, "find_spec", lambda name: None)
+        out = run_main("envs", "list")[1]
+        assert "run: pip install 'experiential-rl[minihack]'" in out and "for real data: export HOTPOTQA_DATA=FILE" in out
+        rows = {row["id"]: row["ready"] for row in json.loads(run_main("envs", "list", "--json")[1])}
+        assert not rows["experiential/MiniHack-v0"] and rows["experiential/Vault-v0"]
+        assert "Run first: pip install 'experiential-rl[minihack]'" in run_main("envs", "show", "minihack")[1]
+
+    def test_envs_show(self, run_main: Train) -> None:
+        out = run_main("envs", "show", "vault")[1]
+        assert "levers" in out and "Open the vault of" in out
+        found = json.loads(run_main("envs", "show", "experiential/FrozenLake-v0", "--json")[1])
+        assert {"argument": "budget", "type": "int | None", "default": "None"} in found["arguments"] and found["observation"]
+        code, _, error = run_main("envs", "show", "sokobn")
+        assert code == 2 and "did you mean sokoban?" in error
 
     def test_recipes(self, run_main: Train) -> None:
         assert "static-online" in run_main("recipes")[1]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -18,8 +21,11 @@ from hypothesis import strategies as st
 
 import experiential.envs as envs
 from experiential.envs.grid import MOVES, parse_action, shortest_path, split_of
+from experiential.envs.readiness import READINESS, Entry
 
 IDS = ["experiential/FrozenLake-v0", "experiential/HotpotQA-v0", "experiential/Sokoban-v0", "experiential/Vault-v0"]
+IDS += [name for name in ("experiential/WebShop-v0",) if not READINESS[name].missing()]
+"""With the environments of an extra that is installed."""
 OFFERING: dict[str, dict[str, Any]] = {"experiential/HotpotQA-v0": {"choices": True}}
 """What makes an environment name the admissible actions, where it does not by itself."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -222,3 +228,80 @@ def test_search_agrees_with_bellman_ford_on_small_graphs(edges: dict[int, list[i
     assert (None if path is None else len(path)) == distance.get(goal)
     if path:
         assert shortest_path(0, lambda n: ((str(o), o) for o in edges.get(n, [])), lambda n: n == goal, len(path) - 1) is None
+
+
+READY = [name for name in sorted(envs.ENVS) if not READINESS[name].missing() and not READINESS[name].costly]
+
+
+@pytest.mark.parametrize("name", READY)
+def test_our_own_checker_finds_no_broken_convention(name: str) -> None:
+    env = gym.make(name, disable_env_checker=True)
+    assert envs.check_text_env(env) == []
+    env.close()
+
+
+class UnrulyEnv(gym.Env[Any, Any]):
+    """Breaks many conventions at once, each in its own way."""
+
+    observation_space = gym.spaces.Discrete(3)
+    action_space = gym.spaces.Text(5)
+    count = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.count += 1
+        return self.count, {"task": "", "task_id": 7, "instance": "a", "success": True, "invalid": False, "admissible": []}
+
+    def step(self, action: str) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        if len(action) > 100:
+            raise MemoryError("too long")
+        return "text", float("nan"), 1, False, {"task": "x", "task_id": "x", "instance": "a", "success": False, "invalid": False}
+
+    def oracle_action(self) -> int:
+        return 3
+
+
+def test_the_checker_lists_every_fault_and_does_not_stop_at_the_first() -> None:
+    faults = envs.check_text_env(UnrulyEnv())
+    for part in (
+        "observation_space: expected a space of text, got Discrete",
+        "action_space: expected a space that holds blanks",
+        "reset: expected text as observation, got int",
+        "reset: expected info['task_id'] to be str, got int",
+        "reset: expected info['success'] only at the end",
+        "reset: expected info['admissible'] to name an action",
+        "reset: expected info['task'] to say what is asked",
+        "reset: expected the same observation for seed 0 twice",
+        "step: expected a finite reward, got nan",
+        "step: expected terminated to be a bool, got 1",
+        "step: expected gymnasium.error.ResetNeeded after the end",
+        "step('xxxxxxxxxxxx'...): expected an invalid turn, it raised MemoryError",
+        "oracle_action: expected text, got int",
+    ):
+        assert any(fault.startswith(part) for fault in faults), (part, faults)
+    assert len(faults) == len(set(faults))
+
+
+def test_the_checker_survives_an_environment_that_only_raises() -> None:
+    class Broken(UnrulyEnv):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+            raise RuntimeError("no")
+
+    faults = envs.check_text_env(Broken())
+    assert {"resets: raised RuntimeError: no", "plays: raised RuntimeError: no", "oracle: raised RuntimeError: no"} < set(faults)
+
+
+def test_every_registered_environment_has_a_row_that_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert set(READINESS) == set(envs.ENVS)
+    entry = Entry("x", modules=("json", "no_such_package"), extra="some", variable="SOME_DATA", data_step="get it", data_needed=True)
+    assert entry.missing() == ["pip install 'experiential-rl[some]'", "get it"] and not entry.has_data()
+    monkeypatch.setenv("SOME_DATA", str(tmp_path / "gone"))
+    assert replace(entry, modules=("json",)).missing() == ["get it"]
+    monkeypatch.setenv("SOME_DATA", str(tmp_path))
+    assert replace(entry, modules=()).missing() == [] and entry.optional() == ""
+    monkeypatch.delenv("SOME_DATA")
+    assert replace(entry, modules=(), data_needed=False).missing() == [] and replace(entry, data_needed=False).optional() == "get it"
+
+
+def test_the_extra_of_every_row_exists() -> None:
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {entry.extra for entry in READINESS.values()} - {""} <= set(extras)

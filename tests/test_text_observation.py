@@ -13,6 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiential.envs import check_text_env
 from experiential.wrappers import TextObservation, UnicodeText
 from experiential.wrappers.text_observation import describe, plain_text, spoken_action
 from tests.wrapper_worlds import CorridorEnv
@@ -220,3 +221,38 @@ def test_unusable_action_names_are_refused_at_once(space: Any, actions: Any, err
 def test_the_specification_rebuilds_the_wrapper() -> None:
     env = gym.make(TextObservation(frozen_lake(), actions=MOVES, instruction="Cross.").spec)
     assert env.reset(seed=0)[1]["task"] == "Cross." and env.step("down")[0] == "4"
+
+
+def test_a_wrapped_environment_keeps_the_conventions_of_the_bundled_ones() -> None:
+    assert check_text_env(TextObservation(frozen_lake(render_mode="ansi"), actions=MOVES)) == []
+    assert check_text_env(TextObservation(gym.make("CartPole-v1"), actions=["left", "right"], instruction="Balance.")) == []
+
+
+def test_success_is_the_environments_word_else_a_termination_with_a_return_above_zero() -> None:
+    env = TextObservation(frozen_lake(), actions=MOVES)
+    env.reset(seed=0)
+    flags = [env.step(move)[4]["success"] for move in ("down", "down", "right", "right", "down", "right")]
+    assert flags == [False] * 5 + [True]
+    env.reset(seed=0)
+    assert [env.step(move)[4]["success"] for move in ("right", "down")] == [False, False]  # the hole
+
+
+def test_the_instance_is_the_id_with_the_seed_and_the_count_of_resets_since() -> None:
+    env = TextObservation(frozen_lake())
+    told = [env.reset(seed=seed)[1] for seed in (4, None, 4)]
+    assert [info["instance"] for info in told] == ["FrozenLake-v1#4", "FrozenLake-v1#4+1", "FrozenLake-v1#4"]
+    assert {info["task_id"] for info in told} == {"FrozenLake-v1"}
+
+
+def test_reading_ten_megabytes_of_open_tags_is_no_work() -> None:
+    assert spoken_action("<action>" * 1_250_000) == "<action>" * 1_250_000
+    assert spoken_action("<action>left</action>" + "<action>" * 1_250_000) == "left"
+
+
+def test_a_nested_tag_gives_its_inside() -> None:
+    assert spoken_action("<action>I would <action> left </ACTION> or so</action>") == "left"
+
+
+def test_shared_memory_is_refused_for_text_and_never_gives_zeros() -> None:
+    with pytest.raises(ValueError, match="shared_memory=False"):
+        AsyncVectorEnv([CorridorEnv] * 2, shared_memory=True)

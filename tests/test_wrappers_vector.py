@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,17 @@ def test_wrong_arguments_are_refused_at_once() -> None:
             twin(CountingManager(), **kwargs)
     with pytest.raises(TypeError, match="Expected text observations"):
         ExperienceVectorWrapper(gym.make_vec("CartPole-v1", num_envs=2), CountingManager())
+
+
+def test_text_through_shared_memory_is_refused() -> None:
+    class Told(CorridorEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space = gym.spaces.Text(64, charset=string.printable)
+
+    envs = AsyncVectorEnv([Told] * 2, shared_memory=True)
+    try:
+        with pytest.raises(ValueError, match="shared_memory=False"):
+            ExperienceVectorWrapper(envs, CountingManager("Say go."))
+    finally:
+        envs.close()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiential.cli import bank, evaluate, serve
+from experiential.cli import bank, envs, evaluate, serve
 from experiential.cli.errors import new_app, run_app, show_version
 from experiential.cli.rows import AsJson, show_rows
 
@@ -19,6 +19,7 @@ RayAddress = Annotated[str | None, typer.Option("--address", help="Ray cluster t
 
 app = new_app("Look at banks, runs, environments and the installation of experiential.")
 app.add_typer(bank.app, name="bank")
+app.add_typer(envs.app, name="envs")
 app.command("eval")(evaluate.evaluate)
 app.command("serve")(serve.serve)
 
@@ -28,15 +29,6 @@ def options(context: typer.Context, version: Version = False) -> None:
     """Look at banks, runs, environments and the installation of experiential."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-@app.command()
-def envs(as_json: AsJson = False) -> None:
-    """List the environments that this package registers with Gymnasium."""
-    from experiential.envs import ENVS
-
-    rows = [{"id": name, "entry_point": entry} for name, entry in sorted(ENVS.items())]
-    show_rows(rows, as_json)
 
 
 @app.command()

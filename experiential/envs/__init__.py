@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gymnasium as gym
 
+from experiential.envs.check import check_text_env
 from experiential.envs.oracle import oracle
 
-__all__ = ["ENVS", "oracle", "register"]
+__all__ = ["ENVS", "check_text_env", "oracle", "register"]
 
 ENVS: dict[str, str] = {
+    "experiential/ALFWorld-v0": "experiential.envs.alfworld:ALFWorldEnv",
     "experiential/FrozenLake-v0": "experiential.envs.frozen_lake:FrozenLakeEnv",
     "experiential/HotpotQA-v0": "experiential.envs.hotpotqa:HotpotQAEnv",
+    "experiential/MiniHack-v0": "experiential.envs.minihack:MiniHackEnv",
+    "experiential/SWE-v0": "experiential.envs.swe.env:SWEEnv",
     "experiential/Sokoban-v0": "experiential.envs.sokoban:SokobanEnv",
     "experiential/Vault-v0": "experiential.envs.vault:VaultEnv",
+    "experiential/WebShop-v0": "experiential.envs.webshop.env:WebShopEnv",
 }
 """Environment id to entry point; an entry point is imported by the first ``gymnasium.make`` of its id."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from experiential.envs.text_space import UnicodeText
 
 Array = np.ndarray[Any, Any]
 Render = Callable[[Any, dict[str, Any]], str]
-_TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)action>", re.IGNORECASE)
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m([^\x1b]+)\x1b\[0?m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_NUMBERS = 1024
@@ -27,12 +28,15 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
     Observations are shown by ``render`` if given, else by the environment's own ``ansi`` rendering when it was made with
     that render mode (highlighted characters come in brackets), else as readable numbers, rows and ``key: value`` lines.
     An action is the last ``<action>…</action>`` of the text, or its last line, whatever the case. ``info["task"]`` and
-    ``info["admissible"]`` say what is asked and what is legal.
+    ``info["admissible"]`` say what is asked and what is legal; ``task_id``, ``instance``, ``success``, ``invalid`` and ``feedback`` are as
+    in the environments of this package. Where the environment tells no ``success`` (or ``is_success``), an episode that terminates with
+    a return above 0 is one; where it tells no ``instance``, its id and seed are.
 
     Caveat: an unknown action does not step the environment, but it uses a turn: the same observation comes back with a
     line that names the legal actions, reward 0 and ``info["invalid"]``. After ``max_turns`` turns the episode is truncated.
 
-    No vector version: wrap each environment inside the vector environment.
+    No vector version: wrap each environment inside the vector environment. ``AsyncVectorEnv`` needs ``shared_memory=False``: its shared
+    memory has no layout for text, and refuses this wrapper's space.
 
     >>> env = TextObservation(gym.make("FrozenLake-v1", is_slippery=False), actions=["left", "down", "right", "up"])
     >>> env.reset(seed=0)[0]
@@ -84,20 +88,29 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             raise ValueError(f"Expected action names that differ by more than case, got {list(self._actions)}")
         self._max_turns = max_turns or (env.spec.max_episode_steps if env.spec else None)
         self._turns, self._text, self._task = 0, "", instruction
+        self._id = self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
+        self._seed, self._episodes, self._return = secrets.token_hex(4), 0, 0.0
+        self._over = True
         self.observation_space = UnicodeText()
         self.action_space = UnicodeText(samples=tuple(self._actions or ()))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start an episode."""
         observation, info = self.env.reset(seed=seed, options=options)
-        self._turns = 0
-        fallback = self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
-        self._task = self._instruction or str(info.get("task") or fallback)
+        self._turns, self._return, self._over = 0, 0.0, False
+        self._seed, self._episodes = (self._seed, self._episodes + 1) if seed is None else (str(seed), 0)
+        self._task = self._instruction or str(info.get("task") or self._id)
         self._text = self._describe(observation, info)
         return self._text, self._annotated(info, invalid=False)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play the action that the text names; an unknown one only uses a turn."""
+        """Play the action that the text names; an unknown one only uses a turn.
+
+        Raises:
+            gymnasium.error.ResetNeeded: the episode is over or was never begun.
+        """
+        if self._over:
+            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over or was never begun")
         said = spoken_action(action)
         self._turns += 1
         late = self._max_turns is not None and self._turns >= self._max_turns
@@ -106,11 +119,16 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         elif (name := self._match(said)) is not None:
             chosen = self._actions[name]
         else:
-            return f"{self._text}\n{self._complaint(said)}", 0.0, False, late, self._annotated({}, invalid=True)
+            complaint = self._complaint(said)
+            self._over = late
+            return f"{self._text}\n{complaint}", 0.0, False, late, self._annotated({"feedback": complaint}, invalid=True)
         observation, reward, terminated, truncated, info = self.env.step(chosen)
         self._text = self._describe(observation, info)
         truncated = bool(truncated or (late and not terminated))
-        return self._text, float(reward), bool(terminated), truncated, self._annotated(info, invalid=False)
+        self._return += float(reward)
+        self._over = bool(terminated) or truncated
+        told = self._annotated(info, invalid=False, won=bool(terminated) and self._return > 0)
+        return self._text, float(reward), bool(terminated), truncated, told
 
     def _match(self, said: str) -> str | None:
         folded = _folded(said)
@@ -127,10 +145,13 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             return plain_text(str(frame))
         return describe(observation)
 
-    def _annotated(self, info: dict[str, Any], *, invalid: bool) -> dict[str, Any]:
+    def _annotated(self, info: dict[str, Any], *, invalid: bool, won: bool = False) -> dict[str, Any]:
         copied = snapshot(info)
-        copied["task"] = self._task
-        copied["invalid"] = invalid or bool(copied.get("invalid", False))
+        again = f"+{self._episodes}" if self._episodes else ""
+        known = {"task_id": self._id, "instance": f"{self._id}#{self._seed}{again}", "feedback": ""}
+        copied = {key: copied.get(key) or value for key, value in known.items()} | copied
+        success = next((copied[key] for key in ("success", "is_success") if copied.get(key) is not None), won)
+        copied |= {"task": self._task, "success": bool(success), "invalid": invalid or bool(copied.get("invalid", False))}
         if self._actions is not None:
             copied["admissible"] = list(self._actions)
         return copied
@@ -161,9 +182,14 @@ def action_table(space: spaces.Space[Any], actions: Sequence[str] | Mapping[str,
 
 def spoken_action(text: str) -> str:
     """The last ``<action>…</action>`` of a text, or its last line that is not blank, without outer blanks."""
-    tagged = _TAGGED.findall(text)
-    if tagged:
-        return str(tagged[-1]).strip()
+    start, tagged = None, None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end()
+        elif start is not None:
+            start, tagged = None, text[start : tag.start()]
+    if tagged is not None:
+        return tagged.strip()
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from gymnasium.utils import RecordConstructorArgs
@@ -33,7 +33,13 @@ Observations = tuple[str, ...]
 Stepped = tuple[Observations, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, Any]]
 
 
-class ExperienceVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], RecordConstructorArgs):
+if TYPE_CHECKING:
+    _Base = VectorWrapper[Any, Any, Any, Any, Any]
+else:
+    _Base = VectorWrapper  # not generic in Gymnasium 1.2, which MiniHack needs
+
+
+class ExperienceVectorWrapper(_Base, RecordConstructorArgs):
     """The vector twin of ``ExperienceWrapper``: the same episodes, texts and infos, in batches.
 
     All episodes that start in one call, or all turns of one call, are retrieved for together, in one micro-batch of the
@@ -72,7 +78,7 @@ class ExperienceVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], RecordCons
 
     Raises:
         TypeError: the environment does not give text, or the second argument is neither bank nor manager.
-        ValueError: an argument is outside its range.
+        ValueError: an argument is outside its range, or the environments send text through shared memory.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class ExperienceVectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], RecordCons
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
         VectorWrapper.__init__(self, env)
         require_text(cast("Any", env).single_observation_space)
+        _require_whole_text(env)
         check_retrieval(k, when, inject, where)
         self.k, self.when, self.inject = k, when, inject
         self.guided = _one_each("guided", guided, env.num_envs)
@@ -243,6 +250,16 @@ class _Always:
 
 
 _ALL = _Always()
+
+
+def _require_whole_text(env: VectorEnv[Any, Any, Any]) -> None:
+    """Refuse Gymnasium's shared memory, in which its own ``Text`` space silently arrives as ``"000..."``.
+
+    Raises:
+        ValueError: the environments share memory.
+    """
+    if getattr(env.unwrapped, "shared_memory", False):
+        raise ValueError("Expected AsyncVectorEnv(..., shared_memory=False) for text, got shared_memory=True, which loses it")
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -91,9 +91,7 @@ def our_loss(batch: Ragged, loss: LossSettings | None = None, *, reference: bool
     taught = batch.mask & ((our_advantages(actor.estimator) != 0) | (loss.kl > 0))[:, None]
     assert [len(s.positions) for s in samples] == [n for n in taught.sum(1).tolist() if n], "one sample for each episode that counts"
     logp = batch.fresh()
-    value, _ = batch_loss(
-        logp[taught], samples, loss, float(taught.sum()), reference=batch.reference[taught] if reference else None
-    )
+    value, _ = batch_loss(logp[taught], samples, loss, float(taught.sum()), reference=batch.reference[taught] if reference else None)
     return value.detach(), torch.autograd.grad(value, logp)[0]
 
 

@@ -1,0 +1,90 @@
+"""Words for the keys of NetHack: the actions of a MiniHack id, and the answers to what NetHack asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+COMPASS = {"N": "north", "E": "east", "S": "south", "W": "west", "NE": "northeast", "SE": "southeast", "SW": "southwest", "NW": "northwest"}
+DIRECTIONS = {
+    "north": "k", "east": "l", "south": "j", "west": "h", "northeast": "u", "southeast": "n", "southwest": "b", "northwest": "y",
+}  # fmt: skip
+CANCEL = {"cancel": 27}
+_ANSWERS = {"y": "yes", "n": "no", "a": "all", "q": "quit"}
+_CHOICE = re.compile(r"\[([^\]]+)\]")
+_RANGE = re.compile(r"([a-zA-Z])-([a-zA-Z])")
+_ENTRY = re.compile(r"(?:^|\s)([a-zA-Z]) [-+] (\S.*?)\s*$")
+
+
+def action_words(actions: Iterable[Any]) -> dict[str, int]:
+    """Words of a MiniHack id's action set and the keys they press, each key and each word once.
+
+    Eight directions are ``north`` … ``northwest``; running is ``far north``; commands have their own names in small letters.
+
+    Args:
+        actions: members of NLE's enumerations.
+    """
+    words: dict[str, int] = {}
+    for action in actions:
+        word = _word(str(getattr(action, "name", action)), "Longer" in type(action).__name__)
+        if int(action) not in words.values():
+            words.setdefault(word, int(action))
+    return words
+
+
+def _word(name: str, far: bool) -> str:
+    if name in COMPASS:
+        return f"far {COMPASS[name]}" if far else COMPASS[name]
+    return name.removeprefix("NUM_").replace("_", " ").lower()
+
+
+def answers(question: str, inventory: Mapping[str, str]) -> dict[str, int]:
+    """Answers in words to a question that takes one key, and their keys; ``cancel`` is always among them.
+
+    >>> answers("Unlock it? [yn] (n)", {})
+    {'yes': 121, 'no': 110, 'cancel': 27}
+    >>> answers("What do you want to use or apply? [g or ?*]", {"f": "a sack", "g": "a key"})
+    {'g - a key': 103, 'cancel': 27}
+
+    Args:
+        question: the message.
+        inventory: names of items by letter.
+    """
+    if "direction" in question:
+        return {word: ord(key) for word, key in DIRECTIONS.items()} | {"up": ord("<"), "down": ord(">"), "self": ord(".")} | CANCEL
+    found = _CHOICE.findall(question)
+    offered, _, items = (found[-1] if found else "yn").partition(" or ")
+    if not items and set(offered) <= set(_ANSWERS):
+        return {_ANSWERS[key]: ord(key) for key in offered} | CANCEL
+    letters = _RANGE.sub(_spread, offered)
+    held = {f"{letter} - {name}": ord(letter) for letter, name in inventory.items() if letter in letters}
+    return held | ({"nothing": ord("-")} if offered.startswith("-") else {}) | CANCEL
+
+
+def _spread(match: re.Match[str]) -> str:
+    return "".join(map(chr, range(ord(match[1]), ord(match[2]) + 1)))
+
+
+def menu_entries(lines: Iterable[str]) -> dict[str, int]:
+    """Entries of a menu on the screen and the keys that choose them; ``cancel`` is always among them.
+
+    >>> menu_entries(["Pick up what?", "", "Tools", "a - a key", "(end)"])
+    {'a - a key': 97, 'cancel': 27}
+    """
+    found = (_ENTRY.search(line) for line in lines)
+    return {f"{entry[1]} - {entry[2]}": ord(entry[1]) for entry in found if entry} | CANCEL
+
+
+def spoken(words: Mapping[str, int]) -> dict[str, int]:
+    """All ways to say what ``words`` offer: the words, and for ``g - a key`` also ``g`` and ``a key``.
+
+    >>> spoken({"g - a key": 103})
+    {'g - a key': 103, 'g': 103, 'a key': 103}
+    """
+    ways: dict[str, int] = {}
+    for word, key in words.items():
+        letter, dash, name = word.partition(" - ")
+        for way in (word, letter, name) if dash else (word,):
+            ways.setdefault(way, key)
+    return ways

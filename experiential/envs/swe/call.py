@@ -1,0 +1,94 @@
+"""Tool calls as text: what an action asks for, read with patience."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+LONGEST = 100_000
+"""Most characters of an action."""
+TOOLS = ("execute_bash", "str_replace_editor", "submit")
+_OPEN = re.compile(r"<function=\s*([\w-]+)\s*>", re.IGNORECASE)
+_SHUT = re.compile(r"\s*</function>", re.IGNORECASE)
+_PARAMETER = re.compile(r"\s*<parameter=\s*([\w-]+)\s*>", re.IGNORECASE)
+_VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.IGNORECASE)
+_OBJECT = re.compile(r'\{\s*"(?:name|tool|arguments|parameters)"\s*:')
+_TRIES = 8
+
+
+class Call(NamedTuple):
+    """A call of a tool with its parameters, none of them checked."""
+
+    tool: str
+    parameters: dict[str, Any]
+
+    def text(self, name: str) -> str | None:
+        """The parameter as text; numbers and lists as JSON writes them; None where it is missing."""
+        value = self.parameters.get(name)
+        return value if isinstance(value, str) or value is None else json.dumps(value)
+
+
+def read_call(action: str) -> Call | None:
+    r"""The last call in ``action``; None where there is none.
+
+    A call is ``<function=NAME><parameter=KEY>VALUE</parameter>...</function>``, and values stand as they are, nothing is escaped; one line
+    break after the opening and one before the closing tag of a value do not count. Tags that are left open at the end are taken as closed.
+    Without such a call a JSON object ``{"name": NAME, "arguments": {KEY: VALUE}}`` is read, wherever it stands.
+
+    >>> read_call("Look. <function=execute_bash>\n<parameter=command>ls</parameter>\n</function>")
+    Call(tool='execute_bash', parameters={'command': 'ls'})
+    >>> read_call('{"name": "submit", "arguments": {}}')
+    Call(tool='submit', parameters={})
+    """
+    if len(action) > LONGEST:
+        return None
+    last, place = None, 0
+    while opening := _OPEN.search(action, place):
+        parameters, place = _parameters(action, opening.end())
+        closed = _SHUT.match(action, place)
+        if parameters or closed or not action[place:].strip():
+            last = Call(opening[1].lower(), parameters)
+    return last or _from_json(action)
+
+
+def _parameters(text: str, place: int) -> tuple[dict[str, Any], int]:
+    """Parameters that begin at ``place``, and where they end."""
+    found: dict[str, Any] = {}
+    while opening := _PARAMETER.match(text, place):
+        start = opening.end()
+        ending = _VALUE_END.search(text, start)
+        if ending is None:  # left open: up to the end of the function, or of the text
+            stop = text.find("</function>", start)
+            stop = len(text) if stop < 0 else stop
+            return found | {opening[1].lower(): _bare(text[start:stop])}, stop
+        found[opening[1].lower()] = _bare(text[start : ending.start()])
+        place = ending.end()
+    return found, place
+
+
+def _bare(value: str) -> str:
+    value = value[2:] if value.startswith("\r\n") else value.removeprefix("\n")
+    return value[:-2] if value.endswith("\r\n") else value.removesuffix("\n")
+
+
+def _from_json(text: str) -> Call | None:
+    """The last JSON object that is a call."""
+    decoder = json.JSONDecoder(strict=False)
+    for start in reversed([match.start() for match in _OBJECT.finditer(text)][-_TRIES:]):
+        try:
+            value, _ = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            continue
+        if (call := _called(cast("dict[str, Any]", value))) is not None:
+            return call
+    return None
+
+
+def _called(value: Mapping[str, Any]) -> Call | None:
+    tool = value.get("name", value.get("tool"))
+    given = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(tool, str) or not isinstance(given, dict):
+        return None
+    return Call(tool.lower(), {key.lower(): entry for key, entry in cast("dict[str, Any]", given).items()})

@@ -1,0 +1,203 @@
+"""The editor tool: view, create, replace, insert and undo on files below one folder."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import cast
+
+from experiential.envs.swe.call import Call
+
+COMMANDS = ("view", "create", "str_replace", "insert", "undo")
+_NEEDS = {"create": ("file_text",), "str_replace": ("old_str",), "insert": ("insert_line", "new_str")}
+_LISTED = 300
+_LARGEST = 2_000_000
+_AROUND = 3
+
+
+class BadCallError(ValueError):
+    """A call that no state of the files could make right: its message says what is legal."""
+
+
+class RefusedError(ValueError):
+    """An edit that these files do not allow: its message says why."""
+
+
+class Editor:
+    """Edits text files below ``folder``, and remembers what they were.
+
+    Args:
+        folder: nothing outside it is read or written, through no link either.
+        shown: how a command sees ``folder``; paths may begin with it.
+    """
+
+    def __init__(self, folder: Path, shown: Path) -> None:
+        self._folder, self._shown = folder.resolve(), shown
+        self._before: dict[Path, list[str | None]] = {}
+
+    def run(self, call: Call) -> str:
+        """Do what the call asks, and say what came of it.
+
+        Raises:
+            BadCallError: the command is unknown, or a parameter is missing or of a wrong form.
+            RefusedError: the file is missing, no text, outside the folder, or does not hold what is to be replaced.
+        """
+        command = (call.text("command") or "").strip().removesuffix("_edit")
+        if command not in COMMANDS:
+            raise BadCallError(f"Expected command to be one of {', '.join(COMMANDS)}, got {command[:40]!r}.")
+        for name in ("path", *_NEEDS.get(command, ())):
+            if call.text(name) is None:
+                raise BadCallError(f"Expected the parameter {name} with {command}.")
+        path = self._path((call.text("path") or "").strip())
+        try:
+            return getattr(self, f"_{command}")(path, call)
+        except (OSError, RecursionError) as error:
+            raise RefusedError(f"{self._name(path)}: {getattr(error, 'strerror', None) or 'cannot be used'}.") from error
+
+    def _path(self, given: str) -> Path:
+        relative = Path(given)
+        for root in (self._shown, self._folder):
+            relative = relative.relative_to(root) if relative.is_relative_to(root) else relative
+        try:
+            path = (self._folder / relative).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RefusedError(f"{given[:100]!r} is no path.") from error
+        if not path.is_relative_to(self._folder) or ".git" in path.relative_to(self._folder).parts:
+            raise RefusedError(f"{given[:100]} is outside the repository; give paths relative to its root.")
+        return path
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._folder).as_posix()
+
+    def _read(self, path: Path) -> str:
+        if not path.is_file():
+            raise RefusedError(f"{self._name(path)} is no file.")
+        if path.stat().st_size > _LARGEST:
+            raise RefusedError(f"{self._name(path)} is larger than {_LARGEST} bytes; use execute_bash.")
+        data = path.read_bytes()
+        if b"\0" in data:
+            raise RefusedError(f"{self._name(path)} is no text file.")
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise RefusedError(f"{self._name(path)} is not in UTF-8; use execute_bash.") from error
+
+    def _write(self, path: Path, text: str, before: str | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("utf-8", "replace"))
+        self._before.setdefault(path, []).append(before)
+
+    def _view(self, path: Path, call: Call) -> str:
+        if path.is_dir():
+            return self._listed(path)
+        lines = _lines(self._read(path))
+        first, last = _range(call.text("view_range"), len(lines))
+        return _numbered(lines, first, last) or "(The file is empty.)"
+
+    def _listed(self, folder: Path) -> str:
+        """Two levels of a folder, without what is hidden."""
+        found: list[str] = []
+        for entry in sorted(folder.iterdir()):
+            inside = sorted(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(".") else []
+            found += [_entry(one, folder) for one in (entry, *inside) if not one.name.startswith(".")]
+        more = [f"[... {len(found) - _LISTED} more ...]"] if len(found) > _LISTED else []
+        return "\n".join([*found[:_LISTED], *more]) or "(The folder is empty.)"
+
+    def _create(self, path: Path, call: Call) -> str:
+        if path.exists():
+            raise RefusedError(f"{self._name(path)} exists already; use str_replace or insert.")
+        text = call.text("file_text") or ""
+        self._write(path, text if text.endswith("\n") or not text else f"{text}\n", None)
+        return f"{self._name(path)} was created."
+
+    def _str_replace(self, path: Path, call: Call) -> str:
+        text, old, new = self._read(path), call.text("old_str") or "", call.text("new_str") or ""
+        if "\r\n" in text and old not in text:
+            old, new = (part.replace("\r\n", "\n").replace("\n", "\r\n") for part in (old, new))
+        if not old:
+            raise BadCallError("Expected old_str to hold text.")
+        count = text.count(old)
+        if count != 1:
+            raise RefusedError(_not_once(text, old, count, self._name(path)))
+        place = text.index(old)
+        self._write(path, text.replace(old, new), text)
+        return self._edited(path, text.count("\n", 0, place) + 1, new.count("\n") + 1)
+
+    def _insert(self, path: Path, call: Call) -> str:
+        text = self._read(path)
+        lines = list(io.StringIO(text, newline=""))
+        line = _number(call.text("insert_line") or "")
+        if line is None:
+            raise BadCallError("Expected insert_line to be a whole number.")
+        if not 0 <= line <= len(lines):
+            raise RefusedError(f"Expected insert_line between 0 and {len(lines)}: the text goes after that line.")
+        ending = "\r\n" if "\r\n" in text else "\n"
+        new = "".join(f"{one}{ending}" for one in (call.text("new_str") or "").splitlines() or [""])
+        if line and not lines[line - 1].endswith(("\n", "\r")):
+            lines[line - 1] += ending
+        self._write(path, "".join([*lines[:line], new, *lines[line:]]), text)
+        return self._edited(path, line + 1, new.count("\n"))
+
+    def _undo(self, path: Path, call: Call) -> str:
+        history = self._before.get(path)
+        if not history:
+            raise RefusedError(f"Nothing was edited in {self._name(path)} that could be undone.")
+        before = history.pop()
+        if before is None:
+            path.unlink(missing_ok=True)
+            return f"{self._name(path)} was removed again."
+        path.write_bytes(before.encode())
+        return f"The last edit of {self._name(path)} was undone."
+
+    def _edited(self, path: Path, line: int, count: int) -> str:
+        lines = _lines(self._read(path))
+        around = _numbered(lines, max(1, line - _AROUND), min(len(lines), line + count - 1 + _AROUND))
+        return f"{self._name(path)} was edited:\n{around}"
+
+
+def _entry(path: Path, folder: Path) -> str:
+    return f"{path.relative_to(folder).as_posix()}{'/' if path.is_dir() else ''}"
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as other tools count them: a form feed ends none."""
+    return [line.rstrip("\r\n") for line in io.StringIO(text, newline="")]
+
+
+def _numbered(lines: list[str], first: int, last: int) -> str:
+    return "\n".join(f"{number:6d}\t{lines[number - 1]}" for number in range(first, last + 1))
+
+
+def _number(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.removeprefix("-").isdecimal() and len(text) < 10 else None
+
+
+def _range(given: str | None, count: int) -> tuple[int, int]:
+    """First and last line of a range such as ``[3, 9]``; -1 is the last line."""
+    if given is None or not given.strip():
+        return 1, count
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError):
+        value = None
+    numbers = cast("list[object]", value) if isinstance(value, list) else []
+    if len(numbers) != 2 or not all(type(number) is int for number in numbers):
+        raise BadCallError("Expected view_range to be two line numbers such as [10, 40].")
+    first, last = cast("list[int]", numbers)
+    last = count if last == -1 else min(last, count)
+    if not 1 <= first <= max(1, last):
+        raise RefusedError(f"Expected view_range within the {count} lines of the file.")
+    return first, last
+
+
+def _not_once(text: str, old: str, count: int, name: str) -> str:
+    if not count:
+        return f"old_str does not stand in {name}; it must be exactly as in the file, blanks and line breaks included."
+    places: list[str] = []
+    place = text.find(old)
+    while place >= 0 and len(places) < 10:
+        places.append(str(text.count("\n", 0, place) + 1))
+        place = text.find(old, place + len(old))
+    return f"old_str stands {count} times in {name} (lines {', '.join(places)}); give more of the lines around it."

@@ -1,0 +1,255 @@
+"""SWE: mend a bug in a real project with a shell, an editor and hidden tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+
+from experiential.bank.text import escape
+from experiential.envs.swe.call import LONGEST, TOOLS, Call, read_call
+from experiential.envs.swe.editor import BadCallError, Editor, RefusedError
+from experiential.envs.swe.predictions import Prediction
+from experiential.envs.swe.repository import GitError
+from experiential.envs.swe.sandbox import Isolation, Limits, isolated, shortened
+from experiential.envs.swe.task import BUNDLED, Task, load_tasks
+from experiential.envs.swe.workspace import Workshop, Workspace
+from experiential.envs.text_space import UnicodeText
+from experiential.errors import ConfigError
+
+Split = Literal["train", "eval", "all"]
+
+_FORM = "<function=NAME><parameter=KEY>VALUE</parameter></function>"
+_RULES = """\
+You are at the root of the repository. Find the cause, change the source, and submit; hidden tests then decide. Each reply calls one tool:
+<function=execute_bash><parameter=command>COMMAND</parameter></function>
+  A new bash each time, at the root of the repository.{network}
+<function=str_replace_editor><parameter=command>view</parameter><parameter=path>PATH</parameter></function>
+  Commands: view (view_range such as [1, 40]), create (file_text), str_replace (old_str, new_str), insert (insert_line, new_str), undo.
+<function=submit></function>
+  Ends the episode."""
+_LEGAL = f"Reply with one call, {_FORM}, where NAME is one of {', '.join(TOOLS)}."
+_PASS, _FAIL = "The hidden tests pass.", "The hidden tests do not pass."
+
+
+class SWEEnv(gym.Env[str, str]):
+    """Mend a bug in a real project: a shell, an editor, and hidden tests that decide after ``submit``.
+
+    Each step is one tool call as text (see `experiential.envs.swe.call.read_call`); the last call in an action counts. An action without a
+    legal one uses up a turn, and the reply says what is legal. The files are a throw-away copy in the cache folder, with a virtual
+    environment for each task, made at the first reset of the task; what isolates commands from the machine and what does not is
+    said in the environment's page. The right change and the hidden tests are never shown.
+
+    Caveat: making a task ready needs pip and the package index once. POSIX only, and bash and git must be installed.
+
+    Args:
+        split: ``train`` or ``eval``, by the task's own field or a hash of its name, or ``all``.
+        tasks: a file with one JSON object a line with SWE-bench's fields; by default the one that ``SWE_TASKS`` names, and without that the
+            bundled tasks.
+        sources: folder with the source archives of these tasks; see `Task.source`.
+        cache: folder for all that is made; by default ``$XDG_CACHE_HOME`` or ``~/.cache``, then ``experiential/swe``.
+        turns: tool calls allowed; when they are spent without ``submit`` the episode is truncated, with reward 0.
+        seconds: wall time of one command.
+        test_seconds: wall time of the hidden tests.
+        memory: MiB of address space of each process.
+        output: characters of an observation's output; the middle of a longer one is left out.
+        isolation: ``auto`` runs commands behind namespaces where the platform allows it, ``required`` fails where it does not,
+            ``off`` never does.
+        render_mode: ``ansi`` or None.
+
+    Raises:
+        ConfigError: an argument is outside its range, or the file of tasks cannot be used.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
+
+    def __init__(
+        self,
+        split: Split = "train",
+        *,
+        tasks: str | None = None,
+        sources: str | None = None,
+        cache: str | None = None,
+        turns: int = 40,
+        seconds: float = 60.0,
+        test_seconds: float = 600.0,
+        memory: int = 4096,
+        output: int = 8000,
+        isolation: Isolation = "auto",
+        render_mode: str | None = None,
+    ) -> None:
+        _check("split", split, ("train", "eval", "all"))
+        _check("isolation", isolation, ("auto", "required", "off"))
+        _check("render_mode", render_mode, (None, "ansi"))
+        limits = {"turns": turns, "seconds": seconds, "test_seconds": test_seconds, "memory": memory, "output": output}
+        for name, number in limits.items():
+            if number <= 0:
+                raise ConfigError(f"Expected {name} to be positive, got {number}")
+        if missing := [name for name in ("bash", "git") if shutil.which(name) is None]:
+            raise ConfigError(
+                f"Expected the programs bash and git, got no {' and no '.join(missing)}; install them with the system's packages"
+            )
+        file = Path(tasks or os.environ.get("SWE_TASKS") or BUNDLED).expanduser().resolve()
+        self.tasks = _chosen(split, file)
+        folder = Path(sources).expanduser().resolve() if sources else None
+        self._shop = Workshop(_cache(cache), file, folder, isolated(isolation))
+        self.split, self.turns, self.render_mode = split, turns, render_mode
+        self.observation_space = UnicodeText(max_length=1_000_000)
+        self.action_space = UnicodeText(max_length=LONGEST)
+        self._limits, self._test_limits, self._output = Limits(seconds, memory), Limits(test_seconds, memory), output
+        self._space: Workspace | None = None
+        self._observation, self._patch = "", ""
+        self._over = True
+
+    @property
+    def worlds(self) -> list[int]:
+        """Indices that ``reset(options={"world": i})`` accepts: the tasks."""
+        return list(range(len(self.tasks)))
+
+    @property
+    def task(self) -> str:
+        """The problem as its reporter stated it."""
+        return self._task.problem_statement
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Lay out the task that the option ``world`` names by its index, else one drawn by the seed.
+
+        Raises:
+            ConfigError: there is no such task, or it cannot be made ready.
+        """
+        super().reset(seed=seed)
+        drawn = int(self.np_random.integers(len(self.tasks)))
+        index = int((options or {}).get("world", drawn))
+        if not 0 <= index < len(self.tasks):
+            raise ConfigError(f"Expected world between 0 and {len(self.tasks) - 1}, got {index}")
+        self.close()
+        self._task: Task = self.tasks[index]
+        self._space = self._shop.open(self._task)
+        self._editor = Editor(self._space.repo, self._space.place.root / "repo")
+        self._left, self._over, self._patch = self.turns, False, ""
+        self._observation = f"Repository: {self._task.repo}\n{escape(self.task.strip())}\n\n{self._rules()}\nTurns left: {self._left}."
+        return self._observation, self._info("")
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Call a tool.
+
+        Raises:
+            gymnasium.error.ResetNeeded: the episode is over or was never begun.
+        """
+        if self._over or self._space is None:
+            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over or was never begun")
+        call = read_call(action)
+        self._left -= 1
+        if call is not None and call.tool == "submit":
+            return self._end(self._space)
+        shown, feedback, invalid = self._done(call, self._space)
+        self._over = self._left == 0
+        if self._over:
+            self._leave(self._space)
+        tail = "No turns are left." if self._over else f"Turns left: {self._left}."
+        self._observation = f"{shown}\n{tail}"
+        return self._observation, 0.0, False, self._over, self._info(feedback, invalid=invalid)
+
+    def render(self) -> str | None:  # type: ignore[override]  # Gymnasium types frames; text is one
+        """The last observation."""
+        return self._observation if self.render_mode == "ansi" else None
+
+    def close(self) -> None:
+        """Remove the work folder."""
+        if self._space is not None:
+            self._space.close()
+        self._space, self._over = None, True
+
+    def oracle_action(self) -> str:
+        """Apply the right change with git, then submit.
+
+        Raises:
+            gymnasium.error.ResetNeeded: the episode is over or was never begun.
+        """
+        if self._space is None:
+            raise gym.error.ResetNeeded("Expected reset() before oracle_action(): the episode is over or was never begun")
+        if self._left == 1 or self._space.solved():
+            return "<function=submit></function>"
+        patch = self._task.patch.rstrip("\n")
+        command = f"git apply - <<'END_OF_PATCH'\n{patch}\nEND_OF_PATCH"
+        return f"<function=execute_bash>\n<parameter=command>\n{command}\n</parameter>\n</function>"
+
+    def prediction(self, model: str) -> Prediction:
+        """What was changed in this episode, until now or until its end, as SWE-bench's harness reads it."""
+        patch = self._patch if self._space is None else _patch_of(self._space)
+        return {"instance_id": self._task.instance_id, "model_name_or_path": model, "model_patch": patch}
+
+    def _rules(self) -> str:
+        return _RULES.format(network=" There is no network." if self._shop.isolated else "")
+
+    def _end(self, space: Workspace) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        try:
+            success = space.passes(self._test_limits)
+            feedback = _PASS if success else _FAIL
+        except GitError:
+            success, feedback = False, "What was submitted cannot be read as a change of the repository."
+        self._leave(space)
+        self._observation = feedback
+        return feedback, float(success), True, False, self._info(feedback, success=success)
+
+    def _leave(self, space: Workspace) -> None:
+        self._patch = _patch_of(space)
+        self.close()
+
+    def _done(self, call: Call | None, space: Workspace) -> tuple[str, str, bool]:
+        """What is shown of a call, it in one line, and whether the call was none."""
+        try:
+            if call is None:
+                raise BadCallError("That is no call of a tool.")
+            shown = self._called(call, space)
+        except BadCallError as error:
+            return f"{error} {_LEGAL}", f"{error} {_LEGAL}", True
+        except RefusedError as error:
+            return escape(str(error)), escape(str(error)), False
+        return escape(shortened(shown, self._output)), "", False
+
+    def _called(self, call: Call, space: Workspace) -> str:
+        if call.tool == "str_replace_editor":
+            return self._editor.run(call)
+        if call.tool != "execute_bash":
+            raise BadCallError(f"There is no tool {call.tool[:40]!r}.")
+        command = call.text("command") or call.text("cmd")
+        if command is None or not command.strip():
+            raise BadCallError("Expected the parameter command with execute_bash.")
+        result = space.place.run(command, self._limits)
+        ending = f"[stopped after {self._limits.seconds:g} seconds]" if result.timed_out else f"[exit status {result.status}]"
+        return f"{shortened(result.text.rstrip(), self._output - 100)}\n{ending}".lstrip("\n")
+
+    def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> dict[str, Any]:
+        name = self._task.instance_id
+        patch = {"model_patch": self._patch} if self._over else {}
+        return {"task": self.task, "task_id": name, "instance": name, **patch, "success": success, "invalid": invalid, "feedback": feedback}
+
+
+def _patch_of(space: Workspace) -> str:
+    """The change so far; empty where the files cannot be read."""
+    try:
+        return space.patch()
+    except GitError:
+        return ""
+
+
+def _check(name: str, value: Any, known: Any) -> None:
+    if value not in known:
+        raise ConfigError(f"Expected {name} to be one of {', '.join(map(str, known))}, got {value!r}")
+
+
+def _chosen(split: Split, file: Path) -> tuple[Task, ...]:
+    tasks = tuple(task for task in load_tasks(file) if split in ("all", task.belongs))
+    if not tasks:
+        raise ConfigError(f"Expected a file with tasks of split {split}, got none in {file}; use split='all' for a small file")
+    return tasks
+
+
+def _cache(given: str | None) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    folder = Path(given) if given else (Path(root) if root else Path.home() / ".cache") / "experiential" / "swe"
+    return folder.expanduser().resolve()

@@ -1,0 +1,163 @@
+"""Git on a work tree that is not trusted: its own ``.git`` and the user's configuration are never read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiential.errors import ExperientialError
+
+_SECONDS = 120
+_IGNORED = "__pycache__/\n*.pyc\n.pytest_cache/\n.hypothesis/\n.mypy_cache/\n.ruff_cache/\n*.egg-info/\n.coverage\n"
+_PLAIN = {
+    "core.hooksPath": os.devnull,
+    "core.attributesFile": os.devnull,
+    "core.fsmonitor": "false",
+    "core.quotePath": "false",
+    "core.autocrlf": "false",
+    "diff.noprefix": "false",
+    "diff.mnemonicPrefix": "false",
+    "gc.auto": "0",
+    "user.name": "experiential",
+    "user.email": "experiential@example.org",
+    "commit.gpgsign": "false",
+}
+
+
+class GitError(ExperientialError):
+    """Git did not do what was asked: the work tree or the patch is not in order."""
+
+
+def git(*words: str, cwd: Path, text: str = "", store: Path | None = None, own: Path | None = None) -> str:
+    """What git prints.
+
+    Args:
+        words: of the command.
+        cwd: where it runs.
+        text: its standard input.
+        store: the repository's data, where ``cwd`` is the work tree; by default the ``.git`` in it.
+        own: folder for an index and new objects; by default they are the store's.
+
+    Raises:
+        GitError: it failed, or took too long.
+    """
+    settings = [word for name, value in _PLAIN.items() for word in ("-c", f"{name}={value}")]
+    placed = [f"--git-dir={store}", f"--work-tree={cwd}"] if store else []
+    known = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "HOME": str(cwd)}
+    dates = {f"GIT_{who}_DATE": "2000-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
+    env = {"PATH": os.environ.get("PATH", os.defpath)} | known | dates | (_apart(store, own) if store and own else {})
+    try:
+        done = subprocess.run(
+            ["git", *settings, *placed, *words],
+            cwd=cwd, env=env, input=text.encode("utf-8", "surrogateescape"), capture_output=True, timeout=_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GitError(f"Expected git {_verb(words)} to run, got: {error}") from error
+    if done.returncode:
+        raise GitError(f"Expected git {_verb(words)} to succeed, got: {done.stderr.decode('utf-8', 'replace').strip()[-600:]}")
+    return done.stdout.decode("utf-8", "surrogateescape")
+
+
+def _verb(words: Sequence[str]) -> str:
+    return next(word for word in words if not word.startswith("-"))
+
+
+def _apart(store: Path, own: Path) -> dict[str, str]:
+    """What makes git write beside a store, not into it."""
+    objects = own / "objects"
+    objects.mkdir(exist_ok=True)
+    known = {"GIT_INDEX_FILE": own / "index", "GIT_OBJECT_DIRECTORY": objects, "GIT_ALTERNATE_OBJECT_DIRECTORIES": store / "objects"}
+    return {name: str(path) for name, path in known.items()}
+
+
+def commit_all(folder: Path) -> None:
+    """Make ``folder`` a repository of one commit that holds all of it."""
+    git("init", "--quiet", "--initial-branch=main", cwd=folder)
+    (folder / ".git" / "info").mkdir(exist_ok=True)
+    git("add", "--all", "--force", cwd=folder)
+    git("commit", "--quiet", "--allow-empty", "--message=base", cwd=folder)
+    (folder / ".git" / "info" / "exclude").write_text(_IGNORED)
+
+
+def apply(folder: Path, patch: str, *, undo: bool = False) -> None:
+    """Apply a diff to the files of ``folder``, or undo it.
+
+    Raises:
+        GitError: it does not fit.
+    """
+    if patch.strip():
+        inside = folder.parent / ".nowhere"  # no repository is looked for, neither the folder's nor one around it
+        git("apply", "--whitespace=nowarn", *(["--reverse"] if undo else []), "-", cwd=folder, text=_ended(patch), store=inside)
+
+
+def _ended(patch: str) -> str:
+    return patch if patch.endswith("\n") else f"{patch}\n"
+
+
+def _flatten(folder: Path) -> None:
+    """Remove repositories that were made inside ``folder``: their files are files like others, and git reads no setting of theirs."""
+    for inside, folders, files in os.walk(folder):
+        found = Path(inside) / ".git"
+        if ".git" in folders:
+            folders.remove(".git")
+        if Path(inside) == folder:
+            continue
+        if found.is_symlink() or ".git" in files:
+            found.unlink()
+        elif found.is_dir():
+            shutil.rmtree(found, ignore_errors=True)
+
+
+class WorkTree:
+    """Files that began as the one commit of a repository whose data lies elsewhere.
+
+    Repositories that were made inside ``folder`` since then are undone before it is read; their files stay.
+
+    Args:
+        folder: the files.
+        store: the repository's data; it is not written to.
+        own: folder for what is found out about ``folder``.
+    """
+
+    def __init__(self, folder: Path, store: Path, own: Path) -> None:
+        self.folder, self._store, self._own = folder, store, own
+
+    def changes(self) -> tuple[str, tuple[str, ...]]:
+        """What differs from the commit, as a diff in git's form, and the files that differ.
+
+        Raises:
+            GitError: the files cannot be read.
+        """
+        self._look()
+        words = ("diff", "--cached", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+        names = self._git(*words, "--name-only", "-z")
+        return self._git(*words, "--binary"), tuple(name for name in names.split("\0") if name)
+
+    def write(self, target: Path, without: Sequence[str]) -> None:
+        """Write the files as they are now into the new folder ``target``, but those named in ``without`` as they were.
+
+        Raises:
+            GitError: the files cannot be read.
+        """
+        self._look()
+        if without:
+            listed = "\0".join(without)
+            self._git("reset", "--quiet", "--pathspec-from-file=-", "--pathspec-file-nul", "HEAD", text=listed)
+        self._git("checkout-index", "--all", f"--prefix={target}/")
+
+    def _look(self) -> None:
+        self._own.mkdir(exist_ok=True)
+        _flatten(self.folder)
+        self._index.unlink(missing_ok=True)
+        self._git("read-tree", "HEAD")
+        self._git("add", "--all")
+
+    @property
+    def _index(self) -> Path:
+        return self._own / "index"
+
+    def _git(self, *words: str, text: str = "") -> str:
+        return git("--literal-pathspecs", *words, cwd=self.folder, text=text, store=self._store, own=self._own)

@@ -1,0 +1,186 @@
+"""Commands in a work folder with limits on time, memory and files, and where the platform allows it behind namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from experiential.errors import ConfigError
+
+Isolation = Literal["auto", "required", "off"]
+
+_ENTER = Path(__file__).with_name("enter.sh")
+_UNSHARE = ("unshare", "-r", "-m", "-n", "-p", "-i", "-f", "--kill-child", "--mount-proc")
+_FILE_MIB = 256
+"""Largest file that a command may write, its output included."""
+_READ = 1_000_000
+"""Bytes of an output that are read, of its beginning and of its end."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one command may use.
+
+    Attributes:
+        seconds: of wall time, and of processor time in one process.
+        memory: MiB of address space, for each process.
+    """
+
+    seconds: float = 60.0
+    memory: int = 4096
+
+
+class Result(NamedTuple):
+    """What came of a command: its output, its exit status, and whether it was stopped for its time."""
+
+    text: str
+    status: int
+    timed_out: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where commands run.
+
+    Attributes:
+        folder: the throw-away folder; ``repo`` and ``tmp`` in it are the only places that a command may write to.
+        box: an empty folder at which ``folder`` is shown to commands behind namespaces, the same for every episode.
+        private: files and folders that are hidden behind namespaces.
+        variables: of the environment, in which ``{root}`` stands for the folder as the command sees it.
+        isolated: run behind namespaces; see `isolated`.
+    """
+
+    folder: Path
+    box: Path
+    private: tuple[Path, ...]
+    variables: Mapping[str, str]
+    isolated: bool
+
+    @property
+    def root(self) -> Path:
+        """``folder`` as a command sees it."""
+        return self.box if self.isolated else self.folder
+
+    def run(self, command: str, limits: Limits) -> Result:
+        """Run ``command`` with bash in ``repo``; when it ends or its time is up all processes that it started are killed.
+
+        What the command reads from its standard input is empty. Behind namespaces there is no network, nothing but ``folder`` can be
+        written, and a process that left its group dies too.
+        """
+        for name in ("repo", "tmp"):
+            assure_folder(self.folder / name)
+        with tempfile.TemporaryFile() as script, tempfile.TemporaryFile() as output:
+            script.write(command.encode("utf-8", "replace").replace(b"\0", b""))
+            script.flush()
+            script.seek(0)
+            status = self._spawned(script.fileno(), output.fileno(), limits)
+            text = _read(output.fileno())
+        return Result(text, -1 if status is None else status, status is None)
+
+    def _spawned(self, script: int, output: int, limits: Limits) -> int | None:
+        words = [*self._entered(limits), "bash", f"/dev/fd/{script}"]
+        child = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(script,),
+            env=self._environment(),
+            start_new_session=True,
+        )
+        try:
+            return child.wait(limits.seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _kill_group(child)
+
+    def _entered(self, limits: Limits) -> Sequence[str]:
+        layers = "namespaces" if self.isolated else "limits"
+        private = "\n".join(str(path) for path in self.private)
+        numbers = (limits.memory * 1024, _FILE_MIB * 2048, max(1, round(limits.seconds) + 1))
+        enter = ("sh", str(_ENTER), layers, str(self.folder), str(self.box), private, "", *map(str, numbers))
+        return (*_UNSHARE, *enter) if self.isolated else enter
+
+    def _environment(self) -> dict[str, str]:
+        root = str(self.root)
+        known = {
+            "PATH": os.defpath + ":/usr/sbin:/sbin",
+            "HOME": f"{root}/tmp",
+            "TMPDIR": f"{root}/tmp",
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PAGER": "cat",
+            "GIT_PAGER": "cat",
+        }
+        return known | {name: value.replace("{root}", root) for name, value in self.variables.items()}
+
+
+def assure_folder(path: Path) -> None:
+    """Make ``path`` a folder, where a command put a link or a file in its place or removed it."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        path.unlink()
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def isolated(wanted: Isolation) -> bool:
+    """Whether commands run behind namespaces: where they can be had, unless ``wanted`` is ``off``.
+
+    Raises:
+        ConfigError: they are required, and this platform does not give them.
+    """
+    if wanted == "off":
+        return False
+    reason = _refusal()
+    if reason and wanted == "required":
+        raise ConfigError(f"Expected a platform with namespaces for isolation='required', got: {reason}; isolation='auto' does without")
+    return not reason
+
+
+@lru_cache(maxsize=1)
+def _refusal() -> str:
+    """Why namespaces cannot be had; empty where they can: found out by running a command behind them."""
+    missing = [name for name in ("unshare", "setpriv", "mount") if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not found"
+    with tempfile.TemporaryDirectory() as folder:
+        box = Path(folder) / "box"
+        box.mkdir()
+        result = Place(Path(folder) / "work", box, (), {}, True).run("touch here && ! touch /nowhere 2>/dev/null && echo works", Limits(20))
+    return "" if result.text.strip() == "works" else " ".join(result.text.split())[:300] or f"exit status {result.status}"
+
+
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _read(output: int) -> str:
+    size = os.fstat(output).st_size
+    head = os.pread(output, _READ, 0)
+    if size <= 2 * _READ:
+        return (head + os.pread(output, _READ, _READ)).decode("utf-8", "replace")
+    left_out = f"\n[... {size - 2 * _READ} bytes left out ...]\n".encode()
+    return (head + left_out + os.pread(output, _READ, size - _READ)).decode("utf-8", "replace")
+
+
+def shortened(text: str, budget: int) -> str:
+    r"""``text`` with its middle cut out where it is longer than ``budget`` characters.
+
+    >>> shortened("0123456789" * 10, 20)
+    '0123456789\n[... 80 characters left out ...]\n0123456789'
+    """
+    if len(text) <= budget:
+        return text
+    half = budget // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[len(text) - half :]}"

@@ -1,0 +1,114 @@
+"""Source archives of tasks: found in a folder, or fetched from the package index by pip."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+from experiential.envs.swe.task import Task
+from experiential.errors import ConfigError
+
+_ENDINGS = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar", ".zip")
+_PIP_SECONDS = 600
+
+
+def pip(*words: str) -> None:
+    """Run pip of this interpreter.
+
+    Raises:
+        ConfigError: it failed; its last lines are told.
+    """
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=_PIP_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"Expected `pip {' '.join(words)}` to end within {_PIP_SECONDS} seconds") from error
+    if done.returncode:
+        raise ConfigError(f"Expected `pip {' '.join(words)}` to succeed (it needs the package index once): {done.stderr.strip()[-600:]}")
+
+
+def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -> Path:
+    """The archive that holds the source of ``task``.
+
+    Args:
+        task: whose source.
+        sources: folder of archives.
+        tasks_file: the file that the task stands in; archives may lie beside it.
+        kept: folder for archives that pip fetches.
+
+    Raises:
+        ConfigError: there is none, it cannot be fetched, or it is not the one that the task was made with.
+    """
+    if task.source.startswith("pip:"):
+        archive = _fetched(task.source.removeprefix("pip:"), kept)
+    else:
+        archive = _found(task, [folder for folder in (sources, tasks_file.parent) if folder is not None])
+    if task.sha256 and (got := hashlib.sha256(archive.read_bytes()).hexdigest()) != task.sha256:
+        raise ConfigError(
+            f"Expected {archive} with the SHA-256 {task.sha256} for {task.instance_id}, got {got}; remove it to fetch it again"
+        )
+    return archive
+
+
+def archives_in(folder: Path) -> list[Path]:
+    """The archives that lie in a folder."""
+    return sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS)) if folder.is_dir() else []
+
+
+def _found(task: Task, folders: list[Path]) -> Path:
+    stems = (task.instance_id, f"{task.repo.replace('/', '__')}-{task.base_commit}")
+    names = (task.source,) if task.source else tuple(f"{stem}{ending}" for stem in stems for ending in _ENDINGS)
+    for folder in folders:
+        for name in names:
+            if (folder / name).is_file():
+                return folder / name
+    wanted = task.source or f"{stems[0]}.tar.gz or {stems[1]}.tar.gz"
+    places = " or ".join(str(folder) for folder in folders)
+    raise ConfigError(
+        f"Expected the source of {task.instance_id} as {wanted} in {places}, got no such file; "
+        f"make it with: git archive --prefix=src/ -o {stems[0]}.tar.gz {task.base_commit or 'COMMIT'}"
+    )
+
+
+def _fetched(requirement: str, kept: Path) -> Path:
+    """A source archive from the package index, fetched once."""
+    folder = kept / requirement.replace("==", "-")
+    if not folder.is_dir():
+        kept.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept) as fresh:
+            pip("download", "--quiet", "--no-binary", ":all:", "--no-deps", "--dest", f"{fresh}/got", requirement)
+            Path(fresh, "got").replace(folder)
+    return next(path for path in sorted(folder.iterdir()) if path.name.endswith(_ENDINGS))
+
+
+def unpack(archive: Path, target: Path) -> None:
+    """Unpack an archive into the new folder ``target``, without the one folder that all of it lies in.
+
+    Raises:
+        ConfigError: it is no archive, or a file in it would lie elsewhere.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent) as fresh:
+        try:
+            _extract(archive, fresh)
+        except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
+            raise ConfigError(f"Expected a source archive ({', '.join(_ENDINGS)}), got {archive}: {error}") from error
+        inside = list(Path(fresh).iterdir())
+        top = inside[0] if len(inside) == 1 and inside[0].is_dir() else Path(fresh)
+        shutil.copytree(top, target, symlinks=True, ignore=shutil.ignore_patterns(".git"))
+
+
+def _extract(archive: Path, folder: str) -> None:
+    if archive.name.endswith(".zip"):
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(folder)
+        return
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")

@@ -1,0 +1,154 @@
+"""Software tasks: rows with the fields of SWE-bench, and where the source of each comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from experiential.envs.grid import split_of
+from experiential.errors import ConfigError
+
+BUNDLED = Path(__file__).with_name("tasks.jsonl")
+"""Tasks that are shipped: their patches, not their sources."""
+_TOUCHED = re.compile(r"^(?:---|\+\+\+) [ab]/([^\t\r\n]+)", re.MULTILINE)
+
+
+class Task(BaseModel):
+    """One task. The fields in capitals and the first seven are SWE-bench's; its other fields are not read.
+
+    Attributes:
+        instance_id: stable name.
+        repo: owner and name of the project.
+        base_commit: the commit that the source is at; any stable text where the source is no repository.
+        problem_statement: what is asked.
+        patch: the right change, as a diff in git's form. Never shown.
+        test_patch: the change of the tests. Never shown.
+        version: of the project.
+        FAIL_TO_PASS: names of tests (``file::name``, as pytest gives them) that the change must make pass.
+        PASS_TO_PASS: names of tests that must go on passing.
+        source: archive (``.tar.gz``, ``.zip``, …) in the folder of sources or beside the file of tasks, or ``pip:NAME==VERSION`` for a
+            source archive of the package index; empty for an archive that is called after the instance, or after repository and commit.
+        sha256: of the archive; empty to take any.
+        solved: the archive holds the mended state: both patches are undone first, which brings the bug back.
+        requirements: what pip installs into the task's virtual environment.
+        pythonpath: folders of the repository that Python imports from.
+        test_command: words that run the tests; the files of the tests come after them.
+        split: the split it belongs to; by default by a hash of its name.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    instance_id: str = Field(pattern=r"^\w[\w.\-]*$", max_length=150)
+    repo: str = Field(min_length=1)
+    base_commit: str = ""
+    problem_statement: str = Field(min_length=1)
+    patch: str = Field(min_length=1)
+    test_patch: str = ""
+    version: str = ""
+    FAIL_TO_PASS: tuple[str, ...] = Field(min_length=1)
+    PASS_TO_PASS: tuple[str, ...] = ()
+    source: str = ""
+    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    solved: bool = False
+    requirements: tuple[str, ...] = ("pytest",)
+    pythonpath: tuple[str, ...] = (".", "src")
+    test_command: tuple[str, ...] = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rfEp")
+    split: Literal["train", "eval", ""] = ""
+
+    @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """SWE-bench writes these lists as JSON inside a text."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"Input should be a list of names, or one as JSON, not {value[:60]!r}") from error
+
+    @field_validator("FAIL_TO_PASS", "PASS_TO_PASS")
+    @classmethod
+    def _named(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            file = name.partition("::")[0]
+            if "::" not in name or file.startswith(("/", "-")) or ".." in Path(file).parts:
+                raise ValueError(f"Input should name tests as pytest does (tests/test_x.py::test_y), not {name[:60]!r}")
+        return names
+
+    @field_validator("patch", "test_patch")
+    @classmethod
+    def _diff(cls, text: str) -> str:
+        if text and not _TOUCHED.search(text):
+            raise ValueError("Input should be a diff in git's form, with lines --- a/file and +++ b/file")
+        return text
+
+    @property
+    def key(self) -> str:
+        """Instance and a hash of all that makes its work folder: the name of what is kept for it."""
+        digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+        return f"{self.instance_id}-{digest}"
+
+    @property
+    def test_files(self) -> tuple[str, ...]:
+        """Files that hold the tests which decide."""
+        return tuple(dict.fromkeys(name.partition("::")[0] for name in (*self.FAIL_TO_PASS, *self.PASS_TO_PASS)))
+
+    @property
+    def belongs(self) -> str:
+        """``train`` or ``eval``."""
+        return self.split or split_of(self.instance_id)
+
+
+def touched(patch: str) -> tuple[str, ...]:
+    r"""Files that a diff in git's form names.
+
+    >>> touched("--- a/one.py\n+++ b/one.py\n@@ -1 +1 @@\n-1\n+2\n--- /dev/null\n+++ b/two.py\n")
+    ('one.py', 'two.py')
+    """
+    return tuple(dict.fromkeys(match[1] for match in _TOUCHED.finditer(patch)))
+
+
+def load_tasks(file: str | Path = BUNDLED) -> tuple[Task, ...]:
+    """The tasks of a file with one JSON object a line, in its order. A file is read once per process and version of it.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it is no task; the first such line and its field are named.
+    """
+    path = Path(file).expanduser().resolve()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError as error:
+        raise ConfigError(f"Expected a file of tasks with SWE-bench's fields, got {str(file)!r}: {error.strerror}") from error
+    return _loaded(path, stamp)
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: Path, stamp: int) -> tuple[Task, ...]:
+    try:
+        lines = path.read_text("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Expected a file of tasks in UTF-8, got {path}: {error}") from error
+    tasks = {task.instance_id: task for number, line in enumerate(lines, 1) if line.strip() for task in [_checked(line, number, path)]}
+    if not tasks:
+        raise ConfigError(f"Expected at least one task in {path}, got none")
+    return tuple(tasks.values())
+
+
+def _checked(line: str, number: int, path: Path) -> Task:
+    try:
+        row = cast(object, json.loads(line))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"Expected one JSON object a line in {path}, got line {number}: {error}") from error
+    try:
+        return Task.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "it"
+        what = f"{place} is missing" if first["type"] == "missing" else f"{place}: {first['msg']}"
+        raise ConfigError(f"Expected a task with SWE-bench's fields in each line of {path}, got line {number} where {what}") from error

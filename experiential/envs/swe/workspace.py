@@ -1,0 +1,244 @@
+"""Work folders: what is made once for a task, and the throw-away copy of an episode."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import weakref
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiential.envs.swe.repository import GitError, WorkTree, apply, commit_all
+from experiential.envs.swe.sandbox import Limits, Place, Result, assure_folder
+from experiential.envs.swe.source import archive_of, archives_in, pip, unpack
+from experiential.envs.swe.task import Task, touched
+from experiential.errors import ConfigError
+
+_ALWAYS_KEPT = ("conftest.py", "pytest.ini", "sitecustomize.py", "usercustomize.py")
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """The folder in which tasks are made ready.
+
+    Attributes:
+        cache: holds archives, base trees, virtual environments and the work folders of running episodes.
+        tasks_file: the file that the tasks stand in; hidden from commands.
+        sources: folder of archives, hidden too.
+        isolated: commands run behind namespaces.
+    """
+
+    cache: Path
+    tasks_file: Path
+    sources: Path | None
+    isolated: bool
+
+    def prepare(self, task: Task) -> Path:
+        """Make the base tree and the virtual environment of ``task`` where they are missing; the folder of the base.
+
+        Raises:
+            ConfigError: a source or a package cannot be had, or the patches do not fit the source.
+        """
+        base, venv = self.cache / "bases" / task.key, self.venv(task)
+        if not (base.is_dir() and (venv / ".ready").is_file()):
+            with self._locked():
+                self._make_base(task, base)
+                self._make_venv(task, venv)
+        return base
+
+    def venv(self, task: Task) -> Path:
+        """Where the virtual environment of ``task`` is."""
+        return self.cache / "venvs" / task.key
+
+    def open(self, task: Task) -> Workspace:
+        """A fresh work folder for an episode of ``task``.
+
+        Raises:
+            ConfigError: see `prepare`.
+        """
+        base = self.prepare(task)
+        folder = self._fresh()
+        shutil.copytree(base / "repo", folder / "box" / "repo", symlinks=True)
+        return Workspace(self, task, base, folder)
+
+    def place(self, task: Task, folder: Path) -> Place:
+        """Where commands of ``task`` run: ``folder``, with its virtual environment first."""
+        box = self.cache / "testbed"
+        box.mkdir(exist_ok=True)
+        roots = [f"{{root}}/repo/{one}".removesuffix("/.") for one in task.pythonpath]
+        venv = self.venv(task)
+        variables = {
+            "PATH": f"{venv / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "VIRTUAL_ENV": str(venv),
+            "PYTHONPATH": ":".join(roots),
+        }
+        return Place(folder, box, tuple(self._private(task)), variables, self.isolated)
+
+    def _private(self, task: Task) -> Iterator[Path]:
+        """Where right answers may lie: sources, patches, other tasks, packages that a task may be about."""
+        yield from (self.cache / name for name in ("archives", "bases", "work"))
+        yield from (other for other in (self.cache / "venvs").iterdir() if other != self.venv(task))
+        yield self.tasks_file
+        for folder in (self.tasks_file.parent, self.sources):
+            yield from archives_in(folder) if folder else ()
+        yield from [self.sources] if self.sources and not self.cache.is_relative_to(self.sources) else []
+        yield Path.home() / ".cache" / "pip"
+        base = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
+        yield from (path for path in map(Path, (sysconfig.get_path("purelib"), base)) if not self.cache.is_relative_to(path))
+
+    def _fresh(self) -> Path:
+        (self.cache / "work").mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=self.cache / "work"))
+        (folder / "box" / "tmp").mkdir(parents=True)
+        return folder
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        """One process at a time makes what is missing."""
+        self.cache.mkdir(parents=True, exist_ok=True)
+        with (self.cache / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _make_base(self, task: Task, base: Path) -> None:
+        if base.is_dir():
+            return
+        base.parent.mkdir(parents=True, exist_ok=True)
+        archive = archive_of(task, self.sources, self.tasks_file, self.cache / "archives")
+        with tempfile.TemporaryDirectory(dir=base.parent) as fresh:
+            repo = Path(fresh) / "made" / "repo"
+            repo.parent.mkdir()
+            unpack(archive, repo)
+            self._check_patches(task, repo)
+            commit_all(repo)
+            shutil.copytree(repo / ".git", repo.parent / "git")
+            repo.parent.replace(base)
+
+    def _check_patches(self, task: Task, repo: Path) -> None:
+        """Bring the bug back where the archive is mended, and see that both patches fit what is left."""
+        patches = (task.patch, task.test_patch)
+        try:
+            for patch in patches:
+                apply(repo, patch, undo=task.solved)
+            if not task.solved:
+                for patch in patches:
+                    apply(repo, patch, undo=True)
+        except GitError as error:
+            raise ConfigError(f"Expected patch and test_patch of {task.instance_id} to fit its source: {error}") from error
+
+    def _make_venv(self, task: Task, venv: Path) -> None:
+        if (venv / ".ready").is_file():
+            return
+        shutil.rmtree(venv, ignore_errors=True)
+        made = subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise ConfigError(f"Expected `python -m venv` to succeed: {made.stderr.strip()[-600:]}")
+        if task.requirements:
+            pip("--python", str(venv / "bin" / "python"), "install", "--quiet", *task.requirements)
+        (venv / ".ready").touch()
+
+
+class Workspace:
+    """The throw-away work folder of an episode; removed by ``close``, or with the object.
+
+    Args:
+        shop: made it.
+        task: what is to be done in it.
+        base: the base tree and its repository.
+        folder: the work folder: ``box`` in it is what commands see.
+    """
+
+    def __init__(self, shop: Workshop, task: Task, base: Path, folder: Path) -> None:
+        self._shop, self._task, self._base, self._folder = shop, task, base, folder
+        self.place = shop.place(task, folder / "box")
+        self._tree = WorkTree(self.repo, base / "git", folder / "found")
+        self._finalizer = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    @property
+    def repo(self) -> Path:
+        """The files that the agent works on."""
+        return self._folder / "box" / "repo"
+
+    def patch(self) -> str:
+        """What was changed so far, as a diff in git's form.
+
+        Raises:
+            GitError: the files cannot be read.
+        """
+        assure_folder(self.repo)
+        return self._tree.changes()[0]
+
+    def solved(self) -> bool:
+        """Whether the right change is in the files: it can be undone."""
+        trial = self._folder / "trial"
+        shutil.rmtree(trial, ignore_errors=True)
+        assure_folder(self.repo)
+        try:
+            self._tree.write(trial, ())
+            apply(trial, self._task.patch, undo=True)
+        except GitError:
+            return False
+        return True
+
+    def passes(self, limits: Limits) -> bool:
+        """Whether all tests that decide pass: those of the task, on a fresh copy of the files.
+
+        Files of tests are put back to what they were, then ``test_patch`` is applied, so that what was done to them does not count.
+
+        Raises:
+            GitError: the files cannot be read.
+        """
+        passed = self.passed(limits)
+        return all(_holds(name, passed) for name in (*self._task.FAIL_TO_PASS, *self._task.PASS_TO_PASS))
+
+    def passed(self, limits: Limits) -> frozenset[str]:
+        """Names of the tests that pass in the files of tests that decide.
+
+        Raises:
+            GitError: the files cannot be read.
+        """
+        assure_folder(self.repo)
+        copy = self._shop.place(self._task, self._folder / "judged")
+        shutil.rmtree(copy.folder, ignore_errors=True)
+        copy.folder.mkdir()
+        protected = [name for name in self._tree.changes()[1] if _protected(name, self._task)]
+        self._tree.write(copy.folder / "repo", protected)
+        apply(copy.folder / "repo", self._task.test_patch)
+        result = copy.run(shlex.join([*self._task.test_command, *self._task.test_files]), limits)
+        return frozenset() if result.timed_out else _passed(result)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._finalizer()
+
+
+def _protected(name: str, task: Task) -> bool:
+    """Whether changes of a file do not count: tests that decide, what lies beside them, and what pytest or Python runs unasked."""
+    if name in touched(task.patch):
+        return False
+    files = (*touched(task.test_patch), *task.test_files)
+    folders = {os.path.dirname(file) for file in files} - {""}
+    above = {str(parent) for file in files for parent in Path(file).parents} - {"."}
+    below = any(name.startswith(f"{folder}/") for folder in folders)
+    return name in files or name in above or below or os.path.basename(name) in _ALWAYS_KEPT
+
+
+def _passed(result: Result) -> frozenset[str]:
+    """Names after PASSED in pytest's short summary."""
+    summary = result.text.rpartition("short test summary info")[2]
+    lines = summary.splitlines()
+    failed = {line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))}
+    return frozenset(line.removeprefix("PASSED ").strip() for line in lines if line.startswith("PASSED ")) - failed
+
+
+def _holds(name: str, passed: Iterable[str]) -> bool:
+    """Whether a test is among those that passed; SWE-bench cuts names at their first blank."""
+    return name in passed or any(one.startswith(f"{name} ") for one in passed)

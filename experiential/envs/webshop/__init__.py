@@ -1,0 +1,1 @@
+"""WebShop: buying what an instruction asks for in a shop of text pages."""

@@ -1,0 +1,78 @@
+"""What shoppers ask for: instructions with options and a price bound, drawn from the products."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from experiential.envs.webshop.catalogue import Product
+
+NO_BOUND = 1_000_000.0
+"""Price bound of a goal that names none."""
+ORDER = 233
+"""Seed of the order of goals, as WebShop's engine has it."""
+_BOUNDS = [10.0 * i for i in range(1, 100)]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One task.
+
+    Attributes:
+        index: its place in the shuffled list, which also decides its split.
+        asin: the product that it was made from.
+        wish: the instruction without the price.
+        text: the instruction.
+        attributes: what the product must be.
+        options: option names and values that must be chosen.
+        bound: highest price, in dollars.
+        weight: how often it is drawn, relative to others: the mean over its attributes of 1 / (goals that ask for the attribute).
+    """
+
+    index: int
+    asin: str
+    wish: str
+    text: str
+    attributes: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
+    bound: float
+    weight: float = 0.0
+
+
+def draw_prices(products: Sequence[Product], seed: int) -> dict[str, float]:
+    """The price of each product by its id, in dollars: the only one, or a uniform draw from its range."""
+    rng = random.Random(f"prices:{seed}")
+    return {p.asin: p.prices[0] if len(p.prices) == 1 else rng.uniform(*p.prices) for p in products}
+
+
+def make_goals(products: Sequence[Product], prices: Mapping[str, float], seed: int) -> list[Goal]:
+    """A goal for every product that is asked for and every combination of its options, in a shuffled order.
+
+    The price bound is the larger of two draws from the next four multiples of ten dollars above the product's price. The order is that
+    of Python's ``random.seed(233); random.shuffle(goals)``, as WebShop has it; ``seed`` draws the bounds only.
+    """
+    rng = random.Random(f"bounds:{seed}")
+    goals = [goal for product in products if product.wish is not None for goal in _asked_of(product, prices[product.asin], rng)]
+    counts = Counter(attribute for goal in goals for attribute in goal.attributes)
+    random.Random(ORDER).shuffle(goals)
+    return [replace(goal, index=i, weight=_weight(goal, counts)) for i, goal in enumerate(goals)]
+
+
+def _weight(goal: Goal, counts: Counter[str]) -> float:
+    return sum(1 / counts[attribute] for attribute in goal.attributes) / len(goal.attributes)
+
+
+def _asked_of(product: Product, price: float, rng: random.Random) -> list[Goal]:
+    above = [bound for bound in _BOUNDS if bound > price][:4]
+    bound = max(rng.sample(above, 2)) if len(above) >= 2 else NO_BOUND
+    tail = f", and price lower than {bound:.2f} dollars" if bound < NO_BOUND else ""
+    options = sorted(product.options)
+    goals: list[Goal] = []
+    for values in itertools.product(*(values for _, values in options)):
+        chosen = tuple((name, value) for (name, _), value in zip(options, values, strict=True))
+        wish = f"{product.wish}{' with ' if chosen else ''}{', and '.join(f'{name}: {value}' for name, value in chosen)}"
+        goals.append(Goal(0, product.asin, wish, wish + tail, product.wished, chosen, bound))
+    return goals

@@ -1,0 +1,117 @@
+"""What a visitor of the shop sees: the text of each page, and what can be clicked on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from experiential.bank.text import escape
+from experiential.envs.webshop.catalogue import Product
+
+WINDOW = 10
+"""Products on one page of results."""
+BACK, PREVIOUS, NEXT, BUY = "Back to Search", "< Prev", "Next >", "Buy Now"
+DETAILS = ("Description", "Features", "Reviews")
+"""Pages beside a product's own."""
+FIXED = frozenset((BACK, PREVIOUS, NEXT, BUY, *DETAILS))
+"""Buttons of the shop itself; a product's option of the same name does not hide them."""
+_LONG = 4000
+"""Characters of a description, or of all features, that are shown."""
+
+Kind = Literal["search", "results", "item", "detail"]
+
+
+@dataclass
+class Visit:
+    """Where a visitor is.
+
+    Attributes:
+        kind: which page is open.
+        found: ids of the last search, best first.
+        page: page of results, from 1.
+        asin: the product that is open.
+        detail: which of the pages beside it.
+        chosen: options chosen of it.
+    """
+
+    kind: Kind = "search"
+    found: Sequence[str] = ()
+    page: int = 1
+    asin: str = ""
+    detail: str = ""
+    chosen: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def pages(self) -> int:
+        """How many pages of results there are, at least one."""
+        return max(1, -(-len(self.found) // WINDOW))
+
+    @property
+    def listed(self) -> Sequence[str]:
+        """Ids on this page of results."""
+        return self.found[(self.page - 1) * WINDOW : self.page * WINDOW]
+
+
+def buttons(visit: Visit, product: Product | None) -> list[str]:
+    """Texts that can be clicked, in the order in which the page shows them; each once. The search page has none but its search."""
+    if visit.kind == "search":
+        return []
+    if visit.kind == "results":
+        turning = [NEXT] * (visit.page < visit.pages) + [PREVIOUS] * (visit.page > 1)
+        return [BACK, *turning, *visit.listed]
+    if visit.kind == "detail" or product is None:
+        return [BACK, PREVIOUS]
+    values = [value for _, options in product.options for value in options]
+    return list(dict.fromkeys([BACK, PREVIOUS, *values, *DETAILS, BUY]))
+
+
+def page_text(visit: Visit, products: Mapping[str, Product]) -> str:
+    """The page as text; what stands in brackets can be clicked. Texts of products cannot forge tags of this package."""
+    if visit.kind == "search":
+        return "[Search]"
+    if visit.kind == "results":
+        return _results(visit, products)
+    product = products[visit.asin]
+    return _detail(visit.detail, product) if visit.kind == "detail" else _item(visit, product)
+
+
+def _results(visit: Visit, products: Mapping[str, Product]) -> str:
+    above = [f"[{button}]" for button in buttons(visit, None) if button not in visit.listed]
+    lines = [f"Page {visit.page} (Total results: {len(visit.found)})"]
+    shown = [f"[{asin}]\n{one_line(products[asin].title)}\n{products[asin].price_tag}" for asin in visit.listed]
+    return "\n".join([" ".join(above), *lines, *shown])
+
+
+def _item(visit: Visit, product: Product) -> str:
+    options = [f"{one_line(name)}: {''.join(_option(visit, name, value) for value in values)}" for name, values in product.options]
+    return "\n".join(
+        [
+            f"[{BACK}] [{PREVIOUS}]",
+            *options,
+            one_line(product.title),
+            f"Price: {product.price_tag}",
+            f"Rating: {one_line(product.rating)}",
+            "".join(f"[{detail}] " for detail in DETAILS).strip(),
+            f"[{BUY}]",
+        ]
+    )
+
+
+def _option(visit: Visit, name: str, value: str) -> str:
+    return f"[{one_line(value)}]{' (chosen)' if visit.chosen.get(name) == value else ''}"
+
+
+def _detail(detail: str, product: Product) -> str:
+    body = {
+        "Description": escape(product.description),
+        "Features": "\n".join(f"* {one_line(bullet)}" for bullet in product.bullets),
+        "Reviews": "",
+    }[detail]
+    cut = body if len(body) <= _LONG else f"{body[:_LONG]}\u2026"
+    return f"[{BACK}] [{PREVIOUS}]\n{detail}:\n{cut.strip() or 'There is nothing here.'}"
+
+
+def one_line(text: str) -> str:
+    """A text of a product as a page shows it: in one line, without tags of this package."""
+    return " ".join(escape(text).split())

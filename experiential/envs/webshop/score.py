@@ -1,0 +1,150 @@
+"""WebShop's reward: how well what was bought fits what was asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from experiential.envs.webshop.catalogue import Product
+from experiential.envs.webshop.goals import Goal
+from experiential.errors import MissingExtraError
+
+SIMILAR = 85
+"""Two texts agree when their token set ratio (0 to 100) is above this."""
+COLOURS = tuple(
+    """
+    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel champagne
+    charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso
+    fuchsia gold granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime
+    magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum
+    purple rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger
+    turquoise violet walnut wheat white wine yellow
+    """.split()  # noqa: SIM905  (a list of words is easier to read than a list of texts)
+)
+"""Colour words; an option that contains one counts as that colour, the first in this order."""
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_NOT_NOUNS = frozenset(
+    """
+    about above after again all also am an and any are around as at be because been before best better big both but by can cheap clean
+    comfortable comfy compatible cool cozy cute down durable each easy elegant every extra fashionable few fits flexible for free fresh
+    from full fully funny further get good great had has have healthy heavy high his how if in into is it its just large larger less
+    lightweight long low made make many mini more most natural new nice non not of off on only open or other our out over perfect
+    portable premium quick rechargeable removable same sexy short simple slim small so soft some stylish such super than that the their
+    them then these they thick thin this those through to too ultra under universal up use used very vintage was washable waterproof we
+    were what when which while who will wireless with without you your
+    """.split()  # noqa: SIM905  (a list of words is easier to read than a list of texts)
+)
+
+
+class Score(NamedTuple):
+    """A reward and its parts.
+
+    Attributes:
+        value: the reward, in [0, 1].
+        kind: factor for the type of product: 0, 0.1, 0.5 or 1.
+        attributes: how many attributes agree.
+        options: how many options agree.
+        price: whether the price is within the bound.
+    """
+
+    value: float
+    kind: float
+    attributes: int
+    options: int
+    price: bool
+
+
+@lru_cache(maxsize=1)
+def _ratio() -> Callable[[str, str], int]:
+    try:
+        fuzz: Any = import_module("thefuzz.fuzz")
+    except ImportError as error:
+        raise MissingExtraError("thefuzz", "webshop") from error
+    return fuzz.token_set_ratio
+
+
+def require_fuzzy() -> None:
+    """Say now, not at the end of an episode, that the fuzzy matcher is missing.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    _ratio()
+
+
+def agree(one: str, other: str) -> bool:
+    """Whether two texts have a token set ratio above 85.
+
+    >>> agree("long lasting", "Lasting, long"), agree("long lasting", "long sleeves")
+    (True, False)
+    """
+    return _ratio()(one, other) > SIMILAR
+
+
+@lru_cache(maxsize=8192)
+def nouns(title: str) -> frozenset[str]:
+    """Words of a title that stand for things: all but function words, common adjectives and what holds digits.
+
+    >>> sorted(nouns("Soft 2-Pack Socks for Women"))
+    ['pack', 'socks', 'women']
+    """
+    return frozenset(word for word in _WORD.findall(title.lower()) if word not in _NOT_NOUNS)
+
+
+def type_factor(bought: Product, wanted: Product) -> float:
+    """How far the kind of product is right: 1 when shelf, two categories or over a fifth of the title's nouns agree, else 0.5.
+
+    With less than a tenth of the nouns it is 0.1, with none of them 0, whatever else agrees (r_type of the WebShop paper).
+    """
+    wished = nouns(wanted.title)
+    share = len(nouns(bought.title) & wished) / len(wished) if wished else 0.2
+    if share < 0.1:
+        return 0.1 if share else 0.0
+    near = bought.query == wanted.query or len({*bought.path} & {*wanted.path}) >= 2 or share > 0.2
+    return 1.0 if near else 0.5
+
+
+def matched_attributes(bought: Product, wished: Iterable[str]) -> int:
+    """How many of the wished attributes agree with an attribute of the product, or stand in its title, features or description."""
+    texts = (bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower())
+    return sum(any(agree(known, wish) for known in bought.attributes) or any(wish in text for text in texts) for wish in wished)
+
+
+def matched_options(chosen: Iterable[str], wished: Iterable[str]) -> int:
+    """How many of the wished option values agree with one that was chosen; colours are compared by their word."""
+    mine = [plain_colour(value) for value in chosen]
+    return sum(any(agree(value, plain_colour(wish)) for value in mine) for wish in wished)
+
+
+@lru_cache(maxsize=8192)
+def plain_colour(value: str) -> str:
+    """The first colour word that an option's value contains, else the value.
+
+    >>> plain_colour("01-dark grey heather"), plain_colour("xx-large")
+    ('dark', 'xx-large')
+    """
+    return next((colour for colour in COLOURS if colour in value), value)
+
+
+def score(bought: Product, wanted: Product, goal: Goal, chosen: Iterable[str], price: float) -> Score:
+    """The reward for buying a product: (attributes + options + [price within bound]) / (their numbers + 1) times the type factor.
+
+    Args:
+        bought: what was bought.
+        wanted: the product that the goal was made from.
+        goal: what was asked.
+        chosen: values of the options chosen.
+        price: what it costs, in dollars.
+
+    Raises:
+        MissingExtraError: the fuzzy matcher is not installed.
+    """
+    kind = type_factor(bought, wanted)
+    attributes = matched_attributes(bought, goal.attributes)
+    options = matched_options(chosen, [value for _, value in goal.options])
+    within = price <= goal.bound
+    value = kind * (attributes + options + within) / (len(goal.attributes) + len(goal.options) + 1)
+    return Score(value, kind, attributes, options, within)

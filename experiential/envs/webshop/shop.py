@@ -1,0 +1,94 @@
+"""One shop: products, their prices, the search engine over them, and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from experiential.envs.webshop.catalogue import INSTRUCTIONS, PRODUCTS, Product, make_products, read_products
+from experiential.envs.webshop.goals import Goal, draw_prices, make_goals
+from experiential.envs.webshop.invented import invented_rows
+from experiential.envs.webshop.lucene import LuceneBM25
+from experiential.errors import ConfigError
+
+Split = Literal["train", "eval", "test", "all"]
+
+FOUND = 50
+"""Most products that a search gives."""
+PARTS: dict[Split, slice] = {"test": slice(0, 500), "eval": slice(500, 1500), "train": slice(1500, None), "all": slice(None)}
+"""Goals of a split by their index, as WebShop's own baselines take them."""
+
+
+@dataclass(frozen=True)
+class Shop:
+    """Products, prices, search and goals.
+
+    Attributes:
+        name: how task ids begin.
+        products: by id.
+        prices: by id, in dollars; one draw where a range is shown.
+        goals: all goals, in the order that splits are cut from.
+        engine: search engine over the products, in their order.
+    """
+
+    name: str
+    products: dict[str, Product]
+    prices: dict[str, float]
+    goals: tuple[Goal, ...]
+    engine: LuceneBM25
+
+    def search(self, words: str) -> list[str]:
+        """Ids of at most 50 products, best first."""
+        ids = list(self.products)
+        return [ids[i] for i in self.engine.best(words.lower(), FOUND)]
+
+
+def open_shop(split: Split, folder: str | None, generation: int) -> tuple[Shop, Sequence[Goal]]:
+    """A shop and its goals of a split; a shop is made once per process and version of its files.
+
+    Args:
+        split: of a folder by index, of an invented shop ``train`` or ``eval``.
+        folder: where WebShop's two files are; None for an invented shop.
+        generation: seed of drawn prices and bounds, and of what is invented.
+
+    Raises:
+        ConfigError: the files cannot be used, or there is no goal in that split.
+        MissingExtraError: a package of the extra is missing.
+    """
+    if folder is None:
+        shop = _invented(split, generation)
+        return shop, shop.goals
+    path = Path(folder).expanduser()
+    shop = _read(path, generation, _stamp(path))
+    goals = shop.goals[PARTS[split]]
+    if not goals:
+        have = f"{len(shop.goals)} goals in all; use split='all' for small files"
+        raise ConfigError(f"Expected goals of split {split} in {folder}, got {have}")
+    return shop, goals
+
+
+def _stamp(folder: Path) -> tuple[int, ...]:
+    files = [folder / f"{name}{end}" for name in (PRODUCTS, INSTRUCTIONS) for end in ("", ".xz")]
+    return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
+
+
+@lru_cache(maxsize=2)
+def _read(folder: Path, generation: int, stamp: tuple[int, ...]) -> Shop:
+    return _shop(f"webshop-{generation}", read_products(folder), generation)
+
+
+@lru_cache(maxsize=4)
+def _invented(split: Split, generation: int) -> Shop:
+    if split not in ("train", "eval"):
+        raise ConfigError(f"Expected split train or eval of the invented shop, got {split!r}; give data= for WebShop's own files")
+    rows, asked = invented_rows(split, generation)
+    return _shop(f"webshop-invented-{split}-{generation}", make_products(rows, asked, "invented", "invented"), generation)
+
+
+def _shop(name: str, products: list[Product], generation: int) -> Shop:
+    prices = draw_prices(products, generation)
+    engine = LuceneBM25([product.indexed for product in products])
+    return Shop(name, {p.asin: p for p in products}, prices, tuple(make_goals(products, prices, generation)), engine)
