@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,6 +56,8 @@ class Setup:
     training: tuple[str, ...]
     curve: tuple[str, ...]
     final: tuple[str, ...]
+    recipes: tuple[str, ...] = RECIPES
+    """What is compared there."""
 
 
 ENVIRONMENTS = {
@@ -75,6 +77,11 @@ ENVIRONMENTS = {
         final=("eval.worlds=40", "eval.visits=4"),
     ),
 }  # fmt: skip
+ENVIRONMENTS["frozen-lake-hidden"] = replace(  # the comment on each move is in every observation above; here neither method reads it
+    ENVIRONMENTS["frozen-lake"],
+    training=(*ENVIRONMENTS["frozen-lake"].training, "env.feedback=hidden"),
+    recipes=("grpo", "erl", "erl-no-memory", "erl-no-reflection"),
+)
 ALL = ("run.checkpoint_every=0", "run.minutes=null", "eval.seed=10000", "model.threads=1")
 """Settings of every run."""
 OVERRIDES: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -205,20 +212,30 @@ def cell_path(results: Path, environment: str, recipe: str, seed: int) -> Path:
     return results / "cells" / environment / f"{recipe}-{seed}.json"
 
 
-def order(environments: Sequence[str], recipes: Sequence[str], seeds: int) -> Iterator[tuple[str, str, int]]:
-    """All cells, seed by seed."""
-    return ((environment, recipe, seed) for seed in range(seeds) for environment in environments for recipe in recipes)
+def order(environments: Sequence[str], recipes: Sequence[str] | None, seeds: int) -> list[tuple[str, str, int]]:
+    """All cells, seed by seed, of these recipes or else of those that an environment compares.
+
+    Raises:
+        ConfigError: an environment does not exist.
+    """
+    for environment in environments:
+        if environment not in ENVIRONMENTS:
+            raise ConfigError(f"Expected an environment among {', '.join(ENVIRONMENTS)}, got {environment!r}")
+    return [
+        (environment, recipe, seed)
+        for seed in range(seeds)
+        for environment in environments
+        for recipe in recipes or ENVIRONMENTS[environment].recipes
+    ]
 
 
 def check(cells: Sequence[tuple[str, str, int]], more: Sequence[str]) -> None:
     """Refuse a study one of whose cells cannot be run.
 
     Raises:
-        ConfigError: a recipe, an environment or a setting does not exist.
+        ConfigError: a recipe or a setting does not exist.
     """
     for environment, recipe, seed in cells:
-        if environment not in ENVIRONMENTS:
-            raise ConfigError(f"Expected an environment among {', '.join(ENVIRONMENTS)}, got {environment!r}")
         load_experiment(recipe, [*overrides_of(environment, recipe, seed), *more])
 
 
@@ -451,7 +468,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
     chosen = commands.add_parser("run", help="run what is not finished")
-    chosen.add_argument("--recipes", nargs="+", default=RECIPES)
+    chosen.add_argument("--recipes", nargs="+", help="as each environment compares them, if not given")
     chosen.add_argument("--environments", nargs="+", default=list(ENVIRONMENTS))
     chosen.add_argument("--seeds", type=int, default=5)
     chosen.add_argument("--jobs", type=int, default=2)
@@ -473,7 +490,7 @@ def main() -> int:
     options = arguments().parse_args()
     try:
         if options.command == "run":
-            cells = list(order(options.environments, options.recipes, options.seeds))
+            cells = order(options.environments, options.recipes, options.seeds)
             return int(run(options.results, cells, options.jobs, options.minutes, options.set) > 0)
         if options.command == "cell":
             finish_cell(options.results, options.environment, options.recipe, options.seed, options.overrides)

@@ -91,13 +91,15 @@ def test_a_target_is_reached_by_the_first_evaluation_that_is_there() -> None:
 
 
 def test_cells_come_seed_by_seed_and_all_their_settings_exist() -> None:
-    cells = list(study.order(list(study.ENVIRONMENTS), study.RECIPES, 5))
-    assert len(cells) == len(set(cells)) == len(study.ENVIRONMENTS) * len(study.RECIPES) * 5
+    cells = study.order(list(study.ENVIRONMENTS), None, 5)
+    assert len(cells) == len(set(cells)) == 5 * sum(len(setup.recipes) for setup in study.ENVIRONMENTS.values())
+    assert study.order(["vault", "frozen-lake-hidden"], ["dr-grpo"], 1) == [("vault", "dr-grpo", 0), ("frozen-lake-hidden", "dr-grpo", 0)]
     assert [seed for *_, seed in cells] == sorted(seed for *_, seed in cells)
     study.check(cells[: len(cells) // 5], [])
-    for wrong in (("moon", "grpo", 0), ("vault", "gpro", 0)):
-        with pytest.raises(ConfigError):
-            study.check([wrong], [])
+    with pytest.raises(ConfigError, match="frozen-lake-hidden, got 'moon'"):
+        study.order(["moon"], None, 1)
+    with pytest.raises(ConfigError):
+        study.check([("vault", "gpro", 0)], [])
     with pytest.raises(ConfigError, match="did you mean"):
         study.check(cells[:1], ["run.stepz=1"])
 
@@ -110,7 +112,7 @@ def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_u
         return cell[2] != 3
 
     monkeypatch.setattr(study, "run_process", process)
-    cells = list(study.order(["vault"], ["grpo"], 4))
+    cells = study.order(["vault"], ["grpo"], 4)
     assert study.run(finished, cells, 1, minutes=0) == 0 and started == []
     assert study.run(finished, cells, 1, minutes=None) == 1, "the one that failed is counted"
     assert started == [("vault", "grpo", 2), ("vault", "grpo", 3)]
