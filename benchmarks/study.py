@@ -30,6 +30,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from benchmarks import demonstrations
+from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.errors import ConfigError
 from experiential.evaluation.card import ARMS, Card, RecipeReport, make_card, used_arm
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
@@ -398,6 +399,23 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def orderings(cells: Sequence[StudyCell]) -> str:
+    """What the papers order, and whether each environment agrees, as one table."""
+    places = dict.fromkeys(cell.environment for cell in cells)
+    found: dict[Ordering, dict[str, str]] = {}
+    for place in places:
+        mine = [cell for cell in cells if cell.environment == place]
+        names = dict.fromkeys(cell.recipe for cell in mine)
+        for finding in findings({name: [arm for cell in mine if cell.recipe == name for arm in cell.arms] for name in names}):
+            found.setdefault(finding.ordering, {})[place] = f"{finding.verdict}: {show_points(finding.interval)}"
+    body = [
+        [f"`{o.first}` over `{o.second}`{' (bank off)' if o.off else ''}", o.source, *(found[o].get(place, "–") for place in places)]
+        for o in ORDERINGS
+        if o in found
+    ]
+    return "## Orderings of the papers\n\n" + _table(["ordering", "source", *places], body) + "\n"
+
+
 def _interval(row: dict[str, Any], name: str) -> Interval | None:
     return None if row[name] is None else Interval(mean=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"])
 
@@ -411,7 +429,7 @@ def _points(row: dict[str, Any], name: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
+    return "–" if value is None else f"{value:,.1f}" if 0 < value < 10 else f"{value:,.0f}"
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -455,9 +473,10 @@ def table(results: Path) -> None:
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()
         writer.writerows(found)
-    (results / "table.md").write_text(markdown(found), encoding="utf-8")
+    text = f"{markdown(found)}\n{orderings(cells)}"
+    (results / "table.md").write_text(text, encoding="utf-8")
     plot(cells, results / "curves.png")
-    say(markdown(found))
+    say(text)
     for environment, recipe in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
         if len({cell.settings for cell in cells if (cell.environment, cell.recipe) == (environment, recipe)}) > 1:
             say(f"note: the cells of {environment}/{recipe} were made with different settings; remove the older ones and run again")

@@ -14,6 +14,11 @@ ExperientialError
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class ExperientialError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -66,3 +71,13 @@ class EnvError(ExperientialError):
 
 class CheckpointError(ExperientialError):
     """A checkpoint cannot be read or written."""
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong with a row of a data file: ``answer is missing``, or its place and what its check says."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    said = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {said}" if place else said

@@ -19,16 +19,16 @@ import psutil
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from experiential.envs.alfworld_games import TASK_TYPES, default_folder, open_games
-from experiential.envs.alfworld_household import KITCHEN, made_games, make_game
-from experiential.envs.alfworld_translation import TranslationCache, cache_folder
-from experiential.envs.grid import split_of
+from experiential.envs.alfworld.games import TASK_TYPES, default_folder, open_games
+from experiential.envs.alfworld.household import KITCHEN, made_games, make_game
+from experiential.envs.alfworld.translation import TranslationCache, cache_folder
+from experiential.envs.split import split_of
 from experiential.errors import ConfigError, EnvError
 
 pytest.importorskip("alfworld", reason="needs alfworld: pip install 'experiential-rl[alfworld]'")
 pytest.importorskip("fast_downward", reason="needs fast-downward-textworld: pip install 'experiential-rl[alfworld]'")
 
-from experiential.envs.alfworld import ALFWorldEnv  # noqa: E402  (after the check that it can be used)
+from experiential.envs.alfworld.env import ALFWorldEnv  # noqa: E402  (after the check that it can be used)
 
 ROW = {"id": "pick_and_place_simple-Mug/trial_1", "goal": "put a mug in desk.", "walkthrough": ["look"], "problem": "(define)"}
 
@@ -51,7 +51,7 @@ def env() -> Iterator[ALFWorldEnv]:
     one.close()
 
 
-@pytest.mark.parametrize("task_type", range(6))
+@pytest.mark.parametrize("task_type", [0, *(pytest.param(kind, marks=pytest.mark.slow) for kind in range(1, 6))])
 def test_the_plan_of_a_made_household_wins_it_in_the_game(env: ALFWorldEnv, task_type: int) -> None:
     observation, info = env.reset(options={"world": task_type})
     assert info["task_type"] == TASK_TYPES[task_type] and f"Your task is to: {info['task']}" in observation
@@ -75,6 +75,7 @@ def test_nonsense_uses_a_turn_changes_nothing_and_says_what_is_legal(env: ALFWor
     assert not env.step("<action>LOOK</action>")[-1]["invalid"]
 
 
+@pytest.mark.slow
 def test_another_way_is_led_back_by_the_planner(env: ALFWorldEnv) -> None:
     _, info = env.reset(options={"world": 2})
     away = next(name for name in info["admissible"] if name.startswith("go to") and name != env.game.walkthrough[0])
@@ -86,6 +87,7 @@ def test_another_way_is_led_back_by_the_planner(env: ALFWorldEnv) -> None:
     assert info["success"]
 
 
+@pytest.mark.slow
 def test_a_pickled_environment_continues_its_episode(env: ALFWorldEnv) -> None:
     env.reset(seed=5, options={"world": 1})
     env.step(env.oracle_action())
@@ -98,6 +100,7 @@ def test_a_pickled_environment_continues_its_episode(env: ALFWorldEnv) -> None:
         twin.close()
 
 
+@pytest.mark.slow
 def test_gymnasiums_checker_finds_nothing_to_object_to(env: ALFWorldEnv) -> None:
     check_env(env, skip_render_check=True)
 
@@ -113,6 +116,7 @@ def test_spent_turns_truncate_with_the_reward_of_failure() -> None:
         env.close()
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_a_clear_error_and_the_next_reset_starts_another() -> None:
     env = ALFWorldEnv(games=1)
     try:
@@ -129,6 +133,7 @@ def test_a_dead_worker_is_a_clear_error_and_the_next_reset_starts_another() -> N
         env.close()
 
 
+@pytest.mark.slow
 def test_workers_are_replaced_after_their_share_and_none_stays() -> None:
     env = ALFWorldEnv(games=2, recycle=2)
     pids: list[int] = []
@@ -141,9 +146,10 @@ def test_workers_are_replaced_after_their_share_and_none_stays() -> None:
     assert not psutil.pid_exists(pids[2])
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_the_process_that_started_it() -> None:
     code = (
-        "import os\nfrom experiential.envs.alfworld import ALFWorldEnv\n"
+        "import os\nfrom experiential.envs.alfworld.env import ALFWorldEnv\n"
         "env = ALFWorldEnv(games=1)\nenv.reset(seed=0)\nprint(env._player.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
     )
     paths = os.pathsep.join(sys.path)
@@ -238,6 +244,7 @@ def _download(folder: Path, name: str, known: Any, task_type: str = "pick_two_ob
     return trial / "game.tw-pddl"
 
 
+@pytest.mark.slow
 def test_the_download_can_be_played_and_unsolvable_games_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_game("train", 5, "pick_two_obj_and_place")
     known = made.data | {"walkthrough": list(made.walkthrough), "solvable": True}
@@ -325,6 +332,7 @@ def _real() -> str:
     return str(Path(folder) / "alfworld")
 
 
+@pytest.mark.slow
 def test_a_real_game_is_won_by_its_walkthrough() -> None:
     env = ALFWorldEnv("eval", data=_real())
     try:
@@ -339,10 +347,11 @@ def test_a_real_game_is_won_by_its_walkthrough() -> None:
         env.close()
 
 
+@pytest.mark.slow
 def test_a_grammar_is_parsed_as_textworld_does_and_tells_its_own_goal() -> None:
     from importlib import import_module
 
-    from experiential.envs.alfworld_grammar import GrammarCache
+    from experiential.envs.alfworld.grammar import GrammarCache
 
     logic: Any = import_module("textworld.envs.pddl.logic")
     parse = logic._parse_and_convert
@@ -354,6 +363,7 @@ def test_a_grammar_is_parsed_as_textworld_does_and_tells_its_own_goal() -> None:
     assert len(cache._known) == 1
 
 
+@pytest.mark.slow
 def test_the_same_game_again_starts_afresh(env: ALFWorldEnv) -> None:
     first = env.reset(options={"world": 4})
     for command in env.game.walkthrough:

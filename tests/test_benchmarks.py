@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import accelerator, adaptation, bank, extractor_uplift, headroom, overhead, study
+from benchmarks.orderings import findings
 from experiential.bank.bank import ExperienceBank
 from experiential.errors import ConfigError
 from experiential.evaluation.cell import Cell
@@ -75,6 +76,23 @@ def test_the_study_writes_tables_and_a_picture(finished: Path, capsys: pytest.Ca
     study.cell_path(finished, "vault", "grpo", 2).write_text(other.model_dump_json())
     study.table(finished)
     assert "note: the cells of vault/grpo were made with different settings" in capsys.readouterr().out
+
+
+def test_orderings_are_held_reversed_or_open_by_the_paired_interval(finished: Path) -> None:
+    arms = {
+        "grpo": {"off": 0.4}, "complementary": {"off": 0.4, "on": 0.9}, "exp-only": {"off": 0.2, "on": 0.9}, "offline": {"off": 0.4},
+        "static-online": {"off": 0.0, "on": 0.0},
+    }  # fmt: skip
+    cells = {name: [arm for seed in (0, 1) for arm in study_cell(name, seed, shares).arms] for name, shares in arms.items()}
+    found = {(f.ordering.first, f.ordering.second, f.ordering.off): f for f in findings(cells)}
+    said = {key: finding.verdict for key, finding in found.items()}
+    assert said == {
+        ("complementary", "grpo", False): "holds", ("complementary", "grpo", True): "open", ("complementary", "offline", False): "holds",
+        ("complementary", "static-online", False): "holds", ("complementary", "exp-only", False): "open",
+        ("static-online", "grpo", False): "reversed", ("grpo", "exp-only", False): "reversed",
+    }  # fmt: skip
+    assert found["complementary", "grpo", False].interval.mean == pytest.approx(0.5)
+    assert "| `complementary` over `grpo` | Complementary RL, table 1 | " in study.orderings(study.read_cells(finished))
 
 
 def test_a_damaged_cell_and_an_empty_study_are_named(finished: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -27,6 +28,33 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as mkdocs makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_anchors_of_links_exist(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text("utf-8"))
+    assert [(target, anchor) for target, anchor in links if anchor not in anchors(page.parent / target if target else page)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_files_of_results_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"benchmarks/results/[\w./-]*\w", page.read_text("utf-8")))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_tests_and_benchmarks_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    tests = set(re.findall(r"\btests/[\w/]*\w\.py\b(?!::)", text))
+    modules = {name.replace(".", "/") for name in re.findall(r"python -m (benchmarks[\w.]*\w)", text)}
+    assert [name for name in tests if not (ROOT / name).is_file()] == []
+    assert [name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file())] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_python_blocks_are_python(page: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
@@ -41,6 +69,19 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_every_make_target_of_the_readme_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text("utf-8"))) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", page.read_text("utf-8"))) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_extra_that_a_page_names_exists(page: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    named = {extra for extras in re.findall(r"experiential-rl\[([a-z,]+)\]", page.read_text("utf-8")) for extra in extras.split(",")}
+    assert named <= set(project["optional-dependencies"])
 
 
 def index_rows() -> list[tuple[str, list[str]]]:

@@ -20,16 +20,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import experiential.envs as envs
-from experiential.envs.grid import MOVES, parse_action, shortest_path, split_of
+from experiential.envs.action_text import parse_action
+from experiential.envs.grid import MOVES, shortest_path
 from experiential.envs.readiness import READINESS, Entry
+from experiential.envs.split import split_of
 
-IDS = ["experiential/FrozenLake-v0", "experiential/HotpotQA-v0", "experiential/Sokoban-v0", "experiential/Vault-v0"]
-IDS += [name for name in ("experiential/WebShop-v0",) if not READINESS[name].missing()]
-"""With the environments of an extra that is installed."""
-OFFERING: dict[str, dict[str, Any]] = {"experiential/HotpotQA-v0": {"choices": True}}
-"""What makes an environment name the admissible actions, where it does not by itself."""
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"split": split} | OFFERING.get(name, {})) for name in IDS for split in ("train", "eval")),
+NAMES = sorted(set(envs.ENVS) - {"experiential/SWE-v0"})
+"""All but SWE, whose episodes are folders and processes: test_swe.py looks at the same things there."""
+GIVEN: dict[str, dict[str, Any]] = {
+    "experiential/ALFWorld-v0": {"data": "made", "turns": 30},
+    "experiential/HotpotQA-v0": {"choices": True},
+    "experiential/MiniHack-v0": {"preset": "maze"},
+}
+"""What an environment is made with here, so that it needs no data, names admissible actions and ends."""
+EPISODES = {"experiential/ALFWorld-v0": 2, "experiential/MiniHack-v0": 10}
+"""How many are played of those that take long."""
+
+
+def listed(name: str, *more: Any) -> Any:
+    """A parameter that is skipped where a package is missing."""
+    missing = " && ".join(READINESS[name].missing())
+    slow = [pytest.mark.slow] if name == "experiential/ALFWorld-v0" else []  # each environment starts a process
+    return pytest.param(name, *more, marks=[pytest.mark.skipif(bool(missing), reason=f"needs {missing}"), *slow])
+
+
+IDS = [listed(name) for name in NAMES]
+VARIANTS: list[Any] = [
+    *(listed(name, {"split": split}) for name in NAMES for split in ("train", "eval")),
     ("experiential/FrozenLake-v0", {"preset": "4x4"}),
     ("experiential/FrozenLake-v0", {"preset": "8x8"}),
     ("experiential/FrozenLake-v0", {"sizes": [5, 5], "budget": 12, "symbols": "wxyz", "feedback": "neutral"}),
@@ -37,6 +54,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("experiential/Sokoban-v0", {"sizes": [5, 6], "boxes": 2, "max_solution": 12, "budget": 14, "feedback": False}),
 ]
 INFO = {"task": str, "task_id": str, "instance": str, "admissible": list, "success": bool, "invalid": bool, "feedback": str}
+
+
+def make(name: str, **kwargs: Any) -> gym.Env[Any, Any]:
+    """An environment as ``GIVEN`` has it, with other arguments beside."""
+    return gym.make(name, **(GIVEN.get(name, {}) | kwargs))
 
 
 def play(env: gym.Env[Any, Any], agent: Callable[[str, dict[str, Any]], str], **reset: Any) -> list[tuple[Any, ...]]:
@@ -50,7 +72,7 @@ def play(env: gym.Env[Any, Any], agent: Callable[[str, dict[str, Any]], str], **
 def test_importing_registers_every_id_without_importing_an_environment_or_a_heavy_package() -> None:
     code = (
         "import sys, experiential.envs, gymnasium\n"
-        f"assert set({IDS!r}) <= set(gymnasium.registry), list(gymnasium.registry)\n"
+        f"assert set({sorted(envs.ENVS)!r}) <= set(gymnasium.registry), list(gymnasium.registry)\n"
         "heavy = {'torch', 'transformers', 'chromadb', 'experiential.envs.vault', 'experiential.envs.sokoban'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -70,23 +92,24 @@ def test_gymnasiums_checker_finds_nothing_to_object_to(name: str, kwargs: dict[s
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*No render fps.*")  # text has no frame rate
-        check_env(gym.make(name, **kwargs).unwrapped)
+        check_env(make(name, **kwargs).unwrapped)
 
 
 @pytest.mark.parametrize(("name", "kwargs"), VARIANTS)
 def test_the_oracle_wins_every_episode_within_the_budget(name: str, kwargs: dict[str, Any]) -> None:
-    env = gym.make(name, **kwargs)
+    env = make(name, **kwargs)
     agent = envs.oracle(env)
-    for seed in range(60):
+    for seed in range(EPISODES.get(name, 60)):
         log = play(env, agent, seed=seed)
         assert log[-1][1] == 1.0 and log[-1][2] and not log[-1][3] and log[-1][4]["success"], (seed, log)
         assert [entry[-1]["success"] for entry in log[:-1]] == [False] * (len(log) - 1)
+    env.close()
 
 
 @pytest.mark.parametrize(("name", "kwargs"), VARIANTS)
 def test_every_info_has_the_promised_keys_and_every_admissible_action_is_valid(name: str, kwargs: dict[str, Any]) -> None:
-    env = gym.make(name, **kwargs)
-    for seed in range(8):
+    env = make(name, **kwargs)
+    for seed in range(min(8, EPISODES.get(name, 8))):
         log = play(env, lambda _, info, turn=seed: info["admissible"][turn % len(info["admissible"])], seed=seed)
         for entry in log:
             info = entry[-1]
@@ -97,7 +120,7 @@ def test_every_info_has_the_promised_keys_and_every_admissible_action_is_valid(n
 
 @pytest.mark.parametrize("name", IDS)
 def test_nonsense_is_invalid_and_never_wins(name: str) -> None:
-    env = gym.make(name)
+    env = make(name)
     log = play(env, lambda *_: "I would rather not.", seed=3)
     assert all(entry[-1]["invalid"] for entry in log[1:])
     assert sum(entry[1] for entry in log[1:]) == 0.0 and not log[-1][-1]["success"]
@@ -105,15 +128,16 @@ def test_nonsense_is_invalid_and_never_wins(name: str) -> None:
 
 @pytest.mark.parametrize("name", IDS)
 def test_the_same_seed_gives_the_same_episode_and_other_seeds_give_others(name: str) -> None:
-    first, second = gym.make(name), gym.make(name)
+    first, second = make(name), make(name)
     agent = envs.oracle(first), envs.oracle(second)
-    assert [play(first, agent[0], seed=s) for s in range(5)] == [play(second, agent[1], seed=s) for s in range(5)]
-    assert len({first.reset(seed=s)[0] for s in range(20)}) > 10
+    seeds = range(min(5, EPISODES.get(name, 5)))
+    assert [play(first, agent[0], seed=s) for s in seeds] == [play(second, agent[1], seed=s) for s in seeds]
+    assert len({first.reset(seed=s)[0] for s in range(4 * len(seeds))}) > 2 * len(seeds)
 
 
 @pytest.mark.parametrize("name", IDS)
 def test_unseeded_resets_continue_the_seeded_stream(name: str) -> None:
-    first, second = gym.make(name), gym.make(name)
+    first, second = make(name), make(name)
     for env in (first, second):
         env.reset(seed=11)
     assert [first.reset()[0] for _ in range(5)] == [second.reset()[0] for _ in range(5)]
@@ -121,7 +145,7 @@ def test_unseeded_resets_continue_the_seeded_stream(name: str) -> None:
 
 @pytest.mark.parametrize("name", IDS)
 def test_the_option_world_picks_a_world_whatever_the_seed(name: str) -> None:
-    env = gym.make(name, split="eval")
+    env = make(name, split="eval")
     worlds = env.unwrapped.worlds
     assert worlds == list(range(len(worlds)))
     ids = [{env.reset(seed=seed, options={"world": world})[1]["task_id"] for seed in (0, 1)} for world in worlds[:10]]
@@ -132,7 +156,7 @@ def test_the_option_world_picks_a_world_whatever_the_seed(name: str) -> None:
 
 @pytest.mark.parametrize("name", IDS)
 def test_a_pickled_environment_continues_its_episode(name: str) -> None:
-    env = gym.make(name).unwrapped
+    env = make(name).unwrapped
     env.reset(seed=5)
     twin = pickle.loads(pickle.dumps(env))
     action = env.oracle_action()
@@ -142,7 +166,7 @@ def test_a_pickled_environment_continues_its_episode(name: str) -> None:
 
 @pytest.mark.parametrize("name", IDS)
 def test_stepping_after_the_end_asks_for_a_reset(name: str) -> None:
-    env = gym.make(name).unwrapped
+    env = make(name).unwrapped
     play(env, envs.oracle(env), seed=0)
     with pytest.raises(gym.error.ResetNeeded):
         env.step("Up")
@@ -150,17 +174,17 @@ def test_stepping_after_the_end_asks_for_a_reset(name: str) -> None:
 
 @pytest.mark.parametrize("name", IDS)
 def test_ansi_rendering_is_text_and_no_mode_renders_nothing(name: str) -> None:
-    env = gym.make(name, render_mode="ansi")
+    env = make(name, render_mode="ansi")
     observation, _ = env.reset(seed=0)
     assert isinstance(env.render(), str) and str(env.render()) in observation
-    assert gym.make(name).unwrapped.render() is None
+    assert make(name).unwrapped.render() is None
 
 
 @pytest.mark.parametrize("name", IDS)
 @pytest.mark.parametrize("vector", [gym.vector.SyncVectorEnv, partial(gym.vector.AsyncVectorEnv, shared_memory=False)])
 def test_vector_environments_give_what_single_ones_give(name: str, vector: Callable[..., gym.vector.VectorEnv[Any, Any, Any]]) -> None:
-    singles = [gym.make(name) for _ in range(2)]
-    batch = vector([partial(gym.make, name)] * 2)
+    singles = [make(name) for _ in range(2)]
+    batch = vector([partial(make, name)] * 2)
     try:
         observations, infos = batch.reset(seed=[7, 8])
         alone = [env.reset(seed=seed) for env, seed in zip(singles, (7, 8), strict=True)]

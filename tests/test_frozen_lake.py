@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiential.envs.frozen_lake import LAKES, FrozenLakeEnv, Lake, LakeRules, draw_lake
-from experiential.envs.grid import MOVES, split_of
+from experiential.envs.grid import MOVES
+from experiential.envs.split import split_of
 from experiential.errors import ConfigError
 
 ERL = LAKES["erl"]
@@ -167,7 +168,7 @@ def test_the_oracle_has_an_answer_even_where_nothing_can_be_won() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"split": "test"}, "split to be train or eval"),
+        ({"split": "test"}, "split to be one of train, eval"),
         ({"sizes": (1, 4)}, "sizes to be an ordered pair"),
         ({"sizes": (5, 4)}, "sizes to be an ordered pair"),
         ({"frozen": (0.5, 1.5)}, "frozen to be an ordered pair"),

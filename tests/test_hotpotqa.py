@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from experiential.agents.prompts import prompt_set
 from experiential.bank.bank import ExperienceBank
-from experiential.envs.hotpotqa import Call, HotpotQAEnv, names_in, read_call
+from experiential.envs.hotpotqa.env import Call, HotpotQAEnv, names_in, read_call
 from experiential.errors import ConfigError
 from experiential.wrappers import ExperienceWrapper
 

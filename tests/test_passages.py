@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiential.envs.passages import BM25, Dense, Library, Passage
+from experiential.envs.bm25 import BM25
+from experiential.envs.hotpotqa.passages import Dense, Library, Passage
 
 TEXTS = ["the red door", "the brass key opens the door", "a lamp"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from experiential.envs.multihop import MOST, invented_questions
-from experiential.envs.passages import Passage
-from experiential.envs.questions import load_questions
+from experiential.envs.hotpotqa.multihop import MOST, invented_questions
+from experiential.envs.hotpotqa.passages import Passage
+from experiential.envs.hotpotqa.questions import load_questions
 from experiential.errors import ConfigError
 
 ROW: dict[str, Any] = {

@@ -464,6 +464,7 @@ def test_output_is_cut_in_the_middle_and_cannot_forge_a_tag(folder: Path) -> Non
 def test_gymnasiums_checker_seeds_worlds_and_ansi(folder: Path) -> None:
     kwargs: dict[str, Any] = {"tasks": str(folder / "tasks.jsonl"), "cache": str(folder / "cache"), "render_mode": "ansi"}
     check_env(gym.make(ID, **kwargs).unwrapped, skip_render_check=True)
+    assert envs.check_text_env(gym.make(ID, turns=3, **kwargs)) == []
     env, twin = SWEEnv(**kwargs), SWEEnv(**kwargs)
     assert env.worlds == [0, 1]
     for seed in range(3):

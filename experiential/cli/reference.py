@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 
 from experiential.recipe import Setting, settings_reference
 
@@ -16,6 +15,9 @@ Made by `make docs` from the settings themselves; do not edit. Any key can be se
 A key that does not exist is refused, and the nearest one is named.
 """
 
+WHOLE = "The run as a whole"
+"""Heading of the settings that belong to no section."""
+
 
 def configuration_page() -> str:
     """The page as Markdown."""
@@ -23,16 +25,18 @@ def configuration_page() -> str:
 
 
 def _lines() -> Iterator[str]:
-    for block, settings in groupby(settings_reference(), key=_block):
+    blocks: dict[str, list[Setting]] = {WHOLE: []}
+    known = [*settings_reference()]
+    sections = {setting.key.split(".")[0] for setting in known if "." in setting.key}
+    for setting in known:
+        section = setting.key.split(".")[0]
+        blocks.setdefault(section if section in sections else WHOLE, []).append(setting)
+    for block, settings in blocks.items():
         yield f"\n## {block}\n"
         yield "| Key | Type | Default | |"
         yield "|---|---|---|---|"
         yield from (_row(setting) for setting in settings)
     yield ""
-
-
-def _block(setting: Setting) -> str:
-    return setting.key.split(".")[0] if "." in setting.key else "run identity"
 
 
 def _row(setting: Setting) -> str:

@@ -10,10 +10,10 @@ from experiential.envs.oracle import oracle
 __all__ = ["ENVS", "check_text_env", "oracle", "register"]
 
 ENVS: dict[str, str] = {
-    "experiential/ALFWorld-v0": "experiential.envs.alfworld:ALFWorldEnv",
+    "experiential/ALFWorld-v0": "experiential.envs.alfworld.env:ALFWorldEnv",
     "experiential/FrozenLake-v0": "experiential.envs.frozen_lake:FrozenLakeEnv",
-    "experiential/HotpotQA-v0": "experiential.envs.hotpotqa:HotpotQAEnv",
-    "experiential/MiniHack-v0": "experiential.envs.minihack:MiniHackEnv",
+    "experiential/HotpotQA-v0": "experiential.envs.hotpotqa.env:HotpotQAEnv",
+    "experiential/MiniHack-v0": "experiential.envs.minihack.env:MiniHackEnv",
     "experiential/SWE-v0": "experiential.envs.swe.env:SWEEnv",
     "experiential/Sokoban-v0": "experiential.envs.sokoban:SokobanEnv",
     "experiential/Vault-v0": "experiential.envs.vault:VaultEnv",

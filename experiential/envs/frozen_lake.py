@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Split, Wording, between, distinct, shortest_path, split_of
+from experiential.envs.arguments import distinct, one_of, ordered
+from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording, shortest_path
+from experiential.envs.split import Split, split_of
 from experiential.errors import ConfigError
 
 _WORDING: dict[Event, str] = {
@@ -71,8 +73,8 @@ class LakeRules:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        between("sizes", self.sizes, 2, 32)
-        between("frozen", self.frozen, 0.0, 1.0)
+        ordered("sizes", self.sizes, 2, 32)
+        ordered("frozen", self.frozen, 0.0, 1.0)
         distinct(self.symbols, 6 if len(self.symbols) == 6 else 4)
         distinct(self.all_symbols, 6)
 
@@ -165,8 +167,7 @@ class FrozenLakeEnv(GridEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        if (preset or "erl") not in LAKES:
-            raise ConfigError(f"Expected preset to be one of {', '.join(LAKES)}, got {preset!r}")
+        one_of("preset", preset or "erl", LAKES)
         given: dict[str, Any] = {"sizes": _pair(sizes), "frozen": _pair(frozen), "budget": budget, "symbols": symbols}
         self.rules = replace(LAKES[preset or "erl"], **{name: value for name, value in given.items() if value is not None})
         count = 1 if self.rules.rows else layouts if layouts is not None else 10_000 if split == "train" else 100

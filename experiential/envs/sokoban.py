@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Split, Wording, between, distinct, shortest_path, split_of
+from experiential.envs.arguments import distinct, one_of, ordered
+from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording, shortest_path
+from experiential.envs.split import Split, split_of
+from experiential.envs.text_env import Info
 from experiential.errors import ConfigError
 
 _WORDING: dict[Event, str] = {
@@ -40,15 +43,21 @@ class Room:
         return "/".join("".join(letters.get((row, column), " ") for column in range(self.size)) for row in range(self.size))
 
     @cached_property
-    def corners(self) -> frozenset[Cell]:
-        """Free cells with a wall on two neighbouring sides, goals excluded: a box pushed there stays for ever."""
-        inside = {(row, column) for row in range(1, self.size - 1) for column in range(1, self.size - 1)}
-        return frozenset(cell for cell in inside - self.walls - self.goals if self._cornered(cell))
+    def dead(self) -> frozenset[Cell]:
+        """Free cells from which no box can be pushed to a goal, were it the only one; found by pulling a box back from every goal."""
+        alive, frontier = set(self.goals), list(self.goals)
+        while frontier:
+            row, column = frontier.pop()
+            for down, right in MOVES.values():
+                behind, agent = (row - down, column - right), (row - 2 * down, column - 2 * right)
+                if behind not in alive and behind not in self.walls and self._free(agent):
+                    alive.add(behind)
+                    frontier.append(behind)
+        cells = {(row, column) for row in range(self.size) for column in range(self.size)}
+        return frozenset(cells - self.walls - alive)
 
-    def _cornered(self, cell: Cell) -> bool:
-        row, column = cell
-        upright = (row - 1, column) in self.walls or (row + 1, column) in self.walls
-        return upright and ((row, column - 1) in self.walls or (row, column + 1) in self.walls)
+    def _free(self, cell: Cell) -> bool:
+        return all(0 <= place < self.size for place in cell) and cell not in self.walls
 
     def after(self, state: State, delta: Cell) -> State:
         """The state after a move; the same state when the move is blocked. At most one box is pushed."""
@@ -68,7 +77,7 @@ class Room:
     def _neighbours(self, state: State) -> Iterator[tuple[str, State]]:
         for name, delta in MOVES.items():
             after = self.after(state, delta)
-            if after[1].isdisjoint(self.corners):
+            if after[1].isdisjoint(self.dead):
                 yield name, after
 
 
@@ -85,8 +94,8 @@ class RoomRules:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        between("sizes", self.sizes, 4, 16)
-        between("walls", (self.walls, self.walls), 0.0, 0.5)
+        ordered("sizes", self.sizes, 4, 16)
+        ordered("walls", (self.walls, self.walls), 0.0, 0.5)
         distinct(self.symbols, 7)
         if not 1 <= self.boxes <= 4 or self.max_solution < 1:
             raise ConfigError(f"Expected 1 to 4 boxes and a positive max_solution, got {self.boxes} and {self.max_solution}")
@@ -96,9 +105,10 @@ class RoomRules:
 
 ROOMS: dict[str, RoomRules] = {
     "erl": RoomRules(),
-    "complementary": RoomRules(sizes=(6, 6), boxes=2, walls=0.1, max_solution=30, budget=30, symbols="A@BCGW."),
+    "complementary": RoomRules(sizes=(6, 6), boxes=2, walls=0.1, max_solution=30, budget=30, symbols="@+A*CW."),
 }
-"""``erl``: one box, open rooms, abstract symbols. ``complementary``: 6 by 6, two boxes, some inner walls, 30 moves."""
+"""``erl``: one box, open rooms, abstract symbols. ``complementary``: 6 by 6, two boxes, some inner walls, 30 moves, and
+that paper's symbols; those of an agent and of a box on a target, which it does not name, are Sokoban's usual ones."""
 
 
 @lru_cache(maxsize=16_384)
@@ -144,7 +154,7 @@ def _distance(a: Cell, b: Cell) -> int:
 
 
 def _solvable(room: Room, limit: int) -> bool:
-    return room.boxes.isdisjoint(room.corners) and room.solve((room.start, room.boxes), limit) is not None
+    return room.boxes.isdisjoint(room.dead) and room.solve((room.start, room.boxes), limit) is not None
 
 
 class SokobanEnv(GridEnv):
@@ -152,7 +162,7 @@ class SokobanEnv(GridEnv):
 
     The agent pushes one box at a time and never pulls. Reward is 1.0 when all boxes stand on goals, else 0.0; the spent budget
     truncates. Every room is proved solvable by search and belongs to the split that its content decides, so train and eval
-    never share one. ``info["deadlock"]`` tells (to analyses, not to the agent) that a box stands in a corner off the goals.
+    never share one. ``info["deadlock"]`` tells (to analyses, not to the agent) that a box stands where no goal can be reached any more.
 
     Caveat: the paper's messages speak of boxes, goals and walls; ``feedback="neutral"`` keeps such words from the agent.
 
@@ -195,8 +205,7 @@ class SokobanEnv(GridEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        if (preset or "erl") not in ROOMS:
-            raise ConfigError(f"Expected preset to be one of {', '.join(ROOMS)}, got {preset!r}")
+        one_of("preset", preset or "erl", ROOMS)
         given: dict[str, Any] = {
             "sizes": None if sizes is None else tuple(sizes), "boxes": boxes, "walls": walls,
             "max_solution": max_solution, "budget": budget, "symbols": symbols,
@@ -210,8 +219,11 @@ class SokobanEnv(GridEnv):
 
     @property
     def deadlock(self) -> bool:
-        """Whether a box stands in a corner that is no goal; such a box can never be moved again."""
-        return not self.state[1].isdisjoint(self.room.corners)
+        """Whether a box stands where it can be pushed to no goal, whatever the others do: in a corner, along a wall without a goal.
+
+        Boxes that block each other are not seen; ``plan() is None`` is exact, and searches.
+        """
+        return not self.state[1].isdisjoint(self.room.dead)
 
     def plan(self) -> list[str] | None:
         """A shortest solution from here, or None (a box is stuck)."""
@@ -228,8 +240,8 @@ class SokobanEnv(GridEnv):
     def _ending(self) -> Literal["won", "lost"] | None:
         return "won" if self.state[1] == self.room.goals else None
 
-    def _info(self, feedback: str, *, success: bool, invalid: bool) -> dict[str, Any]:
-        return {**super()._info(feedback, success=success, invalid=invalid), "deadlock": self.deadlock}
+    def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
+        return super()._info(feedback, success=success, invalid=invalid) | {"deadlock": self.deadlock}
 
     def _grid(self) -> str:
         sides = range(self.room.size)

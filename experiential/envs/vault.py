@@ -12,9 +12,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import Any, Literal
 
-import gymnasium as gym
-
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.arguments import inside, one_of, positive
+from experiential.envs.text_env import Info, Step, TextEnv
 
 Split = Literal["train", "eval", "corpus"]
 
@@ -56,7 +55,7 @@ def _names(split: Split) -> tuple[str, ...]:
     return tuple(names)
 
 
-class VaultEnv(gym.Env[str, str]):
+class VaultEnv(TextEnv):
     """Find the live lever of a named vault within a few tries.
 
     The answer holds for a world (the name in the goal), not for an episode: the seed draws which other levers are shown,
@@ -72,7 +71,7 @@ class VaultEnv(gym.Env[str, str]):
         render_mode: ``ansi`` or None.
 
     Raises:
-        ValueError: an argument is outside its range.
+        ConfigError: an argument is outside its range.
 
     >>> env = VaultEnv(levers=3)
     >>> observation, info = env.reset(seed=1, options={"world": 0})
@@ -83,85 +82,56 @@ class VaultEnv(gym.Env[str, str]):
     (1.0, True, True)
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
-
     def __init__(
         self, split: Split = "train", worlds: int = 32, levers: int = 14, tries: int = 2, era: int = 0, render_mode: str | None = None
     ) -> None:
-        if split not in ("train", "eval", "corpus"):
-            raise ValueError(f"Expected split to be train, eval or corpus, got {split!r}")
-        if not 2 <= levers <= len(LEVERS):
-            raise ValueError(f"Expected levers between 2 and {len(LEVERS)}, got {levers}")
-        if tries < 1:
-            raise ValueError(f"Expected tries to be positive, got {tries}")
+        one_of("split", split, ("train", "eval", "corpus"))
+        inside("levers", levers, 2, len(LEVERS))
+        positive(tries=tries)
         names = _names(split)
-        if not 1 <= worlds <= len(names):
-            raise ValueError(f"Expected worlds between 1 and {len(names)} in split {split}, got {worlds}")
+        inside(f"worlds of split {split}", worlds, 1, len(names))
+        super().__init__(worlds, longest=4096, longest_action=4096, render_mode=render_mode)
         self.split, self.levers, self.tries, self.era = split, levers, tries, era
         self.names = names[:worlds]
-        self.render_mode = render_mode
-        self.observation_space = UnicodeText(max_length=4096)
-        self.action_space = UnicodeText(max_length=4096)
-        self._observation = ""
 
-    @property
-    def worlds(self) -> list[int]:
-        """Indices that ``reset(options={"world": i})`` accepts."""
-        return list(range(len(self.names)))
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         """Start an episode; options ``world`` (index) and ``era`` override what the seed would draw.
 
         Raises:
-            ValueError: the world does not exist.
+            ConfigError: the world does not exist.
         """
-        super().reset(seed=seed)
-        options = options or {}
-        drawn = int(self.np_random.integers(len(self.names)))
-        world = int(options.get("world", drawn))
-        if not 0 <= world < len(self.names):
-            raise ValueError(f"Expected world between 0 and {len(self.names) - 1}, got {world}")
+        self._seed, self._era = seed, int((options or {}).get("era", self.era))
+        return super().reset(seed=seed, options=options)
+
+    def _begin(self, world: int) -> tuple[str, Info]:
         self._name = self.names[world]
-        self._era = int(options.get("era", self.era))
         self._live = LEVERS[_digest(f"live:{self.split}:{self._name}:{self._era}") % len(LEVERS)]
         others = [lever for lever in LEVERS if lever != self._live]
         self.np_random.shuffle(others)
         self._shown = [self._live, *others[: self.levers - 1]]
         self.np_random.shuffle(self._shown)
-        self._left, self._done, self._success = self.tries, False, False
-        self._instance = f"vault-{self.split}-{self._name}-{self._era}#{seed}"
+        self._left = self.tries
         start = _STARTS[int(self.np_random.integers(len(_STARTS)))]
         sign = self._shown[int(self.np_random.integers(len(self._shown)))]
         feedback = f"You stand by the {start}. A sign says the {sign} lever is {self._remark()}."
-        self._observation = f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\nTries left: {self._left}. Reply: pull <lever>."
-        return self._observation, self._info(feedback)
+        return f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\n{self._rules()}", self._info(feedback)
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Pull a lever: ``pull <lever>`` or the bare name; anything else wastes a try.
-
-        Raises:
-            gymnasium.error.ResetNeeded: the episode is over.
-        """
-        if self._done:
-            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over")
+    def _turn(self, action: str) -> Step:
+        """Pull a lever: ``pull <lever>`` or the bare name; anything else wastes a try."""
         lever = self._lever(action)
         self._left -= 1
-        self._success = lever == self._live
-        self._done = self._success or self._left == 0
+        success = lever == self._live
+        done = success or self._left == 0
         if lever is None:
             feedback = "That is no lever of this vault."
-        elif self._success:
+        elif success:
             feedback = f"The {lever} lever turns. The vault opens."
         else:
             feedback = f"The {lever} lever clicks."
-        if self._done and not self._success:
+        if done and not success:
             feedback += f" The vault locks. {self._note()}"
-        self._observation = feedback if self._done else f"{feedback}\nTries left: {self._left}. Reply: pull <lever>."
-        return self._observation, float(self._success), self._done, False, self._info(feedback, invalid=lever is None)
-
-    def render(self) -> str | None:  # type: ignore[override]  # Gymnasium types frames; text is one
-        """The last observation."""
-        return self._observation if self.render_mode == "ansi" else None
+        observation = feedback if done else f"{feedback}\n{self._rules()}"
+        return observation, float(success), done, False, self._info(feedback, success=success, invalid=lever is None)
 
     def oracle_action(self) -> str:
         """The action that opens the vault."""
@@ -177,6 +147,9 @@ class VaultEnv(gym.Env[str, str]):
         name = words[-1] if words else ""
         return name if name in self._shown and (len(words) == 1 or words[-2] == "pull") else None
 
+    def _rules(self) -> str:
+        return f"Tries left: {self._left}. Reply: pull <lever>."
+
     def _remark(self) -> str:
         return _REMARKS[int(self.np_random.integers(len(_REMARKS)))]
 
@@ -187,13 +160,7 @@ class VaultEnv(gym.Env[str, str]):
         self.np_random.shuffle(remarks)
         return f"A clerk notes: {', '.join(remarks)}."
 
-    def _info(self, feedback: str, *, invalid: bool = False) -> dict[str, Any]:
-        return {
-            "task": self.task,
-            "task_id": f"vault-{self.split}-{self._name}",
-            "instance": self._instance,
-            "admissible": [f"pull {lever}" for lever in self._shown],
-            "success": self._success,
-            "invalid": invalid,
-            "feedback": feedback,
-        }
+    def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
+        known = self._report(f"vault-{self.split}-{self._name}", feedback, success=success, invalid=invalid)
+        instance = f"{known['task_id']}-{self._era}#{self._seed}"
+        return known | {"instance": instance, "admissible": [f"pull {lever}" for lever in self._shown]}

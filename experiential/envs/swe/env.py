@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import gymnasium as gym
 
 from experiential.bank.text import escape
+from experiential.envs.arguments import one_of, positive
 from experiential.envs.swe.call import LONGEST, TOOLS, Call, read_call
 from experiential.envs.swe.editor import BadCallError, Editor, RefusedError
 from experiential.envs.swe.predictions import Prediction
@@ -17,7 +18,7 @@ from experiential.envs.swe.repository import GitError
 from experiential.envs.swe.sandbox import Isolation, Limits, isolated, shortened
 from experiential.envs.swe.task import BUNDLED, Task, load_tasks
 from experiential.envs.swe.workspace import Workshop, Workspace
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError
 
 Split = Literal["train", "eval", "all"]
@@ -35,7 +36,7 @@ _LEGAL = f"Reply with one call, {_FORM}, where NAME is one of {', '.join(TOOLS)}
 _PASS, _FAIL = "The hidden tests pass.", "The hidden tests do not pass."
 
 
-class SWEEnv(gym.Env[str, str]):
+class SWEEnv(TextEnv):
     """Mend a bug in a real project: a shell, an editor, and hidden tests that decide after ``submit``.
 
     Each step is one tool call as text (see `experiential.envs.swe.call.read_call`); the last call in an action counts. An action without a
@@ -64,8 +65,6 @@ class SWEEnv(gym.Env[str, str]):
         ConfigError: an argument is outside its range, or the file of tasks cannot be used.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
-
     def __init__(
         self,
         split: Split = "train",
@@ -81,13 +80,9 @@ class SWEEnv(gym.Env[str, str]):
         isolation: Isolation = "auto",
         render_mode: str | None = None,
     ) -> None:
-        _check("split", split, ("train", "eval", "all"))
-        _check("isolation", isolation, ("auto", "required", "off"))
-        _check("render_mode", render_mode, (None, "ansi"))
-        limits = {"turns": turns, "seconds": seconds, "test_seconds": test_seconds, "memory": memory, "output": output}
-        for name, number in limits.items():
-            if number <= 0:
-                raise ConfigError(f"Expected {name} to be positive, got {number}")
+        one_of("split", split, ("train", "eval", "all"))
+        one_of("isolation", isolation, ("auto", "required", "off"))
+        positive(turns=turns, seconds=seconds, test_seconds=test_seconds, memory=memory, output=output)
         if missing := [name for name in ("bash", "git") if shutil.which(name) is None]:
             raise ConfigError(
                 f"Expected the programs bash and git, got no {' and no '.join(missing)}; install them with the system's packages"
@@ -96,66 +91,39 @@ class SWEEnv(gym.Env[str, str]):
         self.tasks = _chosen(split, file)
         folder = Path(sources).expanduser().resolve() if sources else None
         self._shop = Workshop(_cache(cache), file, folder, isolated(isolation))
-        self.split, self.turns, self.render_mode = split, turns, render_mode
-        self.observation_space = UnicodeText(max_length=1_000_000)
-        self.action_space = UnicodeText(max_length=LONGEST)
+        super().__init__(len(self.tasks), longest_action=LONGEST, render_mode=render_mode)
+        self.split, self.turns = split, turns
         self._limits, self._test_limits, self._output = Limits(seconds, memory), Limits(test_seconds, memory), output
         self._space: Workspace | None = None
-        self._observation, self._patch = "", ""
-        self._over = True
-
-    @property
-    def worlds(self) -> list[int]:
-        """Indices that ``reset(options={"world": i})`` accepts: the tasks."""
-        return list(range(len(self.tasks)))
+        self._patch = ""
 
     @property
     def task(self) -> str:
         """The problem as its reporter stated it."""
         return self._task.problem_statement
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Lay out the task that the option ``world`` names by its index, else one drawn by the seed.
-
-        Raises:
-            ConfigError: there is no such task, or it cannot be made ready.
-        """
-        super().reset(seed=seed)
-        drawn = int(self.np_random.integers(len(self.tasks)))
-        index = int((options or {}).get("world", drawn))
-        if not 0 <= index < len(self.tasks):
-            raise ConfigError(f"Expected world between 0 and {len(self.tasks) - 1}, got {index}")
+    def _begin(self, world: int) -> tuple[str, Info]:
         self.close()
-        self._task: Task = self.tasks[index]
+        self._task: Task = self.tasks[world]
         self._space = self._shop.open(self._task)
         self._editor = Editor(self._space.repo, self._space.place.root / "repo")
-        self._left, self._over, self._patch = self.turns, False, ""
-        self._observation = f"Repository: {self._task.repo}\n{escape(self.task.strip())}\n\n{self._rules()}\nTurns left: {self._left}."
-        return self._observation, self._info("")
+        self._left, self._patch = self.turns, ""
+        said = f"Repository: {self._task.repo}\n{escape(self.task.strip())}\n\n{self._rules()}\nTurns left: {self._left}."
+        return said, self._info("")
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Call a tool.
-
-        Raises:
-            gymnasium.error.ResetNeeded: the episode is over or was never begun.
-        """
-        if self._over or self._space is None:
-            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over or was never begun")
+    def _turn(self, action: str) -> Step:
+        """Call a tool."""
+        space = self._open
         call = read_call(action)
         self._left -= 1
         if call is not None and call.tool == "submit":
-            return self._end(self._space)
-        shown, feedback, invalid = self._done(call, self._space)
-        self._over = self._left == 0
-        if self._over:
-            self._leave(self._space)
-        tail = "No turns are left." if self._over else f"Turns left: {self._left}."
-        self._observation = f"{shown}\n{tail}"
-        return self._observation, 0.0, False, self._over, self._info(feedback, invalid=invalid)
-
-    def render(self) -> str | None:  # type: ignore[override]  # Gymnasium types frames; text is one
-        """The last observation."""
-        return self._observation if self.render_mode == "ansi" else None
+            return self._end(space)
+        shown, feedback, invalid = self._done(call, space)
+        over = self._left == 0
+        if over:
+            self._leave(space)
+        tail = "No turns are left." if over else f"Turns left: {self._left}."
+        return f"{shown}\n{tail}", 0.0, False, over, self._info(feedback, invalid=invalid)
 
     def close(self) -> None:
         """Remove the work folder."""
@@ -169,9 +137,7 @@ class SWEEnv(gym.Env[str, str]):
         Raises:
             gymnasium.error.ResetNeeded: the episode is over or was never begun.
         """
-        if self._space is None:
-            raise gym.error.ResetNeeded("Expected reset() before oracle_action(): the episode is over or was never begun")
-        if self._left == 1 or self._space.solved():
+        if self._left == 1 or self._open.solved():
             return "<function=submit></function>"
         patch = self._task.patch.rstrip("\n")
         command = f"git apply - <<'END_OF_PATCH'\n{patch}\nEND_OF_PATCH"
@@ -182,17 +148,23 @@ class SWEEnv(gym.Env[str, str]):
         patch = self._patch if self._space is None else _patch_of(self._space)
         return {"instance_id": self._task.instance_id, "model_name_or_path": model, "model_patch": patch}
 
+    @property
+    def _open(self) -> Workspace:
+        """The work folder of the episode."""
+        if self._space is None:
+            raise gym.error.ResetNeeded("Expected reset() before this: the episode is over or was never begun")
+        return self._space
+
     def _rules(self) -> str:
         return _RULES.format(network=" There is no network." if self._shop.isolated else "")
 
-    def _end(self, space: Workspace) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _end(self, space: Workspace) -> Step:
         try:
             success = space.passes(self._test_limits)
             feedback = _PASS if success else _FAIL
         except GitError:
             success, feedback = False, "What was submitted cannot be read as a change of the repository."
         self._leave(space)
-        self._observation = feedback
         return feedback, float(success), True, False, self._info(feedback, success=success)
 
     def _leave(self, space: Workspace) -> None:
@@ -223,10 +195,9 @@ class SWEEnv(gym.Env[str, str]):
         ending = f"[stopped after {self._limits.seconds:g} seconds]" if result.timed_out else f"[exit status {result.status}]"
         return f"{shortened(result.text.rstrip(), self._output - 100)}\n{ending}".lstrip("\n")
 
-    def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> dict[str, Any]:
-        name = self._task.instance_id
-        patch = {"model_patch": self._patch} if self._over else {}
-        return {"task": self.task, "task_id": name, "instance": name, **patch, "success": success, "invalid": invalid, "feedback": feedback}
+    def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
+        known = self._report(self._task.instance_id, feedback, success=success, invalid=invalid)
+        return known | {"model_patch": self._patch} if self._space is None else known
 
 
 def _patch_of(space: Workspace) -> str:
@@ -235,11 +206,6 @@ def _patch_of(space: Workspace) -> str:
         return space.patch()
     except GitError:
         return ""
-
-
-def _check(name: str, value: Any, known: Any) -> None:
-    if value not in known:
-        raise ConfigError(f"Expected {name} to be one of {', '.join(map(str, known))}, got {value!r}")
 
 
 def _chosen(split: Split, file: Path) -> tuple[Task, ...]:

@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from experiential.envs.grid import split_of
-from experiential.errors import ConfigError
+from experiential.envs.split import split_of
+from experiential.errors import ConfigError, first_problem
 
 BUNDLED = Path(__file__).with_name("tasks.jsonl")
 """Tasks that are shipped: their patches, not their sources."""
@@ -148,7 +148,6 @@ def _checked(line: str, number: int, path: Path) -> Task:
     try:
         return Task.model_validate(row)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "it"
-        what = f"{place} is missing" if first["type"] == "missing" else f"{place}: {first['msg']}"
-        raise ConfigError(f"Expected a task with SWE-bench's fields in each line of {path}, got line {number} where {what}") from error
+        raise ConfigError(
+            f"Expected a task with SWE-bench's fields in each line of {path}, got line {number} where {first_problem(error)}"
+        ) from error

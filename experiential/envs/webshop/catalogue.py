@@ -7,12 +7,13 @@ import lzma
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from experiential.errors import ConfigError
+from experiential.errors import ConfigError, first_problem
 
 PRODUCTS, INSTRUCTIONS = "items_shuffle_1000.json", "items_ins_v2_1000.json"
 """Names of the two files, as WebShop publishes them; ``.xz`` may follow."""
@@ -57,7 +58,7 @@ class Product:
     wish: str | None
     wished: tuple[str, ...]
 
-    @property
+    @cached_property
     def price_tag(self) -> str:
         """The price, or its range, as the shop shows it."""
         return " to ".join(f"${price}" for price in self.prices)
@@ -200,7 +201,4 @@ def _checked(model: type[M], row: Any, source: str, which: str) -> M:
     try:
         return model.model_validate(row)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "it"
-        what = f"{place} is missing" if first["type"] == "missing" else f"{place}: {first['msg']}"
-        raise ConfigError(f"Expected {', '.join(model.model_fields)} in {source}, got {which} where {what}") from error
+        raise ConfigError(f"Expected {', '.join(model.model_fields)} in {source}, got {which} where {first_problem(error)}") from error

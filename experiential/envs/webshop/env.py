@@ -8,10 +8,9 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-import gymnasium as gym
-
 from experiential.bank.text import escape
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.arguments import one_of, positive
+from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.envs.webshop.catalogue import Product
 from experiential.envs.webshop.goals import Goal
 from experiential.envs.webshop.pages import BACK, BUY, DETAILS, FIXED, NEXT, PREVIOUS, WINDOW, Visit, buttons, one_line, page_text
@@ -68,7 +67,7 @@ def _words(text: str) -> str:
     return " ".join(re.sub(r"[\[\]\ud800-\udfff]", " ", text).split())
 
 
-class WebShopEnv(gym.Env[str, str]):
+class WebShopEnv(TextEnv):
     """Buy what an instruction asks for.
 
     On the search page ``search[words]`` lists at most 50 products, ten a page; elsewhere ``click[text]`` follows what a page shows in
@@ -95,8 +94,6 @@ class WebShopEnv(gym.Env[str, str]):
         MissingExtraError: a package of the extra ``webshop`` is missing.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
-
     def __init__(
         self,
         split: Split = "train",
@@ -108,12 +105,8 @@ class WebShopEnv(gym.Env[str, str]):
         generation: int = 0,
         render_mode: str | None = None,
     ) -> None:
-        if split not in PARTS:
-            raise ConfigError(f"Expected split to be one of {', '.join(PARTS)}, got {split!r}")
-        if render_mode not in (None, "ansi"):
-            raise ConfigError(f"Expected render_mode to be None or ansi, got {render_mode!r}")
-        if turns < 1:
-            raise ConfigError(f"Expected turns to be positive, got {turns}")
+        one_of("split", split, PARTS)
+        positive(turns=turns)
         if not 0 < threshold <= 1:
             raise ConfigError(f"Expected threshold above 0 and at most 1, got {threshold}")
         require_fuzzy()
@@ -121,11 +114,7 @@ class WebShopEnv(gym.Env[str, str]):
         self.split: Split = split
         self.turns, self.threshold, self.binary, self.generation = turns, threshold, binary, generation
         self._open()
-        self.render_mode = render_mode
-        self.observation_space = UnicodeText(max_length=1_000_000)
-        self.action_space = UnicodeText(max_length=100_000)
-        self._observation = ""
-        self._over = True
+        super().__init__(len(self._goals), render_mode=render_mode)
 
     def _open(self) -> None:
         shop, goals = open_shop(self.split, self._source, self.generation)
@@ -138,59 +127,38 @@ class WebShopEnv(gym.Env[str, str]):
         return {name: value for name, value in self.__dict__.items() if name not in ("_shop", "_goals", "_shares")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._open()
-
-    @property
-    def worlds(self) -> list[int]:
-        """Indices that ``reset(options={"world": i})`` accepts: the goals of the split."""
-        return list(range(len(self._goals)))
 
     @property
     def task(self) -> str:
         """The instruction."""
         return self._text
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Ask for what the option ``world`` names by its index, else for a goal drawn by weight; rare attributes weigh more.
-
-        Raises:
-            ConfigError: there is no such goal.
-        """
-        super().reset(seed=seed)
+    def _drawn(self) -> int:
+        """A goal by its weight; rare attributes weigh more."""
         drawn = bisect_right(self._shares, self.np_random.random() * self._shares[-1])
-        index = int((options or {}).get("world", min(drawn, len(self._goals) - 1)))
-        if not 0 <= index < len(self._goals):
-            raise ConfigError(f"Expected world between 0 and {len(self._goals) - 1}, got {index}")
-        self._goal: Goal = self._goals[index]
+        return min(drawn, len(self._goals) - 1)
+
+    def _begin(self, world: int) -> tuple[str, Info]:
+        self._goal: Goal = self._goals[world]
         self._text = escape(self._goal.text)
         self._visit = Visit()
-        self._left, self._over, self._success = self.turns, False, False
-        self._observation = self._page()
-        return self._observation, self._info("")
+        self._left = self.turns
+        return self._page(), self._info("")
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Search or click.
-
-        Raises:
-            gymnasium.error.ResetNeeded: the episode is over or was never begun.
-        """
-        if self._over:
-            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over or was never begun")
+    def _turn(self, action: str) -> Step:
+        """Search or click."""
         call = self._legal_call(action)
         self._left -= 1
         if call == Call("click", BUY):
             return self._buy()
         if call is not None:
             self._follow(call)
-        feedback = "" if call is not None else f"That cannot be done here. {self._rules()}"
-        self._over = self._left == 0
-        self._observation = self._page() if call is not None else f"That cannot be done here.\n{self._page()}"
-        return self._observation, 0.0, False, self._over, self._info(feedback, invalid=call is None)
-
-    def render(self) -> str | None:  # type: ignore[override]  # Gymnasium types frames; text is one
-        """The last observation."""
-        return self._observation if self.render_mode == "ansi" else None
+        complaint = "" if call is not None else "That cannot be done here."
+        feedback = f"{complaint} {self._rules()}" if complaint else ""
+        observation = f"{complaint}\n{self._page()}" if complaint else self._page()
+        return observation, 0.0, False, self._left == 0, self._info(feedback, invalid=call is None)
 
     def oracle_action(self) -> str:
         """Search for the title of the product that the goal was made from, open it, choose its options, buy it."""
@@ -256,13 +224,13 @@ class WebShopEnv(gym.Env[str, str]):
         else:
             self._visit = Visit("item", visit.found, visit.page, text)
 
-    def _buy(self) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _buy(self) -> Step:
         wanted, asin = self._shop.products[self._goal.asin], self._visit.asin
         value = score(self._product, wanted, self._goal, self._visit.chosen.values(), self._shop.prices[asin]).value
-        self._over, self._success = True, value >= self.threshold
-        self._observation = f"Thank you for shopping with us!\nYour score (min 0.0, max 1.0): {value:.3f}"
-        reward = float(self._success) if self.binary else value
-        return self._observation, reward, True, False, self._info(self._observation.replace("\n", " "))
+        success = value >= self.threshold
+        observation = f"Thank you for shopping with us!\nYour score (min 0.0, max 1.0): {value:.3f}"
+        info = self._info(observation.replace("\n", " "), success=success)
+        return observation, float(success) if self.binary else value, True, False, info
 
     @property
     def _product(self) -> Product:
@@ -272,7 +240,7 @@ class WebShopEnv(gym.Env[str, str]):
         return buttons(self._visit, self._shop.products.get(self._visit.asin))
 
     def _page(self) -> str:
-        tail = "No turns are left." if self._over else f"Turns left: {self._left}. {self._rules()}"
+        tail = "No turns are left." if self._left == 0 else f"Turns left: {self._left}. {self._rules()}"
         return f"WebShop\nInstruction: {self.task}\n{page_text(self._visit, self._shop.products)}\n{tail}"
 
     def _rules(self) -> str:
@@ -284,17 +252,9 @@ class WebShopEnv(gym.Env[str, str]):
         clicks = [f"click[{one_line(text)}]" for text in self._buttons()]
         return clicks or [f"search[{_words(self.task.split(', and price lower than')[0])}]"]
 
-    def _info(self, feedback: str, *, invalid: bool = False) -> dict[str, Any]:
-        name = f"{self._shop.name}-{self._goal.index}"
-        return {
-            "task": self.task,
-            "task_id": name,
-            "instance": name,
-            "admissible": self._admissible(),
-            "success": self._success,
-            "invalid": invalid,
-            "feedback": feedback,
-        }
+    def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
+        known = self._report(f"{self._shop.name}-{self._goal.index}", feedback, success=success, invalid=invalid)
+        return known | {"admissible": self._admissible()}
 
 
 def _plain(text: str) -> str:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from experiential.envs.bm25 import BM25
 from experiential.errors import MissingExtraError
-
-Floats = npt.NDArray[np.float32]
 
 STOP_WORDS = frozenset(
     """
@@ -94,10 +89,8 @@ def stored_length(length: int) -> int:
     return _EXACT + (above >> drop << drop)
 
 
-class LuceneBM25:
-    """Lucene's BM25 as WebShop's engine sets it: k1 = 0.9, b = 0.4, lengths as the index keeps them, float32 throughout.
-
-    Among equal scores the earlier text is first; texts that share no term with the query are never given.
+class LuceneBM25(BM25):
+    """Lucene's BM25 as WebShop's engine sets it: its terms, lengths as its index keeps them, k1 = 0.9 and b = 0.4.
 
     >>> LuceneBM25(["a red door", "brass keys open it", "the brass key of a red door"]).best("Brass keys!", 2)
     [1, 2]
@@ -112,34 +105,4 @@ class LuceneBM25:
     """
 
     def __init__(self, texts: Sequence[str], k1: float = 0.9, b: float = 0.4) -> None:
-        counts = [Counter(tokens(text)) for text in texts]
-        lengths = [count.total() for count in counts]
-        mean = np.float32(max(sum(lengths), 1) / max(len(counts), 1))
-        kept = np.array([stored_length(length) for length in lengths], np.float32)
-        inverse = np.float32(1) / (np.float32(k1) * (np.float32(1 - b) + np.float32(b) * kept / mean))
-        postings: dict[str, tuple[list[int], list[int]]] = {}
-        for i, count in enumerate(counts):
-            for term, number in count.items():
-                rows, numbers = postings.setdefault(term, ([], []))
-                rows.append(i)
-                numbers.append(number)
-        self._size = len(counts)
-        self._weights = {t: self._weighted(np.array(rows), np.array(n, np.float32), inverse) for t, (rows, n) in postings.items()}
-
-    def _weighted(self, rows: npt.NDArray[np.int64], tf: Floats, inverse: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
-        idf = np.float32(np.log(1 + (self._size - len(rows) + 0.5) / (len(rows) + 0.5)))
-        return rows, (idf - idf / (np.float32(1) + tf * inverse[rows])).astype(np.float32)
-
-    def scores(self, query: str) -> Floats:
-        """The score of every text, shape (n,), float32; a term said twice counts twice."""
-        scores = np.zeros(self._size, np.float32)
-        for term, times in Counter(tokens(query)).items():
-            if term in self._weights:
-                rows, weights = self._weights[term]
-                scores[rows] += np.float32(times) * weights
-        return scores
-
-    def best(self, query: str, k: int) -> list[int]:
-        """Indices of at most ``k`` texts, best first."""
-        scores = self.scores(query)
-        return [int(i) for i in np.argsort(-scores, kind="stable")[:k] if scores[i] > 0]
+        super().__init__(texts, tokens, stored_length, k1, b)

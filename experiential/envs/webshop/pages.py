@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from experiential.bank.text import escape
@@ -112,6 +113,7 @@ def _detail(detail: str, product: Product) -> str:
     return f"[{BACK}] [{PREVIOUS}]\n{detail}:\n{cut.strip() or 'There is nothing here.'}"
 
 
+@lru_cache(maxsize=32_768)
 def one_line(text: str) -> str:
     """A text of a product as a page shows it: in one line, without tags of this package."""
     return " ".join(escape(text).split())

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from experiential.agents.dialogue import Dialogue, TokenSequence
 from experiential.config import ColdStartSettings
-from experiential.errors import ConfigError
+from experiential.errors import ConfigError, first_problem
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
 from experiential.types import Generation, Message
 
@@ -65,9 +65,7 @@ def _read(line: str, number: int, path: Path) -> Demonstration:
     try:
         return Demonstration.model_validate(json.loads(line))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        cause = f"{place}: {first['msg']}" if place else first["msg"]
+        cause = first_problem(error)
     except ValueError as error:
         cause = str(error)
     raise ConfigError(f'Expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} in line {number} of {path}, got: {cause}')

@@ -1,0 +1,201 @@
+"""ALFWorld: household tasks in text, real ones from a user's data or made ones on the same domain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import gymnasium as gym
+
+from experiential.envs.action_text import parse_action
+from experiential.envs.alfworld.games import FILES, TASK_TYPES, Entry, Game, default_folder, open_games
+from experiential.envs.alfworld.household import made_games
+from experiential.envs.alfworld.player import LocalPlayer, Player, Reply, WorkerPlayer, check_installed
+from experiential.envs.arguments import one_of, positive
+from experiential.envs.text_env import Info, Step, TextEnv
+from experiential.errors import ConfigError, EnvError
+
+Split = Literal["train", "eval", "valid_seen", "valid_unseen"]
+
+MADE = {"train": 600, "eval": 150}
+"""Made games where none are asked for."""
+_BANNER = "-= Welcome to TextWorld, ALFRED! =-"
+
+
+class ALFWorldEnv(TextEnv):
+    """Do a household task in a room that is told in words.
+
+    Each step is one of the commands in ``info["admissible"]``; anything else changes nothing, uses the turn up and is answered with
+    what is legal. The episode ends when the task is done. Nothing else ends it unless ``turns`` is given, so wrap it in a
+    ``TimeLimit`` (the papers use 40 turns).
+
+    A game runs in a worker process that is replaced after ``recycle`` games, since TextWorld keeps some 4.5 MB of every game. Call
+    ``close()``; a worker also ends with its environment and with this process.
+
+    Args:
+        split: ``train``, ``eval`` (of files: valid_seen), ``valid_seen`` or ``valid_unseen``.
+        data: ALFWorld's download (the folder with ``json_2.1.1``) or a packed folder (``common.json`` and ``train.jsonl.xz`` ...); by
+            default the folder that ``ALFWORLD_DATA`` names or ``~/.cache/alfworld``, and without games there made ones; ``made`` asks
+            for these in any case.
+        games: how many; the first ones of a file's split, by default all; of made games 600 or 150 by default.
+        task_types: only these, of the six in ``TASK_TYPES``.
+        turns: turns after which the episode is truncated; None for no end.
+        failure: reward of the last turn when ``turns`` are spent; the papers have -1.
+        show_actions: put the admissible commands into the observation.
+        recycle: games per worker process.
+        timeout: seconds to wait for a worker's answer.
+        in_process: play in this process, for debugging.
+        cached: keep translated problems on disk, where `cache_folder` says.
+        generation: seed of the made games.
+        render_mode: ``ansi`` or None.
+
+    Raises:
+        ConfigError: an argument is outside its range, or the data cannot be used.
+        MissingExtraError: alfworld is not installed.
+    """
+
+    def __init__(
+        self,
+        split: Split = "train",
+        *,
+        data: str | None = None,
+        games: int | None = None,
+        task_types: Sequence[str] | None = None,
+        turns: int | None = None,
+        failure: float = 0.0,
+        show_actions: bool = True,
+        recycle: int = 50,
+        timeout: float = 120.0,
+        in_process: bool = False,
+        cached: bool = True,
+        generation: int = 0,
+        render_mode: str | None = None,
+    ) -> None:
+        one_of("split", split, FILES)
+        if isinstance(task_types, str) or not set(task_types or ()) <= set(TASK_TYPES):
+            raise ConfigError(f"Expected task_types to be a list of {', '.join(TASK_TYPES)}, got {task_types!r}")
+        positive(games=games, turns=turns, recycle=recycle, timeout=timeout)
+        if failure and turns is None:
+            raise ConfigError(f"Expected turns with failure={failure}, got none; give turns=40, as the papers do")
+        check_installed()
+        self.split, self.turns, self.failure, self.show_actions = split, turns, failure, show_actions
+        self._source = (split, data if data is not None else default_folder(), games, tuple(task_types or ()), generation)
+        self._playing = (recycle, timeout, in_process, cached)
+        self._entries, self._name = _opened(*self._source)
+        super().__init__(len(self._entries), render_mode=render_mode)
+        self._player: Player | None = None
+        self._game: Game | None = None
+        self._live = False
+        self._commands: list[str] = []
+
+    @property
+    def game(self) -> Game:
+        """The game that is played.
+
+        Raises:
+            gymnasium.error.ResetNeeded: none was begun.
+        """
+        if self._game is None:
+            raise gym.error.ResetNeeded("Expected reset() before this, got no game yet")
+        return self._game
+
+    @property
+    def task(self) -> str:
+        """What is asked, in words."""
+        return self.game.goal
+
+    def _begin(self, world: int) -> tuple[str, Info]:
+        self._live = False
+        self._game = self._entries[world].load()
+        self._commands, self._used = [], 0
+        self._state = self._begun()
+        return self._told(self._state["feedback"].replace(_BANNER, "").strip()), self._info("")
+
+    def _turn(self, action: str) -> Step:
+        """Play a command."""
+        command = parse_action(" ".join(action.split()), self._state["admissible"])
+        self._used += 1
+        feedback = self._played(command) if command is not None else f"Nothing happens: that is no action here. {self._legal()}"
+        won = bool(self._state["won"])
+        spent = not won and self.turns is not None and self._used >= self.turns
+        observation = feedback if won or spent or command is None else self._told(feedback)
+        reward = 1.0 if won else self.failure if spent else 0.0
+        return observation, reward, won, spent, self._info(feedback, invalid=command is None)
+
+    def close(self) -> None:
+        """End the worker process; a reset starts another."""
+        if self._player is not None:
+            self._player.close()
+        self._player, self._live, self._over = None, False, True
+
+    def oracle_action(self) -> str:
+        """The next command of the walkthrough, or of the planner where another way was taken or there is none.
+
+        Raises:
+            EnvError: the goal cannot be reached from here.
+        """
+        done, known = len(self._commands), self.game.walkthrough
+        if done < len(known) and known[:done] == tuple(self._commands):
+            return known[done]
+        plan = self._ready().plan()
+        if not plan:
+            raise EnvError(f"Expected a way to win {self.game.id} from here, got none of the planner")
+        return plan[0]
+
+    def _begun(self) -> Reply:
+        recycle, timeout, in_process, cached = self._playing
+        if self._player is None:
+            self._player = LocalPlayer(cached=cached) if in_process else WorkerPlayer(recycle=recycle, timeout=timeout, cached=cached)
+        reply = self._player.start(self.game.data)
+        self._live = True
+        return reply
+
+    def _ready(self) -> Player:
+        """The player, at the present state of the game: of a copied environment the episode is played again."""
+        if not self._live:
+            self._begun()
+            for command in self._commands:
+                assert self._player is not None
+                self._player.step(command)
+        assert self._player is not None
+        return self._player
+
+    def _played(self, command: str) -> str:
+        self._state = self._ready().step(command)
+        self._commands.append(command)
+        return str(self._state["feedback"])
+
+    def _told(self, text: str) -> str:
+        return f"{text}\n{self._legal()}" if self.show_actions else text
+
+    def _legal(self) -> str:
+        return f"Actions: {'; '.join(self._state['admissible'])}."
+
+    def _info(self, feedback: str, *, invalid: bool = False) -> Info:
+        known = self._report(f"{self._name}-{self.game.id}", feedback, success=bool(self._state["won"]), invalid=invalid)
+        return known | {"task_type": self.game.task_type, "admissible": list(self._state["admissible"])}
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_entries", "_player")
+        return {key: value for key, value in self.__dict__.items() if key not in left_out} | {"_live": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._entries, self._name = _opened(*self._source)
+        self._player = None
+
+
+def _opened(split: Split, data: str | None, number: int | None, kinds: tuple[str, ...], generation: int) -> tuple[tuple[Entry, ...], str]:
+    """The games of a split, and how their source is called."""
+    if data is None or data == "made":
+        if split not in ("train", "eval"):
+            raise ConfigError(f"Expected split train or eval of made games, got {split!r}; give data= or set ALFWORLD_DATA for files")
+        wanted = number or MADE[split]
+        entries = [
+            entry for entry in made_games(split, wanted * 6 if kinds else wanted, generation) if not kinds or entry.task_type in kinds
+        ]
+        return tuple(entries[:wanted]), f"alfworld-made-{split}"
+    found = tuple(entry for entry in open_games(data, split) if not kinds or entry.task_type in kinds)[:number]
+    if not found:
+        raise ConfigError(f"Expected games of type {', '.join(kinds)} in split {split} of {data}, got none")
+    return found, f"alfworld-{FILES[split]}"

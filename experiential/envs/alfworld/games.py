@@ -1,0 +1,199 @@
+"""ALFWorld's games: those of a download, those of a packed folder, and where each comes from."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from experiential.errors import ConfigError
+
+TaskType = Literal[
+    "pick_and_place_simple",
+    "look_at_obj_in_light",
+    "pick_clean_then_place_in_recep",
+    "pick_heat_then_place_in_recep",
+    "pick_cool_then_place_in_recep",
+    "pick_two_obj_and_place",
+]
+TASK_TYPES: tuple[TaskType, ...] = get_args(TaskType)
+"""In the order in which ALFWorld numbers them from 1."""
+FILES = {"train": "train", "eval": "valid_seen", "valid_seen": "valid_seen", "valid_unseen": "valid_unseen"}
+"""Split to the name that ALFWorld's files give it."""
+_UNKNOWN = "UNKNOWN GOAL."
+_GOAL = re.compile(r"Your task is to: (.*?)\"")
+_SOLVABLE = re.compile(rb'"solvable"\s*:\s*true')
+
+
+@dataclass(frozen=True)
+class Game:
+    """One game.
+
+    Attributes:
+        id: stable name.
+        task_type: one of ``TASK_TYPES``.
+        goal: what is asked, in words.
+        walkthrough: commands that win it; empty where none is known.
+        data: ``pddl_domain``, ``grammar`` and ``pddl_problem``, as TextWorld takes them.
+    """
+
+    id: str
+    task_type: str
+    goal: str
+    walkthrough: tuple[str, ...]
+    data: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A game that is not read yet."""
+
+    id: str
+    task_type: str
+    load: Callable[[], Game]
+
+
+def task_type_of(name: str) -> str:
+    """The task type that a task's name begins with."""
+    return name.split("-", 1)[0]
+
+
+def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
+    """The games of a folder, in the order of their names: a packed one (``common.json``) or ALFWorld's download.
+
+    Raises:
+        ConfigError: there is no such folder, it holds no games of this split, or a file of it is damaged.
+    """
+    folder, name = Path(data).expanduser(), FILES[split]
+    if (folder / "common.json").is_file():
+        path = folder / f"{name}.jsonl.xz"
+        if not path.is_file():
+            raise ConfigError(f"Expected {path.name} in {folder} for split {split!r}, got no such file")
+        return _packed(folder, path, path.stat().st_mtime_ns)
+    root = next((known for known in (folder / "json_2.1.1" / name, folder / name) if known.is_dir()), None)
+    if root is None:
+        raise ConfigError(
+            f"Expected {folder / 'json_2.1.1' / name} (as alfworld-download writes it) or {folder / 'common.json'}, got neither; "
+            "run alfworld-download, set ALFWORLD_DATA to its folder, or leave both out for made games"
+        )
+    return _downloaded(root)
+
+
+@lru_cache(maxsize=8)
+def _downloaded(root: Path) -> tuple[Entry, ...]:
+    found = tuple(sorted(_trials(root), key=lambda entry: entry.id))
+    if not found:
+        raise ConfigError(f"Expected solvable games (task/trial/game.tw-pddl) below {root}, got none; run alfworld-download")
+    return found
+
+
+def _trials(root: Path) -> Iterator[Entry]:
+    """Games that ALFWorld plays: solvable ones, without slices and movable receptacles."""
+    for path in root.glob("*/*/game.tw-pddl"):
+        name = f"{path.parent.parent.name}/{path.parent.name}"
+        if "movable" in name or "Sliced" in name or not _SOLVABLE.search(_bytes(path)):
+            continue
+        yield Entry(name, task_type_of(name), partial(read_game, path, name))
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"Expected a readable game, got {path}: {error}") from error
+
+
+def read_game(path: Path, name: str) -> Game:
+    """A game of the download; task type and walkthrough also from ``traj_data.json`` beside it, where there is one.
+
+    Raises:
+        ConfigError: the file is no game; file and field are named.
+    """
+    known = _object(_bytes(path), str(path))
+    data = {key: _text(known, key, str(path)) for key in ("pddl_domain", "grammar", "pddl_problem")}
+    goal = _GOAL.search(data["grammar"])
+    if goal is None:
+        raise ConfigError(f"Expected 'Your task is to: ...' in field grammar of {path}, got none")
+    task_type = task_type_of(name)
+    beside = path.with_name("traj_data.json")
+    if beside.is_file():
+        task_type = _text(_object(_bytes(beside), str(beside)), "task_type", str(beside))
+    return Game(name, task_type, goal.group(1), _commands(known.get("walkthrough") or [], str(path)), data)
+
+
+@lru_cache(maxsize=4)
+def _packed(folder: Path, path: Path, stamp: int) -> tuple[Entry, ...]:
+    """Rows with the goal, the problem and the walkthrough of a game; what all games share is in ``common.json``."""
+    source = str(folder / "common.json")
+    common = _object(_bytes(folder / "common.json"), source)
+    domain, grammar = (_text(common, key, source) for key in ("pddl_domain", "grammar"))
+    if _UNKNOWN not in grammar:
+        raise ConfigError(f"Expected {_UNKNOWN!r} in field grammar of {source}, got none")
+    return tuple(_row(line, f"{path}, line {number}", domain, grammar) for number, line in enumerate(_lines(path), 1))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with lzma.open(path) as file:
+            yield from (line for line in file if line.strip())
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ConfigError(f"Expected lines of JSON compressed by xz in {path}, got {error}") from error
+
+
+def _row(line: bytes, place: str, domain: str, grammar: str) -> Entry:
+    row = _object(line, place)
+    name, goal = _text(row, "id", place), _text(row, "goal", place)
+    problem = zlib.compress(_text(row, "problem", place).encode(), 6)
+    walkthrough = _commands(row.get("walkthrough") or [], place)
+
+    def load() -> Game:
+        data = {"pddl_domain": domain, "grammar": with_goal(grammar, goal), "pddl_problem": zlib.decompress(problem).decode()}
+        return Game(name, task_type_of(name), goal, walkthrough, data)
+
+    return Entry(name, task_type_of(name), load)
+
+
+def with_goal(grammar: str, goal: str) -> str:
+    """A grammar that tells this goal."""
+    return grammar.replace(_UNKNOWN, json.dumps(goal)[1:-1])
+
+
+def _object(text: bytes, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"Expected a JSON object in {place}, got {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"Expected a JSON object in {place}, got {type(found).__name__}")
+    return cast("dict[str, Any]", found)
+
+
+def _text(known: dict[str, Any], key: str, place: str) -> str:
+    value = known.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"Expected a text in field {key} of {place}, got {type(value).__name__ if key in known else 'no such field'}")
+    return value
+
+
+def _commands(value: Any, place: str) -> tuple[str, ...]:
+    commands: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [None]
+    if not all(isinstance(command, str) for command in commands):
+        raise ConfigError(f"Expected a list of commands in field walkthrough of {place}, got {commands or value!r}")
+    return tuple(commands)
+
+
+def default_folder() -> str | None:
+    """The folder that ``ALFWORLD_DATA`` names, else ``~/.cache/alfworld`` where alfworld-download puts the games; None without games.
+
+    Importing alfworld sets the variable to that folder, whether it holds games or not, so only another one counts as asked for.
+    """
+    usual = Path("~/.cache/alfworld").expanduser()
+    named = Path(os.environ.get("ALFWORLD_DATA") or usual).expanduser()
+    return str(named) if named != usual or (usual / "json_2.1.1").is_dir() else None

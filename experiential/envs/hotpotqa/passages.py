@@ -1,0 +1,66 @@
+"""Finding paragraphs: BM25 over their words, or the cosine of their vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from experiential.bank.index.embed import CachedEmbedder, resolve_embedder
+from experiential.envs.bm25 import BM25, Floats
+
+
+class Passage(NamedTuple):
+    """One paragraph with its title."""
+
+    title: str
+    text: str
+
+
+class Ranker(Protocol):
+    """Orders the texts that it was made from."""
+
+    def best(self, query: str, k: int) -> list[int]:
+        """Indices of at most ``k`` texts, best first."""
+        ...
+
+
+class Dense:
+    """The cosine of embeddings.
+
+    Args:
+        texts: what is searched; embedded when the first query comes.
+        embedder: a callable that gives vectors of texts, a sentence-transformers name or folder, or ``hashing``, as a bank takes it.
+    """
+
+    def __init__(self, texts: Sequence[str], embedder: Callable[[list[str]], Any] | str) -> None:
+        self._texts, self._embedder = list(texts), CachedEmbedder(resolve_embedder(embedder))
+        self._vectors: Floats | None = None
+
+    def best(self, query: str, k: int) -> list[int]:
+        """Indices of the ``k`` texts nearest to ``query``, nearest first; among equals the earlier is first."""
+        if not query.strip():
+            return []
+        if self._vectors is None:
+            self._vectors = self._embedder(self._texts)
+        cosines = self._vectors @ self._embedder([query])[0]
+        return [int(i) for i in np.argsort(-cosines, kind="stable")[:k]]
+
+
+class Library:
+    """Paragraphs that can be searched; title and text both count.
+
+    Args:
+        passages: pooled paragraphs; the same title and text twice is one.
+        embedder: None for BM25, else see `Dense`.
+    """
+
+    def __init__(self, passages: Sequence[Passage], embedder: Callable[[list[str]], Any] | str | None = None) -> None:
+        self.passages = list(dict.fromkeys(passages))
+        texts = [f"{passage.title}\n{passage.text}" for passage in self.passages]
+        self._ranker: Ranker = BM25(texts) if embedder is None else Dense(texts, embedder)
+
+    def search(self, query: str, k: int) -> list[Passage]:
+        """At most ``k`` passages, best first."""
+        return [self.passages[i] for i in self._ranker.best(query, k)]

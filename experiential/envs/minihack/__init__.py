@@ -1,0 +1,1 @@
+"""MiniHack: any level of it in words."""

@@ -1,0 +1,121 @@
+"""The turn-keeping that all text environments share, and a base for your own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import gymnasium as gym
+
+from experiential.envs.arguments import inside, one_of
+from experiential.envs.text_space import UnicodeText
+
+Info = dict[str, Any]
+Step = tuple[str, float, bool, bool, Info]
+"""What a turn gives: observation, reward, terminated, truncated, info."""
+
+
+class TextEnv(gym.Env[str, str], ABC):
+    """An environment of strings with numbered worlds, played turn by turn.
+
+    A subclass says what is asked (``task``), begins a world (``_begin``) and plays a turn (``_turn``). This class keeps the rest: spaces,
+    the world that a reset picks, the last observation for ``render``, and the refusal of a step where no episode runs. Where ``_begin`` or
+    ``_turn`` raises, the episode is over and a reset begins another.
+
+    >>> class Guess(TextEnv):
+    ...     task = "Guess a digit in three turns."
+    ...
+    ...     def _begin(self, world):
+    ...         self.world, self.left = world, 3
+    ...         return "Which digit?", self._report(f"guess-{world}")
+    ...
+    ...     def _turn(self, action):
+    ...         self.left -= 1
+    ...         won, invalid = action.strip() == str(self.world), not action.strip().isdecimal()
+    ...         said = "Reply with a digit." if invalid else "Right." if won else "Wrong."
+    ...         info = self._report(f"guess-{self.world}", said, success=won, invalid=invalid)
+    ...         return said, float(won), won, not won and self.left == 0, info
+    >>> from experiential.envs import check_text_env
+    >>> check_text_env(Guess(worlds=10))
+    []
+
+    Args:
+        worlds: how many worlds there are.
+        longest: characters that an observation may have.
+        longest_action: characters that an action may have and be in the action space; ``_turn`` must bear any text.
+        render_mode: ``ansi`` (the last observation) or None.
+
+    Raises:
+        ConfigError: there is no such render mode.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
+
+    def __init__(self, worlds: int, *, longest: int = 1_000_000, longest_action: int = 100_000, render_mode: str | None = None) -> None:
+        one_of("render_mode", render_mode, (None, "ansi"))
+        self.render_mode = render_mode
+        self.observation_space = UnicodeText(max_length=longest)
+        self.action_space = UnicodeText(max_length=longest_action)
+        self._count = worlds
+        self._observation = ""
+        self._over = True
+
+    @property
+    @abstractmethod
+    def task(self) -> str:
+        """What is asked, in words; a bank is searched with it."""
+
+    @abstractmethod
+    def _begin(self, world: int) -> tuple[str, Info]:
+        """Begin an episode of ``world``: the first observation and its info."""
+
+    @abstractmethod
+    def _turn(self, action: str) -> Step:
+        """Play ``action``, whatever text it is; one that is no action uses the turn up, and is told so."""
+
+    @property
+    def worlds(self) -> list[int]:
+        """Indices that ``reset(options={"world": i})`` accepts."""
+        return list(range(self._count))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+        """Begin an episode of the world that the option ``world`` names by its index, else of one drawn by the seed.
+
+        Raises:
+            ConfigError: there is no such world, or it cannot be made.
+            EnvError: what plays it failed.
+        """
+        super().reset(seed=seed)
+        drawn = self._drawn()
+        world = int((options or {}).get("world", drawn))
+        inside("world", world, 0, self._count - 1)
+        self._over = True
+        self._observation, info = self._begin(world)
+        self._over = False
+        return self._observation, info
+
+    def step(self, action: str) -> Step:
+        """Play one turn.
+
+        Raises:
+            gymnasium.error.ResetNeeded: the episode is over or was never begun.
+            EnvError: what plays it failed; the episode is lost.
+        """
+        if self._over:
+            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over or was never begun")
+        self._over = True
+        step = self._turn(action)
+        self._observation, self._over = step[0], step[2] or step[3]
+        return step
+
+    def render(self) -> str | None:  # type: ignore[override]  # Gymnasium types frames; text is one
+        """The last observation."""
+        return self._observation if self.render_mode == "ansi" else None
+
+    def _drawn(self) -> int:
+        """A world by the environment's own generator; each is as likely as any other."""
+        return int(self.np_random.integers(self._count))
+
+    def _report(self, name: str, feedback: str = "", *, success: bool = False, invalid: bool = False) -> Info:
+        """What every info holds; ``name`` is the same for a world whatever the seed."""
+        return {"task": self.task, "task_id": name, "instance": name, "success": success, "invalid": invalid, "feedback": feedback}
