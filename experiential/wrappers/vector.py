@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from gymnasium.utils import RecordConstructorArgs
@@ -33,13 +33,7 @@ Observations = tuple[str, ...]
 Stepped = tuple[Observations, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, Any]]
 
 
-if TYPE_CHECKING:
-    _Base = VectorWrapper[Any, Any, Any, Any, Any]
-else:
-    _Base = VectorWrapper  # not generic in Gymnasium 1.2, which MiniHack needs
-
-
-class ExperienceVectorWrapper(_Base, RecordConstructorArgs):
+class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
     """The vector twin of ``ExperienceWrapper``: the same episodes, texts and infos, in batches.
 
     All episodes that start in one call, or all turns of one call, are retrieved for together, in one micro-batch of the
@@ -97,7 +91,7 @@ class ExperienceVectorWrapper(_Base, RecordConstructorArgs):
         options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance, "where": where}
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
-        VectorWrapper.__init__(self, env)
+        super().__init__(env)
         require_text(cast("Any", env).single_observation_space)
         _require_whole_text(env)
         check_retrieval(k, when, inject, where)
@@ -123,7 +117,7 @@ class ExperienceVectorWrapper(_Base, RecordConstructorArgs):
         started = [int(i) for i in np.flatnonzero(mask)]
         for i in started:
             self.logs[i].abandon()
-        observations, infos = self.env.reset(seed=cast("Any", seed), options=rest)
+        observations, infos = cast("Any", self.env).reset(seed=seed, options=rest)
         for i in started:
             self.logs[i].begin(observations[i], info_of(infos, i), _seed_of(seed, i), settings[i])
             self._waiting[i] = False
@@ -131,7 +125,7 @@ class ExperienceVectorWrapper(_Base, RecordConstructorArgs):
 
     def step(self, actions: Sequence[str]) -> Stepped:
         """Act in every environment; episodes that end are submitted, episodes that start are retrieved for."""
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        observations, rewards, terminated, truncated, infos = cast("Any", self.env).step(actions)
         started: list[int] = []
         stepped: list[int] = []
         for i, log in enumerate(self.logs):

@@ -1,0 +1,116 @@
+"""Episodes of an agent that needs no model, and what they came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import gymnasium as gym
+import numpy as np
+
+from experiential.envs import oracle
+from experiential.errors import ExperientialError
+from experiential.sync import attempted
+from experiential.training.intervals import clustered_mean, wilson
+
+Agent = Callable[[str, dict[str, Any]], str]
+_LISTED = 200
+"""Failed episodes that are kept with their reasons."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one episode ended.
+
+    Attributes:
+        world: index of the world that was played; None where the environment lists none.
+        task_id: its name.
+        reward: sum of rewards.
+        success: what ``info["success"]`` said at the end.
+        turns: steps.
+        reason: why it is no success, in a few words; empty for a success.
+    """
+
+    world: int | None
+    task_id: str
+    reward: float
+    success: bool
+    turns: int
+    reason: str = ""
+
+
+def random_agent(env: gym.Env[Any, Any], seed: int, actions: Sequence[str] = ()) -> Agent:
+    """Draws uniformly among the admissible actions; where none are named among ``actions``, else from the action space."""
+    rng = np.random.default_rng(seed)
+    env.action_space.seed(seed)
+
+    def act(observation: str, info: dict[str, Any]) -> str:
+        known = info.get("admissible") or actions
+        return known[int(rng.integers(len(known)))] if known else env.action_space.sample()
+
+    return act
+
+
+def worlds_of(env: gym.Env[Any, Any]) -> int | None:
+    """How many worlds an environment lists; None for none."""
+    listed = getattr(env.unwrapped, "worlds", None)
+    return None if listed is None else len(cast("Sequence[int]", listed))
+
+
+def spread(worlds: int | None, episodes: int | None) -> list[int | None]:
+    """The worlds of so many episodes, evenly spread over all; None plays each once, and more episodes than worlds begin again.
+
+    >>> spread(10, 5), spread(2, 5), spread(3, None), spread(None, 2)
+    ([0, 2, 4, 6, 8], [0, 1, 0, 1, 0], [0, 1, 2], [None, None])
+    """
+    if worlds is None:
+        return [None] * (episodes or 100)
+    if episodes is None or episodes >= worlds:
+        return [i % worlds for i in range(episodes or worlds)]
+    return [i * worlds // episodes for i in range(episodes)]
+
+
+def begin(env: gym.Env[str, str], seed: int, world: int | None) -> tuple[str, dict[str, Any]]:
+    """Reset to a world."""
+    return env.reset(seed=seed, options={} if world is None else {"world": world})
+
+
+def play(env: gym.Env[str, str], agent: Agent, seed: int, world: int | None) -> Outcome:
+    """One episode; what it raises is the reason of its failure."""
+    outcome = attempted(lambda: _played(env, agent, seed, world))
+    if isinstance(outcome, Outcome):
+        return outcome
+    said = str(outcome) if isinstance(outcome, ExperientialError) else f"{type(outcome).__name__}: {outcome}"
+    return Outcome(world, "", 0.0, False, 0, said[:300])
+
+
+def _played(env: gym.Env[str, str], agent: Agent, seed: int, world: int | None) -> Outcome:
+    observation, info = begin(env, seed, world)
+    total, turns, over, late = 0.0, 0, False, False
+    while not (over or late):
+        observation, reward, over, late, info = env.step(agent(observation, info))
+        total, turns = total + float(reward), turns + 1
+    success = bool(info.get("success"))
+    reason = "" if success else f"{'truncated' if late else 'ended'} after {turns} turns with reward {total:.4g}"
+    return Outcome(world, str(info.get("task_id", "")), total, success, turns, reason)
+
+
+def play_oracle(env: gym.Env[str, str], worlds: Sequence[int | None]) -> list[Outcome]:
+    """The oracle on each world, by its index as seed."""
+    agent = oracle(env)
+    return [play(env, agent, seed, world) for seed, world in enumerate(worlds)]
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Success with Wilson's interval, mean reward with a bootstrap over episodes, mean turns, and the failures."""
+    failed = [outcome for outcome in outcomes if not outcome.success]
+    return {
+        "episodes": len(outcomes),
+        "worlds": len({outcome.world for outcome in outcomes}),
+        "success": wilson(len(outcomes) - len(failed), len(outcomes)).model_dump(),
+        "reward": clustered_mean(np.array([[outcome.reward for outcome in outcomes]]), samples=2000).model_dump(),
+        "turns": float(np.mean([outcome.turns for outcome in outcomes])),
+        "failed": len(failed),
+        "failures": [asdict(outcome) for outcome in failed[:_LISTED]],
+    }

@@ -1,0 +1,258 @@
+"""The environments measured: speed, resets, memory, length of observations, success of the oracle and of random play.
+
+    python -m benchmarks.envs [--envs NAME ...] [--episodes N] [--oracle N | --oracle-all] [--parts PART ...] [--results FILE]
+
+Each row runs in a process of its own, one after the other. What was measured of a row stands in the results at once; the same command
+goes on where it was stopped, and `--again` measures anew. A Markdown table is written beside the JSON file. A row whose packages or data
+are missing says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import env_cost
+from benchmarks.data import find_data
+from benchmarks.env_play import play_oracle, spread, summary, worlds_of
+from benchmarks.env_rows import ROWS, Row, chosen
+from benchmarks.env_table import markdown
+from experiential.errors import ConfigError, ExperientialError
+from experiential.sync import attempted
+
+PARTS = ("play", "memory", "raw", "oracle")
+"""In the order in which a row's process measures them: the memory before anything large is imported."""
+RESULTS = Path("benchmarks/results/envs.json")
+_PACKAGES = (
+    "experiential-rl", "gymnasium", "numpy", "minihack", "nle", "alfworld", "textworld", "fast-downward-textworld", "thefuzz",
+    "snowballstemmer",
+)  # fmt: skip
+
+# One row, in its own process
+
+
+def measure(row: Row, part: str, count: int | None, tokenizer: str) -> dict[str, Any]:
+    """One part of a row.
+
+    Args:
+        row: which row.
+        part: one of ``PARTS``.
+        count: episodes; None plays every world.
+        tokenizer: name of what counts tokens.
+    """
+    if part == "play":
+        found = env_cost.played(row, count or row.episodes)
+        return found | {"tokens": _tokens(found.pop("observations"), tokenizer)}
+    if part == "memory":
+        return env_cost.memory(row, count or row.memory)
+    if part == "raw":
+        return env_cost.beside_raw(row, count or row.episodes)
+    env = row.make()
+    found = summary(play_oracle(env, spread(worlds_of(env), count)))
+    env.close()
+    return found
+
+
+def _tokens(texts: list[str], tokenizer: str) -> dict[str, Any]:
+    """Tokens of observations; where the tokenizer cannot be loaded, why."""
+    count = attempted(lambda: env_cost.token_counter(tokenizer))
+    if isinstance(count, Exception):
+        return {"tokenizer": "", "reason": f"{type(count).__name__}: {count}"}
+    return {"tokenizer": tokenizer, **env_cost.tokens(texts, count)}
+
+
+def fill_row(row: Row, parts: Mapping[str, int | None], tokenizer: str, draft: Path) -> None:
+    """Measure parts of a row here; each is in the draft as soon as it is measured.
+
+    Args:
+        row: which row.
+        parts: what to measure, and of how many episodes.
+        tokenizer: name of what counts tokens.
+        draft: a file for ``parts`` and, where something failed, the ``reason``.
+    """
+    row.hide_data()
+    found: dict[str, Any] = {"parts": {}}
+    for part, count in parts.items():
+        outcome = attempted(lambda part=part, count=count: measure(row, part, count, tokenizer))
+        if isinstance(outcome, Exception):
+            said = str(outcome) if isinstance(outcome, ExperientialError) else f"{type(outcome).__name__}: {outcome}"
+            found["reason"] = f"{part}: {said}"
+            break
+        found["parts"][part] = outcome | {"asked": count}
+        draft.write_text(json.dumps(found), encoding="utf-8")
+    draft.write_text(json.dumps(found), encoding="utf-8")
+
+
+# All rows
+
+
+def asked_parts(row: Row, options: argparse.Namespace) -> dict[str, int | None]:
+    """The parts that are asked for of a row, and their episodes."""
+    counts: dict[str, int | None] = {
+        "play": options.episodes or row.episodes,
+        "memory": row.memory if options.memory_episodes is None else min(row.memory, options.memory_episodes),
+        "raw": options.episodes or row.episodes,
+        "oracle": row.all if options.oracle_all else options.oracle or options.episodes or row.oracle,
+    }
+    return {
+        part: counts[part]
+        for part in PARTS
+        if part in options.parts and (part != "memory" or counts[part]) and (part != "raw" or row.level)
+    }
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """Results so far.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    if not file.exists():
+        return {"rows": {}}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert isinstance(found["rows"], dict)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(f"Expected results of benchmarks.envs in {file}, got something else; remove it or choose another") from error
+    return found
+
+
+def left_of(known: Mapping[str, Any], wanted: Mapping[str, int | None]) -> dict[str, int | None]:
+    """The parts that were not measured yet with so many episodes."""
+    done = known.get("parts", {})
+    return {part: count for part, count in wanted.items() if part not in done or done[part]["asked"] != count}
+
+
+def run(rows: list[Row], options: argparse.Namespace) -> int:
+    """Measure what is not measured yet; gives how many rows failed that were ready."""
+    found = read_results(options.results)
+    failed = 0
+    for row in rows:
+        known: dict[str, Any] = {} if options.again else found["rows"].get(row.name, {})
+        wanted = asked_parts(row, options)
+        left = left_of(known, wanted)
+        if not left:
+            say(f"{row.name}: measured already")
+            continue
+        got = run_row(row, left, options)
+        failed += "reason" in got and not got.get("missing", False)
+        found["rows"][row.name] = merged(known, got)
+        keep(found, options.results)
+        say(f"{row.name}: {got.get('reason') or 'measured ' + ', '.join(got['parts'])}")
+    keep(found, options.results)
+    say(markdown(found))
+    return failed
+
+
+def merged(known: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with the parts known before and those measured now; what was missing then counts no longer."""
+    parts = {**known.get("parts", {}), **got.get("parts", {})}
+    told = {key: value for key, value in got.items() if key != "parts"}
+    return {**told, "parts": {part: parts[part] for part in PARTS if part in parts}}
+
+
+def run_row(row: Row, parts: Mapping[str, int | None], options: argparse.Namespace) -> dict[str, Any]:
+    """A row in a process of its own: its parts, or the reason why there are none or not all."""
+    if missing := row.missing():
+        return {"missing": True, "reason": f"not ready; run: {' && '.join(missing)}"}
+    with TemporaryDirectory(prefix="experiential-envs-") as folder:
+        draft = Path(folder) / "row.json"
+        asked = ["--row", row.name, json.dumps(parts), str(draft), "--tokenizer", options.tokenizer]
+        try:
+            command = [sys.executable, "-m", "benchmarks.envs", *asked]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 * options.minutes)
+            said = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+            ended = f"exit code {done.returncode}: {said}" if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            ended = f"not finished in {options.minutes:g} minutes"
+        got: dict[str, Any] = json.loads(draft.read_text(encoding="utf-8")) if draft.exists() else {"parts": {}}
+    return got | ({"reason": ended} if ended else {})
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on: cores, platform and versions, without names and dates."""
+    found: dict[str, str] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cores": os.cpu_count(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": found,
+    }
+
+
+def keep(found: dict[str, Any], file: Path) -> None:
+    """Write the results, whole at every moment, rows in their order, and the table beside them."""
+    rows = {name: found["rows"][name] for name in ROWS if name in found["rows"]}
+    found.update(machine=machine(), rows=rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for path, text in ((file, json.dumps(found, indent=1) + "\n"), (file.with_suffix(".md"), markdown(found))):
+        draft = path.with_name(f".{path.name}.draft")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+
+
+def say(text: str) -> None:
+    """Write a line at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def positive(text: str) -> int:
+    """A positive number of the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"Expected a positive number, got {text}")
+    return number
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.envs", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--envs", nargs="+", metavar="NAME", help=f"rows, or first words of rows: {', '.join(ROWS)}")
+    parser.add_argument("--episodes", type=positive, help="of the random agent and the oracle; by default what each row sets")
+    parser.add_argument("--oracle", type=positive, metavar="N", help="episodes of the oracle")
+    parser.add_argument("--oracle-all", action="store_true", help="the oracle on every world, or as many as the row sets")
+    parser.add_argument("--memory-episodes", type=positive, metavar="N", help="at most so many episodes between two looks at the memory")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; the rest of a row stays")
+    parser.add_argument("--tokenizer", default="smollm2", help="what counts tokens: smollm2, tiny, a model folder or a hub name")
+    parser.add_argument("--minutes", type=float, default=120.0, help="after which a row's process is ended")
+    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a .json file; the table goes beside it")
+    parser.add_argument("--row", nargs=3, metavar=("NAME", "PARTS", "DRAFT"), help=argparse.SUPPRESS)  # a row's own process
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; gives the exit code: 1 where a row failed that was ready, 2 where an argument is wrong."""
+    options = arguments().parse_args(argv)
+    find_data()
+    try:
+        if options.row:
+            name, parts, draft = options.row
+            fill_row(ROWS[name], json.loads(parts), options.tokenizer, Path(draft))
+            return 0
+        return int(run(chosen(options.envs), options) > 0)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
