@@ -17,8 +17,9 @@ import gymnasium as gym
 import numpy as np
 import psutil
 
-from benchmarks.env_play import Outcome, begin, play, random_agent, spread, summary, worlds_of
+from benchmarks.env_play import Outcome, begin, play, spread, summary, worlds_of
 from benchmarks.env_rows import Row
+from experiential.envs import random_agent
 from experiential.llm.models import load_tokenizer, resolve_model
 
 _TEXTS = 500

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -10,11 +10,11 @@ import gymnasium as gym
 import numpy as np
 
 from experiential.envs import oracle
+from experiential.envs.oracle import Agent
 from experiential.errors import ExperientialError
 from experiential.sync import attempted
 from experiential.training.intervals import clustered_mean, wilson
 
-Agent = Callable[[str, dict[str, Any]], str]
 _LISTED = 200
 """Failed episodes that are kept with their reasons."""
 
@@ -38,18 +38,6 @@ class Outcome:
     success: bool
     turns: int
     reason: str = ""
-
-
-def random_agent(env: gym.Env[Any, Any], seed: int, actions: Sequence[str] = ()) -> Agent:
-    """Draws uniformly among the admissible actions; where none are named among ``actions``, else from the action space."""
-    rng = np.random.default_rng(seed)
-    env.action_space.seed(seed)
-
-    def act(observation: str, info: dict[str, Any]) -> str:
-        known = info.get("admissible") or actions
-        return known[int(rng.integers(len(known)))] if known else env.action_space.sample()
-
-    return act
 
 
 def worlds_of(env: gym.Env[Any, Any]) -> int | None:
@@ -102,15 +90,15 @@ def play_oracle(env: gym.Env[str, str], worlds: Sequence[int | None]) -> list[Ou
     return [play(env, agent, seed, world) for seed, world in enumerate(worlds)]
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Success with Wilson's interval, mean reward with a bootstrap over episodes, mean turns, and the failures."""
+def summary(outcomes: Sequence[Outcome], *, reasons: bool = False) -> dict[str, Any]:
+    """Success with Wilson's interval, mean reward with a bootstrap over episodes, mean turns; with ``reasons`` the failures, too."""
     failed = [outcome for outcome in outcomes if not outcome.success]
-    return {
+    told = {
         "episodes": len(outcomes),
         "worlds": len({outcome.world for outcome in outcomes}),
         "success": wilson(len(outcomes) - len(failed), len(outcomes)).model_dump(),
         "reward": clustered_mean(np.array([[outcome.reward for outcome in outcomes]]), samples=2000).model_dump(),
         "turns": float(np.mean([outcome.turns for outcome in outcomes])),
         "failed": len(failed),
-        "failures": [asdict(outcome) for outcome in failed[:_LISTED]],
     }
+    return told | ({"failures": [asdict(outcome) for outcome in failed[:_LISTED]]} if reasons else {})

@@ -47,12 +47,12 @@ def _outcomes(told: Mapping[str, Any]) -> list[str]:
     if "success" not in told:
         return ["–", "–"]
     success, reward = told["success"], told["reward"]
-    share = f"{_percent(success['mean'])} [{_percent(success['low'])}, {_percent(success['high'])}] of {told['episodes']:,}"
+    share = f"{_percent(success['mean'])} % [{_percent(success['low'])}, {_percent(success['high'])}] of {told['episodes']:,}"
     return [share, f"{reward['mean']:.3f} [{reward['low']:.3f}, {reward['high']:.3f}]"]
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.4g}"
+    return f"{100 * share:.1f}".removesuffix(".0")
 
 
 def _number(value: float | None, zero: str = "0") -> str:

@@ -57,7 +57,7 @@ def measure(row: Row, part: str, count: int | None, tokenizer: str) -> dict[str,
     if part == "raw":
         return env_cost.beside_raw(row, count or row.episodes)
     env = row.make()
-    found = summary(play_oracle(env, spread(worlds_of(env), count)))
+    found = summary(play_oracle(env, spread(worlds_of(env), count)), reasons=True)
     env.close()
     return found
 
@@ -120,10 +120,9 @@ def read_results(file: Path) -> dict[str, Any]:
         return {"rows": {}}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        assert isinstance(found["rows"], dict)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        return found | {"rows": {name: row | {} for name, row in found["rows"].items()}}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"Expected results of benchmarks.envs in {file}, got something else; remove it or choose another") from error
-    return found
 
 
 def left_of(known: Mapping[str, Any], wanted: Mapping[str, int | None]) -> dict[str, int | None]:

@@ -76,7 +76,7 @@ def _sokoban(preset: str, turns: int) -> SuiteTask:
     return SuiteTask(f"sokoban-{preset}", "experiential/Sokoban-v0", {"preset": preset}, turns)
 
 
-_HOTPOTQA = SuiteTask("hotpotqa", "experiential/HotpotQA-v0", {"reward": "erl", "choices": True}, 6)
+_HOTPOTQA = SuiteTask("hotpotqa", "experiential/HotpotQA-v0", {"preset": "erl", "choices": True}, 5)
 _FROZENLAKE = SuiteTask("frozenlake", "experiential/FrozenLake-v0", {"preset": "erl"}, 8)
 
 SUITES = {
@@ -85,7 +85,7 @@ SUITES = {
         Suite("room", (_minihack("room"),), f"{COMPLEMENTARY}, C.1 (Room-Ultimate-5x5) and C.2 (30 turns)"),
         Suite("alfworld", (_alfworld(40),), f"{COMPLEMENTARY}, C.1 (reward 1 and -1) and C.2 (40 turns)"),
         Suite("webshop", (_webshop(15),), f"{COMPLEMENTARY}, C.1 (1,000 products); the turns are the environment's own"),
-        Suite("hotpotqa", (_HOTPOTQA,), f"{ERL}, B.3 (reward); the turns are the environment's own"),
+        Suite("hotpotqa", (_HOTPOTQA,), f"{ERL}, B.3 (reward, 5 turns)"),
         Suite("sokoban", (_sokoban("erl", 8), _sokoban("complementary", 30)), f"{ERL}, B.2, and {COMPLEMENTARY}, C.1 (6 by 6, two boxes)"),
         Suite("frozenlake", (_FROZENLAKE,), f"{ERL}, B.1"),
         Suite("three-task", (_minihack("room"), _webshop(30), _alfworld(30)), f"{COMPLEMENTARY}, C.3 (3-Tasks) and C.2 (30 turns)"),

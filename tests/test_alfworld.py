@@ -105,6 +105,13 @@ def test_gymnasiums_checker_finds_nothing_to_object_to(env: ALFWorldEnv) -> None
     check_env(env, skip_render_check=True)
 
 
+def test_the_preset_is_the_papers_setting_and_an_argument_goes_before_it() -> None:
+    env = ALFWorldEnv(games=1, preset="complementary")
+    assert (env.turns, env.failure) == (40, -1.0)
+    other = ALFWorldEnv(games=1, preset="complementary", turns=10)
+    assert (other.turns, other.failure) == (10, -1.0)
+
+
 def test_spent_turns_truncate_with_the_reward_of_failure() -> None:
     env = ALFWorldEnv(games=1, turns=2, failure=-1.0, show_actions=False, render_mode="ansi")
     try:

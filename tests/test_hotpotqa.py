@@ -262,3 +262,13 @@ def test_the_real_questions_can_be_played() -> None:
             found += sum(step[4]["feedback"].count(hop) > 0 for hop in hops)
         assert step[1] == 1.0 and step[4]["success"]
     assert len(env.worlds) == 50 and found > 100  # a search for a title finds its paragraph
+
+
+def test_presets_are_the_papers_settings_and_an_argument_goes_before_them() -> None:
+    erl = HotpotQAEnv(questions=5, preset="erl")
+    erl.reset(options={"world": 0})
+    assert [erl.step("search[anything]")[3] for _ in range(5)] == [False] * 4 + [True]
+    assert "<search_knowledge>" in HotpotQAEnv(questions=5, preset="evolver").reset(seed=0)[0]
+    assert HotpotQAEnv(questions=5, preset="erl", turns=3).turns == 3 and HotpotQAEnv(questions=5).turns == 6
+    with pytest.raises(ConfigError, match="preset"):
+        HotpotQAEnv(questions=5, preset="moon")

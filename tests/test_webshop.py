@@ -299,7 +299,12 @@ def test_two_options_with_one_value_can_both_be_chosen(tmp_path: Path) -> None:
 
 
 def test_the_reward_is_the_fraction_or_binary_and_success_has_a_threshold(tmp_path: Path) -> None:
-    for options, expected in (({}, (0.5, False)), ({"binary": True}, (0.0, False)), ({"binary": True, "threshold": 0.4}, (1.0, True))):
+    for options, expected in (
+        ({}, (0.5, False)),
+        ({"binary": True}, (0.0, False)),
+        ({"preset": "complementary"}, (0.0, False)),
+        ({"binary": True, "threshold": 0.4}, (1.0, True)),
+    ):
         env = shop(tmp_path, **options)
         env.reset(seed=0)
         _, reward, terminated, truncated, info = finish(env, "search[mug]", "click[A3]", "click[buy now]")

@@ -76,8 +76,7 @@ def full_id(name: str) -> str:
 
 def described(env_id: str) -> dict[str, Any]:
     """What an environment is, its arguments with defaults, and its first observation, or what to do before it can give one."""
-    import gymnasium as gym
-
+    from experiential.envs.make import make
     from experiential.envs.readiness import READINESS
 
     entry = READINESS[env_id]
@@ -85,7 +84,7 @@ def described(env_id: str) -> dict[str, Any]:
     about = {"id": env_id, "about": entry.about, "to_do": " && ".join(missing), "for_real_data": entry.optional()}
     observation = f"({entry.costly}, so it is not started here)" if entry.costly else ""
     if not missing and not entry.costly:
-        env = gym.make(env_id, disable_env_checker=True)
+        env = make(env_id)
         observation = str(env.reset(seed=0)[0])
         env.close()
     return about | {"arguments": arguments(env_id), "observation": observation}

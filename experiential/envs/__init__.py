@@ -6,8 +6,9 @@ import gymnasium as gym
 
 from experiential.envs.check import check_text_env
 from experiential.envs.oracle import oracle
+from experiential.envs.random_agent import random_agent
 
-__all__ = ["ENVS", "check_text_env", "oracle", "register"]
+__all__ = ["ENVS", "check_text_env", "oracle", "random_agent", "register"]
 
 ENVS: dict[str, str] = {
     "experiential/ALFWorld-v0": "experiential.envs.alfworld.env:ALFWorldEnv",

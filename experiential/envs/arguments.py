@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from experiential.errors import ConfigError
@@ -59,3 +59,18 @@ def distinct(symbols: str, count: int) -> None:
     """
     if len(symbols) != count or len(set(symbols)) != count or any(symbol.isspace() for symbol in symbols):
         raise ConfigError(f"Expected symbols to be {count} different visible characters, got {symbols!r}")
+
+
+def settled(preset: str | None, presets: Mapping[str, Mapping[str, Any]], usual: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    """Each argument of ``usual``: as given (not None), else as the preset has it, else as usual.
+
+    >>> settled("paper", {"paper": {"turns": 40}}, {"turns": 15, "binary": False}, turns=None, binary=True)
+    {'turns': 40, 'binary': True}
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if preset is not None:
+        one_of("preset", preset, presets)
+    chosen = {**usual, **(presets[preset] if preset is not None else {})}
+    return chosen | {name: value for name, value in given.items() if value is not None}

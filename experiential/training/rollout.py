@@ -15,6 +15,7 @@ import gymnasium as gym
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
+from experiential.envs.make import make
 from experiential.errors import BackendError, EnvError, ExperientialError
 from experiential.sync import attempted
 from experiential.training.awaited import AwaitedEnv, Start, Step, given
@@ -105,7 +106,7 @@ MakeEnv = Callable[[EnvSettings, dict[str, Any]], gym.Env[str, str]]
 def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
     """The environment that settings name, in this process; ``kwargs`` override those of the settings."""
     kwargs = settings.kwargs | kwargs
-    return gym.make(settings.id, max_episode_steps=settings.max_turns, disable_env_checker=True, **kwargs)
+    return make(settings.id, max_episode_steps=settings.max_turns, **kwargs)
 
 
 class Stack(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
 from experiential.config import EnvSettings, WorldChange
+from experiential.envs.make import make
 from experiential.training.rollout import Job, Task, guided_members
 
 _WORLDS = 1  # third coordinate of the draws of worlds, so that they differ from those of seeds
@@ -64,7 +64,7 @@ def episode_seed(*parts: int) -> int:
 
 def world_count(env_id: str, kwargs: dict[str, Any]) -> int | None:
     """How many worlds an environment lists, None when it has no such notion."""
-    env = gym.make(env_id, disable_env_checker=True, **kwargs)
+    env = make(env_id, **kwargs)
     worlds = getattr(env.unwrapped, "worlds", None)
     env.close()
     return None if worlds is None else len(worlds)

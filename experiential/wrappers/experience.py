@@ -35,7 +35,7 @@ class TextWrapper(RecordConstructorArgs, gym.Wrapper[str, str, str, str]):
     def __init__(self, env: gym.Env[str, str], **arguments: Any) -> None:
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **arguments)
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
-        gym.Wrapper.__init__(self, env)
+        cast("Any", gym.Wrapper).__init__(self, env)
         require_text(env.observation_space)
 
 

@@ -78,7 +78,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         RecordConstructorArgs.__init__(
             self, _disable_deepcopy=True, render=render, actions=actions, instruction=instruction, max_turns=max_turns
         )
-        gym.Wrapper.__init__(self, env)
+        cast("Any", gym.Wrapper).__init__(self, env)
         if max_turns is not None and max_turns < 1:
             raise ValueError(f"Expected max_turns to be positive, got {max_turns}")
         self._render, self._instruction = render, instruction
@@ -141,8 +141,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         if self._render is not None:
             return self._render(snapshot(observation), snapshot(info))
         if self.env.render_mode == "ansi":
-            frame: Any = self.env.render()
-            return plain_text(str(frame))
+            return plain_text(str(cast("Any", self.env).render()))
         return describe(observation)
 
     def _annotated(self, info: dict[str, Any], *, invalid: bool, won: bool = False) -> dict[str, Any]:

@@ -91,7 +91,8 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance, "where": where}
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
-        super().__init__(env)
+        cast("Any", VectorWrapper).__init__(self, env)
+        self._envs: Any = env
         require_text(cast("Any", env).single_observation_space)
         _require_whole_text(env)
         check_retrieval(k, when, inject, where)
@@ -117,15 +118,15 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         started = [int(i) for i in np.flatnonzero(mask)]
         for i in started:
             self.logs[i].abandon()
-        observations, infos = cast("Any", self.env).reset(seed=seed, options=rest)
+        observations, infos = self._envs.reset(seed=seed, options=rest)
         for i in started:
             self.logs[i].begin(observations[i], info_of(infos, i), _seed_of(seed, i), settings[i])
             self._waiting[i] = False
         return self._advise(observations, infos, started, [])
 
-    def step(self, actions: Sequence[str]) -> Stepped:
+    def step(self, actions: Any) -> Stepped:
         """Act in every environment; episodes that end are submitted, episodes that start are retrieved for."""
-        observations, rewards, terminated, truncated, infos = cast("Any", self.env).step(actions)
+        observations, rewards, terminated, truncated, infos = self._envs.step(actions)
         started: list[int] = []
         stepped: list[int] = []
         for i, log in enumerate(self.logs):

@@ -11,7 +11,7 @@ from experiential.envs.action_text import parse_action
 from experiential.envs.alfworld.games import FILES, TASK_TYPES, Entry, Game, default_folder, open_games
 from experiential.envs.alfworld.household import made_games
 from experiential.envs.alfworld.player import LocalPlayer, Player, Reply, WorkerPlayer, check_installed
-from experiential.envs.arguments import one_of, positive
+from experiential.envs.arguments import one_of, positive, settled
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError, EnvError
 
@@ -19,6 +19,8 @@ Split = Literal["train", "eval", "valid_seen", "valid_unseen"]
 
 MADE = {"train": 600, "eval": 150}
 """Made games where none are asked for."""
+PRESETS: dict[str, dict[str, Any]] = {"complementary": {"turns": 40, "failure": -1.0}}
+"""Settings of papers: Complementary RL, C.1 and C.2."""
 _BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 
 
@@ -39,14 +41,15 @@ class ALFWorldEnv(TextEnv):
             for these in any case.
         games: how many; the first ones of a file's split, by default all; of made games 600 or 150 by default.
         task_types: only these, of the six in ``TASK_TYPES``.
-        turns: turns after which the episode is truncated; None for no end.
-        failure: reward of the last turn when ``turns`` are spent; the papers have -1.
+        turns: turns after which the episode is truncated; where nothing says so there is no end.
+        failure: reward of the last turn when ``turns`` are spent; 0 if nothing says otherwise.
         show_actions: put the admissible commands into the observation.
         recycle: games per worker process.
         timeout: seconds to wait for a worker's answer.
         in_process: play in this process, for debugging.
         cached: keep translated problems on disk, where `cache_folder` says.
         generation: seed of the made games.
+        preset: ``complementary`` (40 turns, ``failure=-1``); where an argument above is None, the preset's value holds.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -62,15 +65,18 @@ class ALFWorldEnv(TextEnv):
         games: int | None = None,
         task_types: Sequence[str] | None = None,
         turns: int | None = None,
-        failure: float = 0.0,
+        failure: float | None = None,
         show_actions: bool = True,
         recycle: int = 50,
         timeout: float = 120.0,
         in_process: bool = False,
         cached: bool = True,
         generation: int = 0,
+        preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
+        chosen = settled(preset, PRESETS, {"turns": None, "failure": 0.0}, turns=turns, failure=failure)
+        turns, failure = chosen["turns"], float(chosen["failure"])
         one_of("split", split, FILES)
         if isinstance(task_types, str) or not set(task_types or ()) <= set(TASK_TYPES):
             raise ConfigError(f"Expected task_types to be a list of {', '.join(TASK_TYPES)}, got {task_types!r}")

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from experiential.bank.text import escape
 from experiential.envs.answers import SCORES, exact_match
-from experiential.envs.arguments import one_of, positive
+from experiential.envs.arguments import one_of, positive, settled
 from experiential.envs.hotpotqa.multihop import invented_questions
 from experiential.envs.hotpotqa.passages import Library, Passage
 from experiential.envs.hotpotqa.questions import Question, QuestionSet, load_questions
@@ -25,6 +25,9 @@ Embedder = Callable[[list[str]], Any] | str
 
 INVENTED = {"train": 600, "eval": 150}
 """Questions of the invented world where none are asked for."""
+USUAL: dict[str, Any] = {"turns": 6, "reward": "em", "style": "brackets"}
+PRESETS: dict[str, dict[str, Any]] = {"erl": {"turns": 5, "reward": "erl"}, "evolver": {"style": "tags"}}
+"""Settings of papers: Experiential RL, B.3, and EvolveR's form of actions."""
 _NONE = "That is no action."
 _PASSAGE = 1200
 """Characters of a paragraph that are shown."""
@@ -105,15 +108,17 @@ class HotpotQAEnv(TextEnv):
         data: a file in HotpotQA's format (see `load_questions`); by default the one that ``HOTPOTQA_DATA`` names, and without that
             an invented world.
         questions: how many; of a file the first ones of the split, by default all; of the invented world 600 or 150 by default.
-        turns: searches and answers allowed.
+        turns: searches and answers allowed; 6 if nothing says otherwise.
         k: paragraphs per search.
-        reward: ``em`` (exact match after SQuAD's normalisation), ``f1`` (of tokens), or ``erl`` (1 for an exact match, F1 from 0.3 on,
-            else 0). Success is always the exact match.
-        style: which form of action the text tells and ``choices`` offers: ``brackets`` or ``tags``.
+        reward: ``em`` (the usual; exact match after SQuAD's normalisation), ``f1`` (of tokens), or ``erl`` (1 for an exact match, F1 from
+            0.3 on, else 0). Success is always the exact match.
+        style: which form of action the text tells and ``choices`` offers: ``brackets`` (the usual) or ``tags``.
         embedder: search by this embedder's cosine (a callable or name as a bank takes it); None searches by BM25.
         choices: offer actions in ``info["admissible"]``: searches for names in the question and in what was read, and answers from what
             was read. They are found in the text alone, so the right answer may be missing among them.
         generation: seed of the invented world.
+        preset: ``erl`` (``reward="erl"``, 5 turns) or ``evolver`` (``style="tags"``); where an argument above is None, the preset's
+            value holds.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -134,24 +139,26 @@ class HotpotQAEnv(TextEnv):
         *,
         data: str | None = None,
         questions: int | None = None,
-        turns: int = 6,
+        turns: int | None = None,
         k: int = 3,
-        reward: str = "em",
-        style: Style = "brackets",
+        reward: str | None = None,
+        style: Style | None = None,
         embedder: Embedder | None = None,
         choices: bool = False,
         generation: int = 0,
+        preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
+        chosen = settled(preset, PRESETS, USUAL, turns=turns, reward=reward, style=style)
         one_of("split", split, ("train", "eval", "all"))
-        one_of("reward", reward, SCORES)
-        one_of("style", style, _FORMS)
-        positive(turns=turns, k=k, questions=questions)
-        self.split, self.turns, self.k, self.style, self.choices = split, turns, k, style, choices
+        one_of("reward", chosen["reward"], SCORES)
+        one_of("style", chosen["style"], _FORMS)
+        positive(turns=chosen["turns"], k=k, questions=questions)
+        self.split, self.turns, self.k, self.style, self.choices = split, int(chosen["turns"]), k, chosen["style"], choices
         self.questions, self._library, self._name = _opened(split, data, questions, generation, embedder)
         super().__init__(len(self.questions), render_mode=render_mode)
-        self._score = SCORES[reward]
-        self._search, self._answer = _FORMS[style]
+        self._score = SCORES[chosen["reward"]]
+        self._search, self._answer = _FORMS[chosen["style"]]
 
     @property
     def task(self) -> str:

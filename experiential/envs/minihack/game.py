@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 import gymnasium as gym
 import numpy as np
 
+from experiential.envs.make import make
 from experiential.envs.minihack.words import action_words, answers, menu_entries
 from experiential.errors import ConfigError, MissingExtraError
 
@@ -205,7 +206,7 @@ def _made(env_id: str, options: dict[str, Any]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return gym.make(env_id, disable_env_checker=True, **options).unwrapped
+            return make(env_id, **options).unwrapped
     except (SystemExit, TypeError, FileNotFoundError, ImportError) as error:
         raise ConfigError(f"Expected {env_id} to start, got: {error}; MiniHack's own documentation says what this level needs") from error
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from experiential.bank.text import escape
-from experiential.envs.arguments import one_of, positive
+from experiential.envs.arguments import one_of, positive, settled
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.envs.webshop.catalogue import Product
 from experiential.envs.webshop.goals import Goal
@@ -20,6 +20,8 @@ from experiential.errors import ConfigError
 
 LONGEST = 100_000
 """Characters of an action that are read; a longer one is invalid."""
+PRESETS: dict[str, dict[str, Any]] = {"complementary": {"binary": True}}
+"""Settings of papers: Complementary RL, C.1."""
 _OPENING = re.compile(r"(?<![\w<])(search|click)\[", re.IGNORECASE)
 _INSIDE = re.compile(r"[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\]")
 
@@ -83,10 +85,11 @@ class WebShopEnv(TextEnv):
             of the invented shop ``train`` or ``eval``, which share no product.
         data: a folder with ``items_shuffle_1000.json`` and ``items_ins_v2_1000.json`` (``.xz`` may follow); by default the one that
             ``WEBSHOP_DATA`` names, and without that an invented shop.
-        turns: actions allowed.
+        turns: actions allowed; 15 if nothing says otherwise.
         threshold: reward from which the episode is a success.
         binary: reward 1 for a success and 0 otherwise, in place of the fraction.
         generation: seed of drawn prices and price bounds, and of the invented shop.
+        preset: ``complementary`` (``binary=True``); where an argument above is None, the preset's value holds.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -99,20 +102,22 @@ class WebShopEnv(TextEnv):
         split: Split = "train",
         *,
         data: str | None = None,
-        turns: int = 15,
+        turns: int | None = None,
         threshold: float = 1.0,
-        binary: bool = False,
+        binary: bool | None = None,
         generation: int = 0,
+        preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
+        chosen = settled(preset, PRESETS, {"turns": 15, "binary": False}, turns=turns, binary=binary)
         one_of("split", split, PARTS)
-        positive(turns=turns)
+        positive(turns=chosen["turns"])
         if not 0 < threshold <= 1:
             raise ConfigError(f"Expected threshold above 0 and at most 1, got {threshold}")
         require_fuzzy()
         self._source = data or os.environ.get("WEBSHOP_DATA") or None
         self.split: Split = split
-        self.turns, self.threshold, self.binary, self.generation = turns, threshold, binary, generation
+        self.turns, self.threshold, self.binary, self.generation = int(chosen["turns"]), threshold, bool(chosen["binary"]), generation
         self._open()
         super().__init__(len(self._goals), render_mode=render_mode)
 
