@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 
-from experiential.envs import ENVS
+from experiential.envs.make import make
 from experiential.envs.readiness import READINESS
 from experiential.errors import ConfigError
 
@@ -64,9 +64,7 @@ class Row:
 
     def make(self) -> gym.Env[str, str]:
         """The environment, as ``gymnasium.make`` gives it, without Gymnasium's checker."""
-        assert self.id in ENVS  # whose module registers them
-        make = cast(Any, gym.make)  # pyright: ignore[reportUnknownMemberType]  # its result is untyped in 1.2
-        return make(self.id, disable_env_checker=True, **self.kwargs)
+        return make(self.id, **self.kwargs)
 
 
 _LEVELS = {
