@@ -198,6 +198,24 @@ def test_vector_environments_give_what_single_ones_give(name: str, vector: Calla
         batch.close()
 
 
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("vector", [gym.vector.SyncVectorEnv, partial(gym.vector.AsyncVectorEnv, shared_memory=False)])
+def test_hostile_text_is_an_invalid_turn_of_one_member_of_a_vector(
+    name: str, vector: Callable[..., gym.vector.VectorEnv[Any, Any, Any]]
+) -> None:
+    batch = vector([partial(make, name)] * 3)
+    try:
+        batch.reset(seed=[7, 8, 9])
+        alone = make(name)
+        alone.reset(seed=9)
+        right = envs.oracle(alone)("", {})
+        observations, _, _, _, infos = batch.step(("\ud800 lone", "x" * 10_000_000, right))
+        assert [bool(invalid) for invalid in infos["invalid"]] == [True, True, False]
+        assert observations[2] == alone.step(right)[0]
+    finally:
+        batch.close()
+
+
 def test_the_oracle_of_an_environment_without_one_is_refused() -> None:
     with pytest.raises(TypeError, match=r"oracle_action\(\), got CartPoleEnv"):
         envs.oracle(gym.make("CartPole-v1"))
