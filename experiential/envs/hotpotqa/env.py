@@ -30,6 +30,8 @@ PRESETS: dict[str, dict[str, Any]] = {"erl": {"turns": 5, "reward": "erl"}, "evo
 """Settings of papers: Experiential RL, B.3, and EvolveR's form of actions."""
 _NONE = "That is no action."
 _PASSAGE = 1200
+_KEPT = 16_384
+"""Paragraphs and offered actions of which is kept what was found out about them."""
 """Characters of a paragraph that are shown."""
 _FORMS: dict[Style, tuple[str, str]] = {
     "brackets": ("search[{}]", "answer[{}]"),
@@ -218,20 +220,32 @@ class HotpotQAEnv(TextEnv):
         names = list(dict.fromkeys([*names_in(self.task), *(name for passage in self._read for name in _names(passage))]))
         asked = {query.casefold() for query in self._asked}
         searches = [self._search.format(name) for name in names or [self.task] if name.casefold() not in asked]
-        answers = [name for passage in self._read for name in (*_names(passage), *_YEAR.findall(passage.text))]
+        answers = [name for passage in self._read for name in (*_names(passage), *_years(passage))]
         closed = ["yes", "no"] if self._read and re.match(r"(?:are|did|do|does|is|was|were)\b", self.task, re.IGNORECASE) else []
         offered = [*searches, *(self._answer.format(name) for name in dict.fromkeys([*closed, *answers]))]
-        return [action for action in offered if read_call(action) is not None] or [self._answer.format("unknown")]
+        return [action for action in offered if _is_call(action)] or [self._answer.format("unknown")]
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         known = self._report(f"{self._name}-{self._question.id}", feedback, success=success, invalid=invalid)
         return known | {"admissible": self._admissible()} if self.choices else known
 
 
-def _names(passage: Passage) -> list[str]:
-    return list(dict.fromkeys([passage.title.strip(), *names_in(passage.text)]))
+@lru_cache(maxsize=_KEPT)
+def _names(passage: Passage) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([passage.title.strip(), *names_in(passage.text)]))
 
 
+@lru_cache(maxsize=_KEPT)
+def _years(passage: Passage) -> tuple[str, ...]:
+    return tuple(_YEAR.findall(passage.text))
+
+
+@lru_cache(maxsize=_KEPT)
+def _is_call(action: str) -> bool:
+    return read_call(action) is not None
+
+
+@lru_cache(maxsize=_KEPT)
 def _shown(passage: Passage) -> str:
     """A paragraph on one line, at most so long, without tags that this package reads."""
     text = " ".join(f"{passage.title}: {passage.text}".split())
