@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # Machines are shared: a slow example is no failure. EXPLORE=1 draws new examples in every run, otherwise they are the same ones.
@@ -18,3 +20,13 @@ for name, value in {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+
+@pytest.fixture(autouse=True)
+def _same_variables() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """What a test, or what it calls, leaves in the environment variables is gone after it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

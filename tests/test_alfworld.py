@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +176,29 @@ def test_a_game_that_cannot_be_played_is_an_error_of_that_game_only(tmp_path: Pa
         for _ in range(2):
             with pytest.raises(EnvError, match="Expected a game that TextWorld can play"):
                 env.reset(seed=0)
+    finally:
+        env.close()
+
+
+def test_no_walkthrough_goes_where_the_agent_is() -> None:
+    """Such a command is not admissible: an oracle that follows the walkthrough would wait there for ever."""
+    for split in ("train", "eval"):
+        for entry in made_games(split, 300):
+            goes = [command for command in entry.load().walkthrough if command.startswith("go to ")]
+            assert all(one != other for one, other in pairwise(goes)), entry.id
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [21, 56, 76])
+def test_what_lies_where_it_is_heated_cleaned_or_cooled_is_treated_there(world: int) -> None:
+    env = ALFWorldEnv(data="made")
+    try:
+        _, info = env.reset(seed=0, options={"world": world})
+        for _ in env.game.walkthrough:
+            assert not info["success"]
+            *_, info = env.step(env.oracle_action())
+            assert not info["invalid"]
+        assert info["success"]
     finally:
         env.close()
 

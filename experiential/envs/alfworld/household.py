@@ -92,14 +92,14 @@ class Household:
     lamp: Item | None = None
     words: str = ""
     opened: set[Item] = field(default_factory=set[Item])
+    at: Item | None = None
 
     def plan(self) -> list[str]:
         """Commands that win: fetch, treat where asked, bring."""
         self.opened.clear()
+        self.at = None
         if self.lamp is not None:
-            thing = self._targets()[0]
-            go = [] if self.where[thing] == self.where[self.lamp] else [f"go to {self.where[self.lamp].name}"]
-            return [*self._fetched(thing), *go, f"use {self.lamp.name}"]
+            return [*self._fetched(self._targets()[0]), *self._gone(self.where[self.lamp]), f"use {self.lamp.name}"]
         to = next(place for place in self.places if place.kind == self.goal_place)
         wanted = self._targets()[: 2 if self.task_type == "pick_two_obj_and_place" else 1]
         return [command for thing in wanted for command in (*self._fetched(thing), *self._treated(thing), *self._brought(thing, to))]
@@ -107,10 +107,14 @@ class Household:
     def _targets(self) -> list[Item]:
         return [thing for thing in self.where if thing.kind == self.target]
 
+    def _gone(self, place: Item) -> list[str]:
+        there, self.at = self.at == place, place
+        return [] if there else [f"go to {place.name}"]
+
     def _reached(self, place: Item) -> list[str]:
         shut = place.kind in _OPENABLE and place not in self.opened
         self.opened.add(place)
-        return [f"go to {place.name}", *([f"open {place.name}"] if shut else [])]
+        return [*self._gone(place), *([f"open {place.name}"] if shut else [])]
 
     def _fetched(self, thing: Item) -> list[str]:
         place = self.where[thing]
@@ -121,7 +125,7 @@ class Household:
             return []
         verb, kind, _, _ = STATES[self.task_type]
         station = Item(kind, 1)
-        return [f"go to {station.name}", f"{verb} {thing.name} with {station.name}"]
+        return [*self._gone(station), f"{verb} {thing.name} with {station.name}"]
 
     def _brought(self, thing: Item, place: Item) -> list[str]:
         return [*self._reached(place), f"move {thing.name} to {place.name}"]
