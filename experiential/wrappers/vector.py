@@ -91,6 +91,8 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance, "where": where}
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
+        self.logs: list[EpisodeLog] = []  # Gymnasium closes what is deleted, also where what follows raises
+        self._owned = False
         cast("Any", VectorWrapper).__init__(self, env)
         self._envs: Any = env
         require_text(cast("Any", env).single_observation_space)
