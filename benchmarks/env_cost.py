@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -20,6 +20,7 @@ import psutil
 from benchmarks.env_play import Outcome, begin, play, spread, summary, worlds_of
 from benchmarks.env_rows import Row
 from experiential.envs import random_agent
+from experiential.envs.make import make
 from experiential.llm.models import load_tokenizer, resolve_model
 
 _TEXTS = 500
@@ -209,5 +210,4 @@ def beside_raw(row: Row, episodes: int) -> dict[str, Any]:
 
 def _raw_level(level: str) -> Any:
     import_module("minihack")
-    make = cast(Any, gym.make)  # pyright: ignore[reportUnknownMemberType]  # its result is untyped in 1.2
-    return make(level, disable_env_checker=True, observation_keys=RAW_KEYS)
+    return make(level, observation_keys=RAW_KEYS)

@@ -365,6 +365,7 @@ def _row(card: Card, recipe: RecipeReport, cells: Sequence[StudyCell]) -> dict[s
         hit = [n for n in (episodes_to_target(cell.curve.get(used, ()), target) for cell in cells) if n is not None]
         row |= {f"reached_{100 * target:.0f}": len(hit), f"episodes_to_{100 * target:.0f}": float(np.median(hit)) if hit else None}
     row |= {
+        "train_episodes": round(float(np.mean([cell.episodes for cell in cells]))),
         "train_minutes": round(float(np.mean([cell.seconds for cell in cells])) / 60, 1),
         "commits": " ".join(sorted({c.commit for c in cells})),
     }
@@ -384,9 +385,16 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
     for environment in dict.fromkeys(row["environment"] for row in found):
         mine = [row for row in found if row["environment"] == environment]
         reach = [f"episodes to {target} % (seeds)" for target in targets]
-        head = ["recipe", "seeds", "with the bank", "without", f"minus {RECIPES[0]}, points", *reach]
+        head = ["recipe", "seeds", "training episodes", "with the bank", "without", f"minus {RECIPES[0]}, points", *reach]
         body = [
-            [row["recipe"], str(row["seeds"]), _rate(row, "on"), _rate(row, "off"), _points(row, f"minus_{RECIPES[0]}")]
+            [
+                row["recipe"],
+                str(row["seeds"]),
+                _number(row["train_episodes"]),
+                _rate(row, "on"),
+                _rate(row, "off"),
+                _points(row, f"minus_{RECIPES[0]}"),
+            ]
             + [f"{_number(row[f'episodes_to_{t}'])} ({row[f'reached_{t}']} of {row['seeds']})" for t in targets]
             for row in mine
         ]

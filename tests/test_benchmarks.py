@@ -68,7 +68,7 @@ def test_the_study_pairs_recipes_with_grpo_and_arms_with_each_other(finished: Pa
 def test_the_study_writes_tables_and_a_picture(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study.table(finished)
     text = (finished / "table.md").read_text()
-    assert "| complementary | 2 | 80 % [" in text and "| 64 (2 of 2) | – (0 of 2) |" in text and "+40 [" in text
+    assert "| complementary | 2 | 128 | 80 % [" in text and "| 64 (2 of 2) | – (0 of 2) |" in text and "+40 [" in text
     assert (finished / "table.csv").read_text().count("\n") == 3
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "note:" not in capsys.readouterr().out

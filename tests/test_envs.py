@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 import experiential.envs as envs
 from experiential.envs.action_text import parse_action
-from experiential.envs.grid import MOVES, shortest_path
+from experiential.envs.grid import MOVES
 from experiential.envs.readiness import READINESS, Entry
+from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import split_of
 
 NAMES = sorted(set(envs.ENVS) - {"experiential/SWE-v0"})

@@ -5,9 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_TAGGED = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)action>", re.IGNORECASE)
 _FENCED = re.compile(r"```(.*?)```", re.DOTALL)
 _EDGES = " \t\r\n.,;:!?\"'`*"
+
+
+def tagged_action(text: str) -> str | None:
+    """What stands in the last ``<action>…</action>``, whatever the case of the tags; None where there is none."""
+    start, found = None, None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end()
+        elif start is not None:
+            start, found = None, text[start : tag.start()]
+    return found
 
 
 def parse_action(text: str, names: Iterable[str]) -> str | None:
@@ -21,6 +32,7 @@ def parse_action(text: str, names: Iterable[str]) -> str | None:
     >>> parse_action("maybe up", ["Up", "Down"]) is None
     True
     """
-    found = _TAGGED.findall(text) or _FENCED.findall(text) or [text]
-    word = found[-1].strip(_EDGES).casefold()
+    tagged = tagged_action(text)
+    said = tagged if tagged is not None else (_FENCED.findall(text) or [text])[-1]
+    word = said.strip(_EDGES).casefold()
     return next((name for name in names if name.casefold() == word), None)

@@ -1,18 +1,15 @@
-"""What the text grids share: moves, search, and the rules of an episode."""
+"""What the text grids share: moves, and the rules of an episode."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from experiential.envs.action_text import parse_action
 from experiential.envs.arguments import one_of, positive
 from experiential.envs.split import Split
 from experiential.envs.text_env import Info, Step, TextEnv
 
-S = TypeVar("S", bound=Hashable)
 Cell = tuple[int, int]
 Event = Literal["won", "lost", "limit", "moved", "blocked"]
 Wording = bool | Literal["neutral"]
@@ -29,33 +26,6 @@ NEUTRAL: dict[Event, str] = {
 
 MAX_DRAWS = 20_000
 """Candidates tried for one layout before its rules are called impossible."""
-
-
-def shortest_path(
-    start: S, neighbours: Callable[[S], Iterable[tuple[str, S]]], done: Callable[[S], bool], limit: int | None = None
-) -> list[str] | None:
-    """Names of the moves of a shortest path from ``start`` to a state where ``done``; None if there is none within ``limit``."""
-    parents: dict[S, tuple[S, str] | None] = {start: None}
-    frontier = deque([(start, 0)])
-    while frontier:
-        state, depth = frontier.popleft()
-        if done(state):
-            return _walk_back(parents, state)
-        if depth == limit:
-            continue
-        for name, after in neighbours(state):
-            if after not in parents:
-                parents[after] = (state, name)
-                frontier.append((after, depth + 1))
-    return None
-
-
-def _walk_back(parents: dict[S, tuple[S, str] | None], state: S) -> list[str]:
-    names: list[str] = []
-    while (link := parents[state]) is not None:
-        state, name = link
-        names.append(name)
-    return names[::-1]
 
 
 class GridEnv(TextEnv):

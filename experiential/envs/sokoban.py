@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from experiential.envs.arguments import distinct, one_of, ordered
-from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording, shortest_path
+from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording
+from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import Split, split_of
 from experiential.envs.text_env import Info
 from experiential.errors import ConfigError

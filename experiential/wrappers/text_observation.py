@@ -12,11 +12,11 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
+from experiential.envs.action_text import tagged_action
 from experiential.envs.text_space import UnicodeText
 
 Array = np.ndarray[Any, Any]
 Render = Callable[[Any, dict[str, Any]], str]
-_TAG = re.compile(r"<(/?)action>", re.IGNORECASE)
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m([^\x1b]+)\x1b\[0?m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_NUMBERS = 1024
@@ -181,12 +181,7 @@ def action_table(space: spaces.Space[Any], actions: Sequence[str] | Mapping[str,
 
 def spoken_action(text: str) -> str:
     """The last ``<action>…</action>`` of a text, or its last line that is not blank, without outer blanks."""
-    start, tagged = None, None
-    for tag in _TAG.finditer(text):
-        if not tag[1]:
-            start = tag.end()
-        elif start is not None:
-            start, tagged = None, text[start : tag.start()]
+    tagged = tagged_action(text)
     if tagged is not None:
         return tagged.strip()
     lines = text.strip().splitlines()

@@ -8,16 +8,14 @@ of a won attempt win the real game too.
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
 
 from experiential.envs.minihack.game import Game, Screen
 from experiential.envs.minihack.words import DIRECTIONS
+from experiential.envs.shortest_path import shortest_path
 
 Cell = tuple[int, int]
 Pair = tuple[Cell, Cell]
-Place = TypeVar("Place", bound=Hashable)
 
 STEPS: dict[int, Cell] = {
     ord("k"): (0, -1), ord("l"): (1, 0), ord("j"): (0, 1), ord("h"): (-1, 0),
@@ -140,17 +138,7 @@ class Explorer:
 
     def _path(self, start: Cell, targets: set[Cell]) -> list[int] | None:
         """Keys of a shortest way to one of the targets."""
-        parents: dict[Cell, tuple[Cell, int] | None] = {start: None}
-        waiting = deque([start])
-        while waiting and targets:
-            cell = waiting.popleft()
-            if cell in targets and cell != start:
-                return _back(parents, cell)
-            for key, after in self._ways(cell):
-                if after not in parents:
-                    parents[after] = (cell, key)
-                    waiting.append(after)
-        return None
+        return shortest_path(start, self._ways, lambda cell: cell in targets and cell != start) if targets else None
 
     def _ways(self, cell: Cell) -> Iterator[tuple[int, Cell]]:
         steps = list(STEPS.items())
@@ -197,31 +185,23 @@ class Explorer:
 
     def _shove(self, here: Cell, boulder: Cell) -> list[int] | None:
         """Keys of a shortest way from ``here`` to push ``boulder`` into water, by breadth over where both stand."""
-        parents: dict[Pair, tuple[Pair, int] | None] = {(here, boulder): None}
-        waiting = deque([(here, boulder)])
-        while waiting:
-            pair = waiting.popleft()
-            for key, after in self._shoves(*pair):
-                if after in parents:
-                    continue
-                parents[after] = (pair, key)
-                if _WATER not in self.map.get(after[1], ""):
-                    waiting.append(after)
-                elif self._useful(after[1]):
-                    return _back(parents, after)
-        return None
+        return shortest_path((here, boulder), self._shoves, lambda pair: self._wet(pair[1]) and self._useful(pair[1]))
+
+    def _wet(self, cell: Cell) -> bool:
+        return _WATER in self.map.get(cell, "")
 
     def _useful(self, water: Cell) -> bool:
         """Whether filling this water leads on: where some is filled already, only what lies behind that."""
         beside = {_moved(water, step) for step in STEPS.values()}
         return not self._filled or not any(cell in self._free for cell in beside - self._filled)
 
-    def _shoves(self, agent: Cell, boulder: Cell) -> Iterator[tuple[int, Pair]]:
-        for key, step in STEPS.items():
+    def _shoves(self, pair: Pair) -> Iterator[tuple[int, Pair]]:
+        agent, boulder = pair
+        for key, step in STEPS.items() if not self._wet(boulder) else ():  # a boulder in water stays there
             after = _moved(agent, step)
             if after == boulder:
                 pushed = _moved(boulder, step)
-                if (pushed in self._free or _WATER in self.map.get(pushed, "")) and (agent, key) not in self._refused:
+                if (pushed in self._free or self._wet(pushed)) and (agent, key) not in self._refused:
                     yield key, (after, pushed)
             elif after in self._free and (agent, key) not in self._refused:
                 yield key, (after, boulder)
@@ -233,11 +213,3 @@ def _walkable(text: str) -> bool:
 
 def _moved(cell: Cell, step: Cell) -> Cell:
     return cell[0] + step[0], cell[1] + step[1]
-
-
-def _back(parents: dict[Place, tuple[Place, int] | None], place: Place) -> list[int]:
-    keys: list[int] = []
-    while (link := parents[place]) is not None:
-        place, key = link
-        keys.append(key)
-    return keys[::-1]

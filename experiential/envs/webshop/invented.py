@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 Part = Literal["train", "eval"]
 SIZE = 240
 """Products of a part."""
@@ -136,7 +138,7 @@ def invented_rows(part: Part, generation: int = 0, size: int = SIZE) -> tuple[li
     rows: list[dict[str, Any]] = []
     asked: dict[str, Any] = {}
     for i, number in enumerate(numbers):
-        asin = f"B0{letter}{_base36(number):0>7}"
+        asin = f"B0{letter}{np.base_repr(number, 36):0>7}"
         kind = _KINDS[i % len(_KINDS)]
         attributes = rng.sample(kind.attributes, 4)
         rows.append(_row(asin, kind, attributes, f"{rng.choice(_STARTS[part])}{rng.choice(_ENDS)}", rng))
@@ -144,15 +146,6 @@ def invented_rows(part: Part, generation: int = 0, size: int = SIZE) -> tuple[li
         wish = f"Find me {', '.join(wished)} {kind.query}"
         asked[asin] = {"attributes": attributes, "instruction": wish, "instruction_attributes": wished}
     return rows, asked
-
-
-def _base36(number: int) -> str:
-    digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    text = ""
-    while number:
-        number, digit = divmod(number, 36)
-        text = digits[digit] + text
-    return text
 
 
 def _row(asin: str, kind: _Kind, attributes: Sequence[str], brand: str, rng: random.Random) -> dict[str, Any]:
