@@ -20,9 +20,10 @@ import psutil
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from experiential.cache import cache_folder
 from experiential.envs.alfworld.games import TASK_TYPES, default_folder, open_games
 from experiential.envs.alfworld.household import KITCHEN, made_games, make_game
-from experiential.envs.alfworld.translation import TranslationCache, cache_folder
+from experiential.envs.alfworld.translation import TranslationCache
 from experiential.envs.split import split_of
 from experiential.errors import ConfigError, EnvError
 
@@ -350,10 +351,10 @@ def test_the_folder_that_alfworld_itself_names_counts_only_with_games(own_cache:
 
 
 def test_the_cache_stands_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    assert cache_folder() == own_cache / "alfworld"
+    assert cache_folder("alfworld") == own_cache / "alfworld"
     monkeypatch.delenv("EXPERIENTIAL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "experiential" / "alfworld"
+    assert cache_folder("alfworld") == tmp_path / "experiential" / "alfworld"
 
 
 def _real() -> str:

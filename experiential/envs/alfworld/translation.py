@@ -16,13 +16,6 @@ FORMAT = 1
 """Raised when what is stored changes."""
 
 
-def cache_folder() -> Path:
-    """Where translations are kept: ``EXPERIENTIAL_CACHE``, else ``XDG_CACHE_HOME``, else ``~/.cache``, in ``experiential/alfworld``."""
-    own = os.environ.get("EXPERIENTIAL_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "experiential"
-    return base / "alfworld"
-
-
 class TranslationCache:
     """Calls ``pddl2sas`` once per domain, problem and mode, and keeps what TextWorld reads of its result.
 

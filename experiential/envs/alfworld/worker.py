@@ -13,8 +13,9 @@ from functools import partial
 from importlib import import_module, metadata
 from typing import Any
 
+from experiential.cache import cache_folder
 from experiential.envs.alfworld.grammar import GrammarCache
-from experiential.envs.alfworld.translation import TranslationCache, cache_folder
+from experiential.envs.alfworld.translation import TranslationCache
 from experiential.sync import attempted
 
 Reply = dict[str, Any]
@@ -74,7 +75,7 @@ def install_cache(*, cached: bool) -> None:
     known = planner.pddl2sas
     translate = known.translate if isinstance(known, TranslationCache) else known
     atom = import_module("fast_downward.translate.pddl.conditions").Atom
-    planner.pddl2sas = TranslationCache(translate, _version(), atom, cache_folder() if cached else None)
+    planner.pddl2sas = TranslationCache(translate, _version(), atom, cache_folder("alfworld") if cached else None)
     logic: Any = import_module("textworld.envs.pddl.logic")
     if not isinstance(logic._parse_and_convert, GrammarCache):
         logic._parse_and_convert = GrammarCache(logic._parse_and_convert, logic.ContextSensitiveGrammar.parse)

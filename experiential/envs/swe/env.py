@@ -10,6 +10,7 @@ from typing import Literal
 import gymnasium as gym
 
 from experiential.bank.text import escape
+from experiential.cache import cache_folder
 from experiential.envs.arguments import one_of, positive
 from experiential.envs.swe.call import LONGEST, TOOLS, Call, read_call
 from experiential.envs.swe.editor import BadCallError, Editor, RefusedError
@@ -51,7 +52,7 @@ class SWEEnv(TextEnv):
         tasks: a file with one JSON object a line with SWE-bench's fields; by default the one that ``SWE_TASKS`` names, and without that the
             bundled tasks.
         sources: folder with the source archives of these tasks; see `Task.source`.
-        cache: folder for all that is made; by default ``$XDG_CACHE_HOME`` or ``~/.cache``, then ``experiential/swe``.
+        cache: folder for all that is made; by default ``swe`` in this package's cache folder.
         turns: tool calls allowed; when they are spent without ``submit`` the episode is truncated, with reward 0.
         seconds: wall time of one command.
         test_seconds: wall time of the hidden tests.
@@ -90,7 +91,8 @@ class SWEEnv(TextEnv):
         file = Path(tasks or os.environ.get("SWE_TASKS") or BUNDLED).expanduser().resolve()
         self.tasks = _chosen(split, file)
         folder = Path(sources).expanduser().resolve() if sources else None
-        self._shop = Workshop(_cache(cache), file, folder, isolated(isolation))
+        kept = Path(cache) if cache else cache_folder("swe")
+        self._shop = Workshop(kept.expanduser().resolve(), file, folder, isolated(isolation))
         super().__init__(len(self.tasks), longest_action=LONGEST, render_mode=render_mode)
         self.split, self.turns = split, turns
         self._limits, self._test_limits, self._output = Limits(seconds, memory), Limits(test_seconds, memory), output
@@ -213,9 +215,3 @@ def _chosen(split: Split, file: Path) -> tuple[Task, ...]:
     if not tasks:
         raise ConfigError(f"Expected a file with tasks of split {split}, got none in {file}; use split='all' for a small file")
     return tasks
-
-
-def _cache(given: str | None) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(given) if given else (Path(root) if root else Path.home() / ".cache") / "experiential" / "swe"
-    return folder.expanduser().resolve()

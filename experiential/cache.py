@@ -1,0 +1,13 @@
+"""Where what can be made again is kept between runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder(part: str) -> Path:
+    """The folder of one part: in ``EXPERIENTIAL_CACHE``, else in ``experiential`` below ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    own = os.environ.get("EXPERIENTIAL_CACHE")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "experiential"
+    return base / part
