@@ -26,6 +26,7 @@ from benchmarks.data import find_data
 from benchmarks.env_play import play_oracle, spread, summary, worlds_of
 from benchmarks.env_rows import ROWS, Row, chosen
 from benchmarks.env_table import markdown
+from experiential.cli.errors import exit_code
 from experiential.errors import ConfigError, ExperientialError
 from experiential.sync import attempted
 
@@ -239,18 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code: 1 where a row failed that was ready, 2 where an argument is wrong."""
     options = arguments().parse_args(argv)
     find_data()
-    try:
-        if options.row:
-            name, parts, draft = options.row
-            fill_row(ROWS[name], json.loads(parts), options.tokenizer, Path(draft))
-            return 0
-        return int(run(chosen(options.envs), options) > 0)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        say("interrupted; the same command goes on")
-        return 130
+    if options.row:
+        name, parts, draft = options.row
+        return exit_code(lambda: fill_row(ROWS[name], json.loads(parts), options.tokenizer, Path(draft)))
+    return exit_code(lambda: int(run(chosen(options.envs), options) > 0), "interrupted; the same command goes on")
 
 
 if __name__ == "__main__":

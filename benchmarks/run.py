@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from benchmarks.suite_report import report, rich_table
 from benchmarks.suites import SUITES, Suite, SuiteTask, find_suite
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
+from experiential.cli.errors import exit_code
 from experiential.config import ModelSettings
 from experiential.envs.readiness import READINESS
-from experiential.errors import BankLockedError, ConfigError, ExperientialError, MissingExtraError, ModelNotFoundError
+from experiential.errors import ConfigError
 from experiential.evaluation.cell import package_version
 from experiential.llm.base import LLM
 from experiential.llm.metered import Meter, Metered
@@ -43,7 +45,6 @@ FOLDER = Path("runs/benchmarks")
 """Where results go unless told otherwise."""
 _WIDE = 170
 """Columns of a table that is not shown in a terminal."""
-_USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedError)
 
 
 class Results(Record):
@@ -349,17 +350,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code."""
     options = arguments().parse_args(argv)
     find_data()
-    try:
-        if options.command == "suites":
-            list_suites()
-            return 0
-        return run(options)
-    except _USER_ERRORS as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 2
-    except ExperientialError as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; the same command goes on\n")
-        return 130
+    return exit_code(list_suites if options.command == "suites" else partial(run, options), "interrupted; the same command goes on")

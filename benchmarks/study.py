@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +32,7 @@ from pydantic import ValidationError
 
 from benchmarks import demonstrations
 from benchmarks.orderings import ORDERINGS, Ordering, findings
+from experiential.cli.errors import exit_code
 from experiential.errors import ConfigError
 from experiential.evaluation.card import ARMS, Card, RecipeReport, make_card, used_arm
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
@@ -514,21 +516,22 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the command line; gives the exit code."""
-    options = arguments().parse_args()
-    try:
-        if options.command == "run":
-            cells = order(options.environments, options.recipes, options.seeds)
-            return int(run(options.results, cells, options.jobs, options.minutes, options.set) > 0)
-        if options.command == "cell":
-            finish_cell(options.results, options.environment, options.recipe, options.seed, options.overrides)
-        else:
-            table(options.results)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        say("interrupted; the same command goes on")
-        return 130
+    return exit_code(partial(execute, arguments().parse_args()), "interrupted; the same command goes on")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Do what the command line says; gives 1 where a cell failed.
+
+    Raises:
+        ConfigError: an environment, a recipe or a setting does not exist, or a cell is damaged.
+    """
+    if options.command == "run":
+        cells = order(options.environments, options.recipes, options.seeds)
+        return int(run(options.results, cells, options.jobs, options.minutes, options.set) > 0)
+    if options.command == "cell":
+        finish_cell(options.results, options.environment, options.recipe, options.seed, options.overrides)
+    else:
+        table(options.results)
     return 0
 
 

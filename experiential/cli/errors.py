@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import typer
 
@@ -14,12 +14,21 @@ USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedErr
 
 
 def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code.
+    """Run a command line and return its exit code; see `exit_code`."""
+    return exit_code(lambda: app(args=list(argv) if argv is not None else None, standalone_mode=False))
+
+
+def exit_code(action: Callable[[], object], interrupted: str = "interrupted") -> int:
+    """What ``action`` returns where that is a number, else 0; or the code of what it raised.
 
     Errors raised on purpose become one line on stderr; anything else is a bug and keeps its traceback (exit code 1).
+
+    Args:
+        action: does the work.
+        interrupted: what is said where the user stops it.
     """
     try:
-        code = app(args=list(argv) if argv is not None else None, standalone_mode=False)
+        code = action()
     except USER_ERRORS as error:
         return complain(error, 2)
     except ExperientialError as error:
@@ -27,7 +36,7 @@ def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return complain(error.format_message(), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return complain("interrupted", 130)
+        return complain(interrupted, 130)
     return code if isinstance(code, int) else 0
 
 

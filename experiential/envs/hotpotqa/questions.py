@@ -10,10 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from experiential.envs.hotpotqa.passages import Passage
-from experiential.errors import ConfigError, first_problem
+from experiential.envs.rows import checked
+from experiential.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,5 @@ def _lines(text: str, path: Path, whole: ValueError) -> list[Any]:
 def _checked(row: Any, number: int, path: Path) -> _Row:
     if isinstance(row, dict) and "_id" not in row and "id" in row:
         row = cast("dict[str, Any]", row) | {"_id": str(cast("dict[str, Any]", row)["id"])}
-    try:
-        return _Row.model_validate(row)
-    except ValidationError as error:
-        raise ConfigError(
-            f"Expected question, answer and context in each question of {path}, got question {number} where {first_problem(error)}; "
-            "files of a test set, which have no answers, cannot be played"
-        ) from error
+    expected = f"question, answer and context in each question of {path} (files of a test set, which have no answers, cannot be played)"
+    return checked(_Row, row, expected, f"question {number}")

@@ -9,10 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from experiential.envs.rows import checked
 from experiential.envs.split import split_of
-from experiential.errors import ConfigError, first_problem
+from experiential.errors import ConfigError
 
 BUNDLED = Path(__file__).with_name("tasks.jsonl")
 """Tasks that are shipped: their patches, not their sources."""
@@ -145,9 +146,4 @@ def _checked(line: str, number: int, path: Path) -> Task:
         row = cast(object, json.loads(line))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"Expected one JSON object a line in {path}, got line {number}: {error}") from error
-    try:
-        return Task.model_validate(row)
-    except ValidationError as error:
-        raise ConfigError(
-            f"Expected a task with SWE-bench's fields in each line of {path}, got line {number} where {first_problem(error)}"
-        ) from error
+    return checked(Task, row, f"a task with SWE-bench's fields in each line of {path}", f"line {number}")

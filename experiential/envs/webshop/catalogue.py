@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
-from experiential.errors import ConfigError, first_problem
+from experiential.envs.rows import checked
+from experiential.errors import ConfigError
 
 PRODUCTS, INSTRUCTIONS = "items_shuffle_1000.json", "items_ins_v2_1000.json"
 """Names of the two files, as WebShop publishes them; ``.xz`` may follow."""
 
-M = TypeVar("M", bound=BaseModel)
 _ROUND = str.maketrans("[]", "()")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PRICE = re.compile(r"\$\s*([\d,]*\.?\d+)")
@@ -148,8 +148,11 @@ def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Produ
         raise ConfigError(f"Expected a JSON list of products in {source}, got none in it")
     if not isinstance(asked, Mapping):
         raise ConfigError(f"Expected a JSON object from asin to instruction in {asking}, got {type(asked).__name__}")
-    listed = [_checked(_Row, row, source, f"product {i}") for i, row in enumerate(cast("list[Any]", rows), 1)]
-    wishes = {name: _checked(_Asked, row, asking, f"entry {name!r}") for name, row in cast("Mapping[str, Any]", asked).items()}
+    listed = [checked(_Row, row, f"{_fields(_Row)} in {source}", f"product {i}") for i, row in enumerate(cast("list[Any]", rows), 1)]
+    wishes = {
+        name: checked(_Asked, row, f"{_fields(_Asked)} in {asking}", f"entry {name!r}")
+        for name, row in cast("Mapping[str, Any]", asked).items()
+    }
     unique: dict[str, _Row] = {}
     for one in listed:
         unique.setdefault(one.asin, one)
@@ -197,8 +200,5 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"Expected JSON in {path}, got a file that cannot be read: {error}") from error
 
 
-def _checked(model: type[M], row: Any, source: str, which: str) -> M:
-    try:
-        return model.model_validate(row)
-    except ValidationError as error:
-        raise ConfigError(f"Expected {', '.join(model.model_fields)} in {source}, got {which} where {first_problem(error)}") from error
+def _fields(model: type[BaseModel]) -> str:
+    return ", ".join(model.model_fields)

@@ -1,0 +1,29 @@
+"""Rows of data files, checked by their models."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from experiential.errors import ConfigError, first_problem
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def checked(model: type[M], row: Any, expected: str, which: str) -> M:
+    """``row`` as its model has it.
+
+    Args:
+        model: what a row must hold.
+        row: as it was read.
+        expected: what the file should hold, with its name, for the error.
+        which: the row's place in the file, for the error.
+
+    Raises:
+        ConfigError: a field is missing or wrong; row and field are named.
+    """
+    try:
+        return model.model_validate(row)
+    except ValidationError as error:
+        raise ConfigError(f"Expected {expected}, got {which} where {first_problem(error)}") from error
