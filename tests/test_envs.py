@@ -345,6 +345,16 @@ def test_every_registered_environment_has_a_row_that_says_what_it_needs(monkeypa
     assert replace(entry, modules=(), data_needed=False).missing() == [] and replace(entry, data_needed=False).optional() == "get it"
 
 
+def test_the_empty_folder_that_alfworld_makes_for_itself_is_no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usual = tmp_path / ".cache" / "alfworld"
+    usual.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ALFWORLD_DATA", str(usual))  # as importing alfworld does
+    assert not READINESS["experiential/ALFWorld-v0"].has_data()
+    (usual / "json_2.1.1").mkdir()
+    assert READINESS["experiential/ALFWorld-v0"].has_data()
+
+
 def test_the_extra_of_every_row_exists() -> None:
     extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {entry.extra for entry in READINESS.values()} - {""} <= set(extras)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from experiential.envs.alfworld.games import default_folder
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Entry:
         variable: environment variable that names data.
         data_step: what to do to get that data; a command where there is one.
         data_needed: whether it cannot be made without the data; otherwise the data only replaces what is made from a seed.
+        folder: where the environment itself looks for data, if that is more than the variable.
         costly: why `experiential envs show` does not start it; empty where a first observation is cheap.
     """
 
@@ -28,6 +32,7 @@ class Entry:
     variable: str = ""
     data_step: str = ""
     data_needed: bool = False
+    folder: Callable[[], str | None] | None = None
     costly: str = ""
 
     def missing(self) -> list[str]:
@@ -36,8 +41,8 @@ class Entry:
         return install + ([self.data_step] if self.data_needed and not self.has_data() else [])
 
     def has_data(self) -> bool:
-        """Whether the variable names a file or folder that exists."""
-        path = os.environ.get(self.variable, "") if self.variable else ""
+        """Whether there is a file or folder of data where the environment looks for it: where the variable says, if nothing else."""
+        path = self.folder() if self.folder else os.environ.get(self.variable, "") if self.variable else ""
         return bool(path) and Path(path).exists()
 
     def optional(self) -> str:
@@ -52,6 +57,7 @@ READINESS: dict[str, Entry] = {
         extra="alfworld",
         variable="ALFWORLD_DATA",
         data_step="export ALFWORLD_DATA=FOLDER && alfworld-download",
+        folder=default_folder,
     ),
     "experiential/FrozenLake-v0": Entry("grid with holes and abstract symbols (Experiential RL), or Gymnasium's 4x4 and 8x8"),
     "experiential/HotpotQA-v0": Entry(
