@@ -1,10 +1,12 @@
 """Worlds that change while training runs: does the bank follow faster than the weights?
 
-    python -m benchmarks.adaptation [--worlds 160] [--output runs/adaptation] [--seeds 3] [--results benchmarks/results/adaptation]
+    python -m benchmarks.adaptation [--worlds 160] [--output runs/adaptation] [--seeds 3] [--results
+    benchmarks/results/adaptation]
 
-Each run trains `complementary` for 40 steps; then eight of the worlds get another live lever, and only they are met, in
-every step. Success of guided and of free episodes is reported by the number of visits since the change. With many worlds
-before the change the actor has learnt to rely on advice; with ``--worlds 8`` it has learnt those eight by heart.
+Each run trains `complementary` for 40 steps; then eight of the worlds get another live lever, and
+only they are met, in every step. Success of guided and of free episodes is reported by the number
+of visits since the change. With many worlds before the change the actor has learnt to rely on
+advice; with ``--worlds 8`` it has learnt those eight by heart.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def train(folder: Path, seed: int, worlds: int) -> None:
 def by_visit(folder: Path) -> dict[str, list[float]]:
     """Mean success on the changed worlds by visits since the change, the first visit first, per condition."""
     steps: list[dict[str, list[float]]] = []
-    records = [json.loads(line) for line in (folder / "episodes.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line)
+        for line in (folder / "episodes.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     for record in records:
         cells: dict[str, list[float]] = defaultdict(list)
         for row in record["rows"]:
@@ -47,7 +52,9 @@ def by_visit(folder: Path) -> dict[str, list[float]]:
                 cells[row["condition"]].append(float(row["success"]))
         if cells:
             steps.append(cells)
-    return {condition: [float(np.mean(s[condition])) for s in steps] for condition in ("guided", "free")}
+    return {
+        condition: [float(np.mean(s[condition])) for s in steps] for condition in ("guided", "free")
+    }
 
 
 def report(runs: list[dict[str, list[float]]], results: Path) -> None:
@@ -60,13 +67,26 @@ def report(runs: list[dict[str, list[float]]], results: Path) -> None:
     length = min(len(curve) for run in runs for curve in run.values())
     table = {c: np.array([run[c][:length] for run in runs]) for c in ("guided", "free")}
     results.mkdir(parents=True, exist_ok=True)
-    summary = {c: {"mean": values.mean(axis=0).round(3).tolist(), "seeds": len(values)} for c, values in table.items()}
+    summary = {
+        c: {"mean": values.mean(axis=0).round(3).tolist(), "seeds": len(values)}
+        for c, values in table.items()
+    }
     (results / "curves.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     figure, axis = pyplot.subplots(figsize=(6, 4))
     for condition, values in table.items():
-        axis.plot(range(1, length + 1), values.mean(axis=0), marker="o", ms=3, label=f"{condition} episodes")
+        axis.plot(
+            range(1, length + 1),
+            values.mean(axis=0),
+            marker="o",
+            ms=3,
+            label=f"{condition} episodes",
+        )
         axis.fill_between(range(1, length + 1), values.min(axis=0), values.max(axis=0), alpha=0.15)
-    axis.set(xlabel="visits to a world since its lever changed", ylabel="success on the changed worlds", ylim=(0, 1))
+    axis.set(
+        xlabel="visits to a world since its lever changed",
+        ylabel="success on the changed worlds",
+        ylim=(0, 1),
+    )
     axis.legend()
     figure.tight_layout()
     figure.savefig(results / "curves.png", dpi=130)

@@ -1,19 +1,24 @@
 """How fast the bank is, as ratios measured in one run.
 
     pip install faiss-cpu                          # the yardstick; without it a plain NumPy product stands in
-    python -m benchmarks.bank [--sizes 1000 10000 20000 100000] [--results benchmarks/results/bank.json]
+    python -m benchmarks.bank [--sizes 1000 10000 20000 100000] [--results
+    benchmarks/results/bank.json]
 
-* ``search``: a batch of 512 queries, 384 numbers each, ten hits: from vectors (the resident index or, in a large bank, what
-  the bank uses), and from text with a warm cache, beside an exact FAISS index and a Chroma collection of the same vectors.
-* ``concurrent``: 512 single queries at once through the manager, as tasks of one event loop and as threads; ``distinct`` ones, and
-  ``groups`` of eight that ask the same, as the members of a group do; and ``spread`` over one second, as 512 environments ask;
-  milliseconds at the median and the 99th percentile.
-* ``writes``: durable adds a second one by one, in one commit, by 4 and by 64 threads; beside one-by-one adds to Chroma; and the
-  99th percentile of a search while four threads write, over the same without.
+* ``search``: a batch of 512 queries, 384 numbers each, ten hits: from vectors (the resident index
+  or, in a large bank, what the bank uses), and from text with a warm cache, beside an exact FAISS
+  index and a Chroma collection of the same vectors.
+* ``concurrent``: 512 single queries at once through the manager, as tasks of one event loop and as
+  threads; ``distinct`` ones, and ``groups`` of eight that ask the same, as the members of a group
+  do; and ``spread`` over one second, as 512 environments ask; milliseconds at the median and the
+  99th percentile.
+* ``writes``: durable adds a second one by one, in one commit, by 4 and by 64 threads; beside
+  one-by-one adds to Chroma; and the 99th percentile of a search while four threads write, over the
+  same without.
 * ``size``: bytes of memory and of disk per entry, and the time to open the bank again.
 * ``step``: microseconds that the wrapper adds to an environment step without retrieval.
 
-Arms alternate and each figure is the best of several repeats: other work on the machine makes things slower, never faster.
+Arms alternate and each figure is the best of several repeats: other work on the machine makes
+things slower, never faster.
 """
 
 from __future__ import annotations
@@ -55,8 +60,12 @@ class Lookup:
     def __init__(self, count: int) -> None:
         rng = np.random.default_rng(0)
         centres = rng.standard_normal((max(1, count // 50), DIMENSION))
-        points = centres[rng.integers(len(centres), size=count)] + 0.5 * rng.standard_normal((count, DIMENSION))
-        self.table: Vector = (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32)
+        points = centres[rng.integers(len(centres), size=count)] + 0.5 * rng.standard_normal(
+            (count, DIMENSION)
+        )
+        self.table: Vector = (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(
+            np.float32
+        )
 
     def __call__(self, texts: Sequence[str]) -> Vector:
         """Rows of the table."""
@@ -89,8 +98,12 @@ def chroma_collection(folder: Path, vectors: Vector) -> Any:
     import chromadb
     from chromadb.config import Settings
 
-    client = chromadb.PersistentClient(path=str(folder), settings=Settings(anonymized_telemetry=False))
-    collection: Any = client.create_collection("benchmark", embedding_function=None, configuration={"hnsw": {"space": "cosine"}})
+    client = chromadb.PersistentClient(
+        path=str(folder), settings=Settings(anonymized_telemetry=False)
+    )
+    collection: Any = client.create_collection(
+        "benchmark", embedding_function=None, configuration={"hnsw": {"space": "cosine"}}
+    )
     for start in range(0, len(vectors), 4000):
         part = vectors[start : start + 4000]
         collection.add(ids=[str(start + i) for i in range(len(part))], embeddings=part.tolist())
@@ -111,10 +124,15 @@ def search(count: int, folder: Path) -> dict[str, Any]:
     with ExperienceBank(folder / "bank", embedder=lookup) as bank:
         opened, memory = time.perf_counter() - begin, _resident() - before
         bank.search(asked, k=HITS)  # warms the cache
-        state, nobody = bank._state, [Scope()] * QUERIES  # pyright: ignore[reportPrivateUsage]  (what a search does after embedding)
+        state, nobody = (
+            bank._state,
+            [Scope()] * QUERIES,
+        )  # pyright: ignore[reportPrivateUsage]  (what a search does after embedding)
         seconds = {
             "text": best(lambda: bank.search(asked, k=HITS)),
-            "vectors": best(lambda: state.nearest.search(queries, HITS, lambda: state.entries, nobody)),
+            "vectors": best(
+                lambda: state.nearest.search(queries, HITS, lambda: state.entries, nobody)
+            ),
         }
     name, exact = exact_search(vectors, queries)
     seconds[name] = best(exact)
@@ -139,11 +157,18 @@ def concurrent(count: int, folder: Path) -> dict[str, dict[str, float]]:
     with ExperienceBank(folder / "bank", embedder=lookup) as bank:
         bank.add_many([str(i) for i in range(count)])
         bank.flush_index()
-        with ExperienceManager(bank, retrieval={"floor": -1.0}) as manager, ThreadPoolExecutor(QUERIES) as pool:
+        with (
+            ExperienceManager(bank, retrieval={"floor": -1.0}) as manager,
+            ThreadPoolExecutor(QUERIES) as pool,
+        ):
             for name, each in (("distinct", 1), ("groups", 8)):
                 asked = [str(count + i // each) for i in range(QUERIES)]
-                found[f"tasks_{name}"] = _latency(lambda asked=asked: asyncio.run(_tasks(manager, asked)))
-                found[f"threads_{name}"] = _latency(lambda asked=asked: list(pool.map(partial(_timed, manager), asked)))
+                found[f"tasks_{name}"] = _latency(
+                    lambda asked=asked: asyncio.run(_tasks(manager, asked))
+                )
+                found[f"threads_{name}"] = _latency(
+                    lambda asked=asked: list(pool.map(partial(_timed, manager), asked))
+                )
             asked = [str(count + i) for i in range(QUERIES)]
             starts = np.random.default_rng(0).uniform(0, 1, QUERIES).tolist()
             found["spread"] = _latency(lambda: asyncio.run(_tasks(manager, asked, starts)))
@@ -156,7 +181,9 @@ def _timed(manager: ExperienceManager, query: str) -> float:
     return time.perf_counter() - begin
 
 
-async def _tasks(manager: ExperienceManager, queries: Sequence[str], starts: Sequence[float] | None = None) -> list[float]:
+async def _tasks(
+    manager: ExperienceManager, queries: Sequence[str], starts: Sequence[float] | None = None
+) -> list[float]:
     async def one(query: str, start: float) -> float:
         await asyncio.sleep(start)
         begin = time.perf_counter()
@@ -171,7 +198,10 @@ def _latency(crowd: Callable[[], Sequence[float]]) -> dict[str, float]:
     crowd()
     rounds = [np.array(crowd()) for _ in range(REPEATS)]
     quickest = min(rounds, key=lambda times: float(np.quantile(times, 0.99)))
-    return {"p50_ms": float(np.median(quickest)) * 1e3, "p99_ms": float(np.quantile(quickest, 0.99)) * 1e3}
+    return {
+        "p50_ms": float(np.median(quickest)) * 1e3,
+        "p99_ms": float(np.quantile(quickest, 0.99)) * 1e3,
+    }
 
 
 def writes(count: int, folder: Path) -> dict[str, float]:
@@ -183,14 +213,29 @@ def writes(count: int, folder: Path) -> dict[str, float]:
         many = count / best(lambda: bank.add_many([next(texts) for _ in range(count)]), 1)
         parts = [[next(texts) for _ in range(count)] for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
-            four = 4 * count / best(lambda: list(pool.map(lambda part: [bank.add(text) for text in part], parts)), 1)
+            four = (
+                4
+                * count
+                / best(
+                    lambda: list(pool.map(lambda part: [bank.add(text) for text in part], parts)), 1
+                )
+            )
         crowd = [[next(texts) for _ in range(count // 8)] for _ in range(64)]
         with ThreadPoolExecutor(64) as pool:
-            many_threads = 8 * count / best(lambda: list(pool.map(lambda part: [bank.add(text) for text in part], crowd)), 1)
+            many_threads = (
+                8
+                * count
+                / best(
+                    lambda: list(pool.map(lambda part: [bank.add(text) for text in part], crowd)), 1
+                )
+            )
         bank.flush_index()
         quiet = _search_p99(bank)
         parts = [[next(texts) for _ in range(count // 2)] for _ in range(4)]
-        threads = [threading.Thread(target=lambda part=part: [bank.add(text) for text in part]) for part in parts]
+        threads = [
+            threading.Thread(target=lambda part=part: [bank.add(text) for text in part])
+            for part in parts
+        ]
         for thread in threads:
             thread.start()
         busy = _search_p99(bank)
@@ -198,7 +243,9 @@ def writes(count: int, folder: Path) -> dict[str, float]:
             thread.join()
     collection = chroma_collection(folder / "chroma", lookup.table[:1])
     rows = lookup.table[1 : count + 1].tolist()
-    chroma = count / best(lambda: [collection.add(ids=[f"n{i}"], embeddings=[row]) for i, row in enumerate(rows)], 1)
+    chroma = count / best(
+        lambda: [collection.add(ids=[f"n{i}"], embeddings=[row]) for i, row in enumerate(rows)], 1
+    )
     return {
         "adds_per_s": one,
         "adds_per_s_in_one_commit": many,
@@ -223,7 +270,9 @@ class _Still(gym.Env[str, str]):
     observation_space = UnicodeText(max_length=64)
     action_space = UnicodeText(max_length=64)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """The only observation."""
         return "here", {"task": "stand"}
 
@@ -261,7 +310,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/bank.json"))
     options = parser.parse_args()
     found: dict[str, Any] = {"search": {}}
-    jobs: list[tuple[str, Callable[[Path], dict[str, Any]]]] = [(f"{size}", partial(search, size)) for size in options.sizes]
+    jobs: list[tuple[str, Callable[[Path], dict[str, Any]]]] = [
+        (f"{size}", partial(search, size)) for size in options.sizes
+    ]
     jobs += [
         ("concurrent", partial(concurrent, min(20_000, max(options.sizes)))),
         ("writes", partial(writes, options.writes)),

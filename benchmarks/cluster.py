@@ -1,10 +1,12 @@
 """What keeps a cluster waiting: rollouts with and without the bank, and the share of time in which engines and ranks work.
 
-    python -m benchmarks.cluster [--steps 12] [--results benchmarks/results/cluster.json] [key=value ...]
+    python -m benchmarks.cluster [--steps 12] [--results benchmarks/results/cluster.json] [key=value
+    ...]
 
-One pair of policies plays the same tasks three times, from the same weights: without a bank (``grpo``), with bank, distillation and
-an extractor that learns, and the same with rollouts one step ahead of updates (``run.ahead=1``). The first two steps of each are left out:
-they start environments. Further arguments are settings, as of ``experiential-train``.
+One pair of policies plays the same tasks three times, from the same weights: without a bank
+(``grpo``), with bank, distillation and an extractor that learns, and the same with rollouts one
+step ahead of updates (``run.ahead=1``). The first two steps of each are left out: they start
+environments. Further arguments are settings, as of ``experiential-train``.
 """
 
 from __future__ import annotations
@@ -25,19 +27,37 @@ from experiential.training.trainer import Runtimes, Trainer
 ARMS = {"grpo": ("grpo", 0), "bank": ("complementary", 0), "ahead": ("complementary", 1)}
 
 
-def arm(name: str, runtimes: Runtimes, initial: Path, folder: Path, steps: int, overrides: list[str]) -> dict[str, Any]:
+def arm(
+    name: str, runtimes: Runtimes, initial: Path, folder: Path, steps: int, overrides: list[str]
+) -> dict[str, Any]:
     """Mean times of a step, and the busy shares while it trained."""
     recipe, ahead = ARMS[name]
     for runtime in runtimes:
         asyncio.run(runtime.load(initial / runtime.name))
-    fixed = ["run.minutes=null", "run.checkpoint_every=0", "eval.before=false", "eval.after=false", f"run.ahead={ahead}"]
+    fixed = [
+        "run.minutes=null",
+        "run.checkpoint_every=0",
+        "eval.before=false",
+        "eval.after=false",
+        f"run.ahead={ahead}",
+    ]
     experiment = load_experiment(recipe, [*overrides, *fixed, f"run.steps={steps}"])
     events: list[dict[str, Any]] = []
     Trainer(experiment, folder / name, observer=events.append, runtimes=runtimes).run()
     done = [e for e in events if e["event"] == "step"][2:]
-    measured = ["rollout_s", "waited_s", "update_s", "step_s", "actor_staleness", *(key for key in done[-1] if key.endswith("_busy"))]
+    measured = [
+        "rollout_s",
+        "waited_s",
+        "update_s",
+        "step_s",
+        "actor_staleness",
+        *(key for key in done[-1] if key.endswith("_busy")),
+    ]
     found: dict[str, Any] = {key: mean(e[key] for e in done) for key in measured}
-    found["updates"] = {"actor": done[-1]["actor_version"], "extractor": done[-1].get("extractor_updates", 0)}
+    found["updates"] = {
+        "actor": done[-1]["actor_version"],
+        "extractor": done[-1].get("extractor_updates", 0),
+    }
     return found
 
 
@@ -53,11 +73,22 @@ def main() -> None:
         initial = Path(folder) / "initial"
         for runtime in runtimes:
             asyncio.run(runtime.save(initial / runtime.name))
-        found = {name: arm(name, runtimes, initial, Path(folder), options.steps, options.settings) for name in ARMS}
+        found = {
+            name: arm(name, runtimes, initial, Path(folder), options.steps, options.settings)
+            for name in ARMS
+        }
     for runtime in runtimes:
         runtime.close()
     ratio = found["bank"]["rollout_s"] / found["grpo"]["rollout_s"]
-    keep({"cores": os.cpu_count(), "settings": options.settings, "rollout_with_bank_over_without": ratio, **found}, options.results)
+    keep(
+        {
+            "cores": os.cpu_count(),
+            "settings": options.settings,
+            "rollout_with_bank_over_without": ratio,
+            **found,
+        },
+        options.results,
+    )
 
 
 if __name__ == "__main__":

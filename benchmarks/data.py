@@ -7,8 +7,15 @@ from pathlib import Path
 
 FOLDER = "EXPERIENTIAL_DATA"
 """Variable that names one folder with the data of all environments."""
-PLACES = {"ALFWORLD_DATA": "alfworld", "WEBSHOP_DATA": "webshop", "HOTPOTQA_DATA": "hotpotqa/*.json", "SWE_TASKS": "swe/*.jsonl"}
-"""Variable of an environment to what it means below that folder; of a pattern the first file by name."""
+PLACES = {
+    "ALFWORLD_DATA": "alfworld",
+    "WEBSHOP_DATA": "webshop",
+    "HOTPOTQA_DATA": "hotpotqa/*.json",
+    "SWE_TASKS": "swe/*.jsonl",
+}
+"""Variable of an environment to what it means below that folder; of a pattern the first file by
+name.
+"""
 
 
 def find_data() -> None:

@@ -1,12 +1,16 @@
 """Demonstrations for a cold start: a scripted policy plays a recipe's environment with its search for experience, and is written down.
 
-    python -m benchmarks.demonstrations OUT.jsonl [--recipe evolver] [--count 300] [--ask 0.8] [--follow 0.8] [--distil 0.5] [key=value ...]
+    python -m benchmarks.demonstrations OUT.jsonl [--recipe evolver] [--count 300] [--ask 0.8]
+    [--follow 0.8] [--distil 0.5] [key=value ...]
 
-Each line holds the chat that an actor of this recipe would have had, and whether the episode succeeded. On Vault the worlds are those of
-the ``corpus`` split, which neither training nor evaluation uses, and notes about half of them are in the bank; the policy asks, pulls
-the lever that a note names, and guesses without one. In any other environment that knows its best action (``oracle_action``) the policy
-takes it, after asking; the bank is then empty. ``--ask`` and ``--follow`` say how often it does so: below 1, something is left to learn.
-After a share ``--distil`` of the episodes of Vault a second chat shows how the same weights distil it: a principle that names the lever.
+Each line holds the chat that an actor of this recipe would have had, and whether the episode
+succeeded. On Vault the worlds are those of the ``corpus`` split, which neither training nor
+evaluation uses, and notes about half of them are in the bank; the policy asks, pulls the lever that
+a note names, and guesses without one. In any other environment that knows its best action
+(``oracle_action``) the policy takes it, after asking; the bank is then empty. ``--ask`` and
+``--follow`` say how often it does so: below 1, something is left to learn. After a share
+``--distil`` of the episodes of Vault a second chat shows how the same weights distil it: a
+principle that names the lever.
 """
 
 from __future__ import annotations
@@ -52,23 +56,37 @@ class Scripted:
         follow: share of the decisions in which it does what a note says.
     """
 
-    def __init__(self, env: SearchAndAskWrapper, rng: random.Random, ask: float, follow: float) -> None:
+    def __init__(
+        self, env: SearchAndAskWrapper, rng: random.Random, ask: float, follow: float
+    ) -> None:
         self._env, self._rng, self._ask, self._follow = env, rng, ask, follow
         self._begun = False
         self._tried: set[str] = set()
 
     def act(self, observation: str, info: dict[str, Any]) -> str:
         """What to do now."""
-        offered = [action for action in info["admissible"] if self._env.query_of(action) is not None]
+        offered = [
+            action for action in info["admissible"] if self._env.query_of(action) is not None
+        ]
         first, self._begun = not self._begun, True
         if offered and first and self._rng.random() < self._ask:
             return offered[0]
         if not isinstance(self._env.unwrapped, VaultEnv):
             return self._env.unwrapped.oracle_action()  # pyright: ignore[reportAttributeAccessIssue]  (checked by the caller)
-        levers = [action for action in info["admissible"] if action not in offered and action not in self._tried]
-        told = "search_and_ask" in info and info["task"].removeprefix(_GOAL).rstrip(".") in observation
-        named = [action for action in levers if told and action.removeprefix("pull ") in observation]
-        lever = named[0] if named and self._rng.random() < self._follow else self._rng.choice(levers)
+        levers = [
+            action
+            for action in info["admissible"]
+            if action not in offered and action not in self._tried
+        ]
+        told = (
+            "search_and_ask" in info and info["task"].removeprefix(_GOAL).rstrip(".") in observation
+        )
+        named = [
+            action for action in levers if told and action.removeprefix("pull ") in observation
+        ]
+        lever = (
+            named[0] if named and self._rng.random() < self._follow else self._rng.choice(levers)
+        )
         self._tried.add(lever)
         return lever
 
@@ -88,50 +106,82 @@ def demonstrations(
     """Chats with their outcome, one by one; of ``count`` episodes, and of the distillation of a share of them."""
     rng = random.Random(seed)
     vault = experiment.env.id == "experiential/Vault-v0"
-    inner = make_env(experiment.env, {"split": "corpus", "worlds": 300} if vault else experiment.env.train)
+    inner = make_env(
+        experiment.env, {"split": "corpus", "worlds": 300} if vault else experiment.env.train
+    )
     if not vault and not hasattr(inner.unwrapped, "oracle_action"):
         raise SystemExit(f"Expected an environment with oracle_action(), got {experiment.env.id}")
     options = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
-    with tempfile.TemporaryDirectory() as folder, ExperienceBank(folder, embedder=experiment.bank.embedder) as bank:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ExperienceBank(folder, embedder=experiment.bank.embedder) as bank,
+    ):
         if vault:
             fill(bank, inner.unwrapped, rng)  # type: ignore[arg-type]
         with ExperienceManager(bank, **options) as manager:
             calls = max(1, experiment.actor.search_experience)
-            env = SearchAndAskWrapper(inner, bank=manager, max_calls=calls, tag="search_experience", refine=False, offer=True)
+            env = SearchAndAskWrapper(
+                inner,
+                bank=manager,
+                max_calls=calls,
+                tag="search_experience",
+                refine=False,
+                offer=True,
+            )
             for episode in range(count):
                 yield played(env, Scripted(env, rng, ask, follow), experiment, seed=seed + episode)
                 if vault and rng.random() < distil:
                     yield distilled(env, experiment, rng)
 
 
-def played(env: SearchAndAskWrapper, policy: Scripted, experiment: Experiment, *, seed: int) -> dict[str, Any]:
+def played(
+    env: SearchAndAskWrapper, policy: Scripted, experiment: Experiment, *, seed: int
+) -> dict[str, Any]:
     """One episode as a chat."""
     said: list[str] = []
     llm = ScriptedLLM(lambda messages: said[-1])
-    agent = ActorAgent(llm, prompts=prompt_set_name(experiment.model), instruction=experiment.actor.instruction, constrain=True)
+    agent = ActorAgent(
+        llm,
+        prompts=prompt_set_name(experiment.model),
+        instruction=experiment.actor.instruction,
+        constrain=True,
+    )
     chat: list[dict[str, str]] = []
     observation, info = env.reset(seed=seed)
     done = False
     while not done:
         said.append(policy.act(observation, info))
         action = agent.act(observation, info)
-        chat = [dict(message) for message in llm.calls[-1]] + [{"role": "assistant", "content": action}]
+        chat = [dict(message) for message in llm.calls[-1]] + [
+            {"role": "assistant", "content": action}
+        ]
         observation, _, terminated, truncated, info = env.step(action)
         done = terminated or truncated
     return {"messages": chat, "success": info["success"]}
 
 
-def distilled(env: SearchAndAskWrapper, experiment: Experiment, rng: random.Random) -> dict[str, Any]:
+def distilled(
+    env: SearchAndAskWrapper, experiment: Experiment, rng: random.Random
+) -> dict[str, Any]:
     """The last episode of a vault, and the principle that it teaches, as a chat."""
     trajectory, prompts = env.last_trajectory, prompt_set(prompt_set_name(experiment.model))
     assert trajectory is not None and isinstance(env.unwrapped, VaultEnv)
-    world, lever = trajectory.task.removeprefix(_GOAL).rstrip("."), env.unwrapped.oracle_action().removeprefix("pull ")
-    principle: dict[str, Any] = {"op": "add", "text": rng.choice(NOTES).format(world=world, lever=lever)}
+    world, lever = (
+        trajectory.task.removeprefix(_GOAL).rstrip("."),
+        env.unwrapped.oracle_action().removeprefix("pull "),
+    )
+    principle: dict[str, Any] = {
+        "op": "add",
+        "text": rng.choice(NOTES).format(world=world, lever=lever),
+    }
     if prompts.structured:
         principle["triples"] = [[world, "has the live lever", lever]]
     answer = f"<answer>{json.dumps([principle], separators=(',', ':'))}</answer>"
     asked = prompts.principle_messages(trajectory, experiment.extractor.max_operations)
-    return {"messages": [*asked, {"role": "assistant", "content": answer}], "success": trajectory.success}
+    return {
+        "messages": [*asked, {"role": "assistant", "content": answer}],
+        "success": trajectory.success,
+    }
 
 
 def main() -> None:
@@ -147,10 +197,19 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
     experiment = load_experiment(options.recipe, options.overrides)
-    rows = list(demonstrations(experiment, options.count, options.ask, options.follow, options.seed, options.distil))
+    rows = list(
+        demonstrations(
+            experiment, options.count, options.ask, options.follow, options.seed, options.distil
+        )
+    )
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    print(f"{len(rows)} demonstrations, {sum(row['success'] for row in rows)} of them successful: {options.out}")
+    options.out.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
+    print(
+        f"{len(rows)} demonstrations, {sum(row['success'] for row in rows)} of them successful:"
+        f" {options.out}"
+    )
 
 
 if __name__ == "__main__":

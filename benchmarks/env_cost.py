@@ -40,7 +40,11 @@ class Clock:
     cpu: list[float] = field(default_factory=list[float])
 
     def __enter__(self) -> Clock:
-        self._workers, self._cpu, self._wall = _worker_seconds(), time.process_time(), time.perf_counter()
+        self._workers, self._cpu, self._wall = (
+            _worker_seconds(),
+            time.process_time(),
+            time.perf_counter(),
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,13 +59,21 @@ class Clock:
     def milliseconds(self) -> dict[str, float]:
         """Median and 95th percentile of both."""
         parts = {"wall": self.wall, "cpu": self.cpu}
-        return {f"{name}_{q}": float(np.percentile(parts[name], at) * 1e3) for name in parts for q, at in (("median", 50), ("p95", 95))}
+        return {
+            f"{name}_{q}": float(np.percentile(parts[name], at) * 1e3)
+            for name in parts
+            for q, at in (("median", 50), ("p95", 95))
+        }
 
 
 def _worker_seconds() -> float:
     """Processor time of the processes below this one: of those that have ended, and of those that run."""
     ended = os.times()
-    return ended.children_user + ended.children_system + sum(_seconds(child) for child in psutil.Process().children(recursive=True))
+    return (
+        ended.children_user
+        + ended.children_system
+        + sum(_seconds(child) for child in psutil.Process().children(recursive=True))
+    )
 
 
 def _seconds(process: psutil.Process) -> float:
@@ -75,7 +87,13 @@ def _seconds(process: psutil.Process) -> float:
 def resident() -> float:
     """Resident memory of this process and those below it, in MiB, after a collection."""
     gc.collect()
-    return sum(_resident(process) for process in (psutil.Process(), *psutil.Process().children(recursive=True))) / 2**20
+    return (
+        sum(
+            _resident(process)
+            for process in (psutil.Process(), *psutil.Process().children(recursive=True))
+        )
+        / 2**20
+    )
 
 
 def _resident(process: psutil.Process) -> int:
@@ -103,8 +121,8 @@ class Recorder:
 def played(row: Row, episodes: int) -> dict[str, Any]:
     """Speed, resets, observations and success of the random agent.
 
-    Each episode is begun (timed), played by the random agent, then begun again and its actions repeated as one timed block, so that the
-    agent's own time is not in the figure.
+    Each episode is begun (timed), played by the random agent, then begun again and its actions
+    repeated as one timed block, so that the agent's own time is not in the figure.
     """
     env = row.make()
     resets, steps = Clock(), Clock()
@@ -140,7 +158,8 @@ def repeat(env: gym.Env[str, str], actions: Sequence[str]) -> int:
 def memory(row: Row, episodes: int) -> dict[str, Any]:
     """Growth of the memory over episodes of the random agent, in MiB per 1,000, after as many on the same worlds.
 
-    The worlds are the same before and after, so that what is kept of each of them once counts as warm-up.
+    The worlds are the same before and after, so that what is kept of each of them once counts as
+    warm-up.
     """
     env = row.make()
     worlds = spread(worlds_of(env), min(episodes, 100))
@@ -150,7 +169,11 @@ def memory(row: Row, episodes: int) -> dict[str, Any]:
             play(env, random_agent(env, seed, row.actions), phase * episodes + seed, world)
         looks.append(resident())
     env.close()
-    return {"episodes": episodes, "resident_mib": looks[1], "growth_mib_per_1000": (looks[1] - looks[0]) * 1000 / episodes}
+    return {
+        "episodes": episodes,
+        "resident_mib": looks[1],
+        "growth_mib_per_1000": (looks[1] - looks[0]) * 1000 / episodes,
+    }
 
 
 def token_counter(name: str) -> Callable[[str], int]:
@@ -174,13 +197,18 @@ def token_counter(name: str) -> Callable[[str], int]:
 def tokens(texts: Sequence[str], count: Callable[[str], int]) -> dict[str, float]:
     """Mean and 95th percentile of the tokens of texts."""
     counts = [count(text) for text in texts]
-    return {"mean": float(np.mean(counts)), "p95": float(np.percentile(counts, 95)), "texts": len(counts)}
+    return {
+        "mean": float(np.mean(counts)),
+        "p95": float(np.percentile(counts, 95)),
+        "texts": len(counts),
+    }
 
 
 def beside_raw(row: Row, episodes: int) -> dict[str, Any]:
     """Steps a second of a MiniHack level in words and of the same level as MiniHack gives it, episode by episode in turn.
 
-    Both are played by uniform draws; the raw game is asked for the arrays of `RAW_KEYS`, and gives them without making a text of them.
+    Both are played by uniform draws; the raw game is asked for the arrays of `RAW_KEYS`, and gives
+    them without making a text of them.
     """
     env, raw = row.make(), _raw_level(row.level)
     rng = np.random.default_rng(0)

@@ -69,7 +69,11 @@ def play(env: gym.Env[str, str], agent: Agent, seed: int, world: int | None) -> 
     outcome = attempted(lambda: _played(env, agent, seed, world))
     if isinstance(outcome, Outcome):
         return outcome
-    said = str(outcome) if isinstance(outcome, ExperientialError) else f"{type(outcome).__name__}: {outcome}"
+    said = (
+        str(outcome)
+        if isinstance(outcome, ExperientialError)
+        else f"{type(outcome).__name__}: {outcome}"
+    )
     return Outcome(world, "", 0.0, False, 0, said[:300])
 
 
@@ -80,7 +84,11 @@ def _played(env: gym.Env[str, str], agent: Agent, seed: int, world: int | None) 
         observation, reward, over, late, info = env.step(agent(observation, info))
         total, turns = total + float(reward), turns + 1
     success = bool(info.get("success"))
-    reason = "" if success else f"{'truncated' if late else 'ended'} after {turns} turns with reward {total:.4g}"
+    reason = (
+        ""
+        if success
+        else f"{'truncated' if late else 'ended'} after {turns} turns with reward {total:.4g}"
+    )
     return Outcome(world, str(info.get("task_id", "")), total, success, turns, reason)
 
 
@@ -97,8 +105,14 @@ def summary(outcomes: Sequence[Outcome], *, reasons: bool = False) -> dict[str, 
         "episodes": len(outcomes),
         "worlds": len({outcome.world for outcome in outcomes}),
         "success": wilson(len(outcomes) - len(failed), len(outcomes)).model_dump(),
-        "reward": clustered_mean(np.array([[outcome.reward for outcome in outcomes]]), samples=2000).model_dump(),
+        "reward": (
+            clustered_mean(
+                np.array([[outcome.reward for outcome in outcomes]]), samples=2000
+            ).model_dump()
+        ),
         "turns": float(np.mean([outcome.turns for outcome in outcomes])),
         "failed": len(failed),
     }
-    return told | ({"failures": [asdict(outcome) for outcome in failed[:_LISTED]]} if reasons else {})
+    return told | (
+        {"failures": [asdict(outcome) for outcome in failed[:_LISTED]]} if reasons else {}
+    )

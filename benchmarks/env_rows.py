@@ -28,12 +28,17 @@ class Row:
         name: what it is called.
         id: environment id.
         kwargs: arguments of ``gymnasium.make``.
-        real: it plays real tasks, so the environment's variable must name some; otherwise the variable is hidden from it.
-        episodes: of the random agent, on which steps, resets, observations and its success are measured.
+        real: it plays real tasks, so the environment's variable must name some; otherwise the
+            variable is hidden from it.
+        episodes: of the random agent, on which steps, resets, observations and its success are
+            measured.
         oracle: episodes of the oracle.
-        all: episodes of the oracle when all is asked for, as many as there are worlds at most; None for every world.
-        memory: episodes between the two looks at the memory, as many before the first; 0 measures none.
-        actions: what the random agent draws from where ``info`` names no admissible action; empty draws from the action space.
+        all: episodes of the oracle when all is asked for, as many as there are worlds at most; None
+            for every world.
+        memory: episodes between the two looks at the memory, as many before the first; 0 measures
+            none.
+        actions: what the random agent draws from where ``info`` names no admissible action; empty
+            draws from the action space.
     """
 
     name: str
@@ -49,7 +54,11 @@ class Row:
     @property
     def level(self) -> str:
         """The MiniHack id that is played; empty in other environments."""
-        return _LEVELS.get(str(self.kwargs.get("preset")), "") if self.id == "experiential/MiniHack-v0" else ""
+        return (
+            _LEVELS.get(str(self.kwargs.get("preset")), "")
+            if self.id == "experiential/MiniHack-v0"
+            else ""
+        )
 
     def missing(self) -> list[str]:
         """Commands and steps without which the row cannot be measured."""
@@ -74,8 +83,20 @@ _LEVELS = {
     "river": "MiniHack-River-Narrow-v0",
 }
 _PATIENT = {"turns": 40, "timeout": 600.0}  # a busy machine is no failure of a game
-_ALFWORLD: dict[str, Any] = {"id": "experiential/ALFWorld-v0", "episodes": 20, "oracle": 20, "memory": 50}
-_SWE: dict[str, Any] = {"id": "experiential/SWE-v0", "episodes": 3, "oracle": 4, "all": None, "memory": 0, "actions": _SWE_ACTIONS}
+_ALFWORLD: dict[str, Any] = {
+    "id": "experiential/ALFWorld-v0",
+    "episodes": 20,
+    "oracle": 20,
+    "memory": 50,
+}
+_SWE: dict[str, Any] = {
+    "id": "experiential/SWE-v0",
+    "episodes": 3,
+    "oracle": 4,
+    "all": None,
+    "memory": 0,
+    "actions": _SWE_ACTIONS,
+}
 
 ROWS = {
     row.name: row
@@ -87,16 +108,36 @@ ROWS = {
         Row("sokoban-erl", "experiential/Sokoban-v0", {"preset": "erl"}),
         Row("sokoban-complementary", "experiential/Sokoban-v0", {"preset": "complementary"}),
         *(
-            Row(f"minihack-{preset}", "experiential/MiniHack-v0", {"preset": preset}, oracle=20, all=20 if preset == "river" else 100)
+            Row(
+                f"minihack-{preset}",
+                "experiential/MiniHack-v0",
+                {"preset": preset},
+                oracle=20,
+                all=20 if preset == "river" else 100,
+            )
             for preset in _LEVELS
         ),
         Row("alfworld-made", kwargs={"data": "made", **_PATIENT}, all=None, **_ALFWORLD),
-        Row("alfworld-valid-seen", kwargs={"split": "valid_seen", **_PATIENT}, real=True, all=None, **_ALFWORLD),
-        Row("alfworld-train", kwargs={"split": "train", **_PATIENT}, real=True, all=200, **_ALFWORLD),
+        Row(
+            "alfworld-valid-seen",
+            kwargs={"split": "valid_seen", **_PATIENT},
+            real=True,
+            all=None,
+            **_ALFWORLD,
+        ),
+        Row(
+            "alfworld-train", kwargs={"split": "train", **_PATIENT}, real=True, all=200, **_ALFWORLD
+        ),
         Row("webshop-invented", "experiential/WebShop-v0", all=None),
         Row("webshop-real", "experiential/WebShop-v0", {"split": "all"}, real=True, all=None),
         Row("hotpotqa-invented", "experiential/HotpotQA-v0", {"choices": True}, all=None),
-        Row("hotpotqa-real", "experiential/HotpotQA-v0", {"choices": True, "split": "all"}, real=True, all=None),
+        Row(
+            "hotpotqa-real",
+            "experiential/HotpotQA-v0",
+            {"choices": True, "split": "all"},
+            real=True,
+            all=None,
+        ),
         Row("swe-bundled", kwargs={"split": "all", "turns": 6}, **_SWE),
         Row("swe-tasks", kwargs={"split": "all", "turns": 6}, real=True, **_SWE),
     )
@@ -112,9 +153,14 @@ def chosen(names: list[str] | None) -> list[Row]:
     """
     if names is None:
         return list(ROWS.values())
-    found = {name: [row for row in ROWS.values() if row.name == name or row.name.startswith(f"{name}-")] for name in names}
+    found = {
+        name: [row for row in ROWS.values() if row.name == name or row.name.startswith(f"{name}-")]
+        for name in names
+    }
     for name, rows in found.items():
         if not rows:
-            raise ConfigError(f"Expected rows among {', '.join(ROWS)}, or the first word of some, got {name!r}")
+            raise ConfigError(
+                f"Expected rows among {', '.join(ROWS)}, or the first word of some, got {name!r}"
+            )
     wanted = {row.name for rows in found.values() for row in rows}
     return [row for row in ROWS.values() if row.name in wanted]

@@ -14,15 +14,22 @@ _HEAD = (
 def markdown(found: Mapping[str, Any]) -> str:
     """All rows as tables: measured ones, MiniHack beside the raw game, failures of the oracle, rows that are not ready."""
     rows: Mapping[str, Any] = found["rows"]
-    parts = [_facts(found["machine"]), _measured(rows), _raw(rows), _failures(rows), _not_ready(rows)]
+    parts = [
+        _facts(found["machine"]),
+        _measured(rows),
+        _raw(rows),
+        _failures(rows),
+        _not_ready(rows),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _facts(machine: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
-        f"Made by `python -m benchmarks.envs` on {machine['cores']} cores ({machine['platform']}), Python {machine['python']}; {versions}. "
-        "What each column is: docs/benchmarks.md. Brackets are 95 % intervals."
+        f"Made by `python -m benchmarks.envs` on {machine['cores']} cores ({machine['platform']}),"
+        f" Python {machine['python']}; {versions}. What each column is: docs/benchmarks.md."
+        " Brackets are 95 % intervals."
     )
 
 
@@ -47,7 +54,10 @@ def _outcomes(told: Mapping[str, Any]) -> list[str]:
     if "success" not in told:
         return ["–", "–"]
     success, reward = told["success"], told["reward"]
-    share = f"{_percent(success['mean'])} % [{_percent(success['low'])}, {_percent(success['high'])}] of {told['episodes']:,}"
+    share = (
+        f"{_percent(success['mean'])} % [{_percent(success['low'])}, {_percent(success['high'])}]"
+        f" of {told['episodes']:,}"
+    )
     return [share, f"{reward['mean']:.3f} [{reward['low']:.3f}, {reward['high']:.3f}]"]
 
 
@@ -65,11 +75,22 @@ def _number(value: float | None, zero: str = "0") -> str:
 
 def _raw(rows: Mapping[str, Any]) -> str:
     lines = [
-        [name, *(_number(raw[part][clock]) for clock in ("cpu", "wall") for part in ("words", "raw")), f"{raw['ratio']['cpu']:.2f}"]
+        [
+            name,
+            *(_number(raw[part][clock]) for clock in ("cpu", "wall") for part in ("words", "raw")),
+            f"{raw['ratio']['cpu']:.2f}",
+        ]
         for name, row in rows.items()
         if (raw := row.get("parts", {}).get("raw"))
     ]
-    head = ("MiniHack", "words, steps/s (processor)", "raw", "words, steps/s (wall)", "raw", "words over raw (processor)")
+    head = (
+        "MiniHack",
+        "words, steps/s (processor)",
+        "raw",
+        "words, steps/s (wall)",
+        "raw",
+        "words over raw (processor)",
+    )
     return table(head, lines) if lines else ""
 
 
@@ -78,7 +99,10 @@ def _failures(rows: Mapping[str, Any]) -> str:
     for name, row in rows.items():
         oracle = row.get("parts", {}).get("oracle", {})
         if oracle.get("failed"):
-            shown = "; ".join(f"{one['task_id'] or one['world']}: {one['reason']}" for one in oracle["failures"][:5])
+            shown = "; ".join(
+                f"{one['task_id'] or one['world']}: {one['reason']}"
+                for one in oracle["failures"][:5]
+            )
             told.append(f"* {name}: {oracle['failed']} of {oracle['episodes']}, among them {shown}")
     return "Episodes that the oracle did not win:\n\n" + "\n".join(told) if told else ""
 
@@ -91,4 +115,6 @@ def _not_ready(rows: Mapping[str, Any]) -> str:
 def table(head: tuple[str, ...], lines: list[list[str]]) -> str:
     """A Markdown table."""
     rule = "|".join("---" for _ in head)
-    return "\n".join([f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)])
+    return "\n".join(
+        [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
+    )

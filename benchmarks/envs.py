@@ -1,10 +1,11 @@
 """The environments measured: speed, resets, memory, length of observations, success of the oracle and of random play.
 
-    python -m benchmarks.envs [--envs NAME ...] [--episodes N] [--oracle N | --oracle-all] [--parts PART ...] [--results FILE]
+    python -m benchmarks.envs [--envs NAME ...] [--episodes N] [--oracle N | --oracle-all] [--parts
+    PART ...] [--results FILE]
 
-Each row runs in a process of its own, one after the other. What was measured of a row stands in the results at once; the same command
-goes on where it was stopped, and `--again` measures anew. A Markdown table is written beside the JSON file. A row whose packages or data
-are missing says so.
+Each row runs in a process of its own, one after the other. What was measured of a row stands in the
+results at once; the same command goes on where it was stopped, and `--again` measures anew. A
+Markdown table is written beside the JSON file. A row whose packages or data are missing says so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from experiential.errors import ConfigError, ExperientialError
 from experiential.sync import attempted
 
 PARTS = ("play", "memory", "raw", "oracle")
-"""In the order in which a row's process measures them: the memory before anything large is imported."""
+"""In the order in which a row's process measures them: the memory before anything large is
+imported.
+"""
 RESULTS = Path("benchmarks/results/envs.json")
 _PACKAGES = (
     "experiential-rl", "gymnasium", "numpy", "minihack", "nle", "alfworld", "textworld", "fast-downward-textworld", "thefuzz",
@@ -85,7 +88,11 @@ def fill_row(row: Row, parts: Mapping[str, int | None], tokenizer: str, draft: P
     for part, count in parts.items():
         outcome = attempted(lambda part=part, count=count: measure(row, part, count, tokenizer))
         if isinstance(outcome, Exception):
-            said = str(outcome) if isinstance(outcome, ExperientialError) else f"{type(outcome).__name__}: {outcome}"
+            said = (
+                str(outcome)
+                if isinstance(outcome, ExperientialError)
+                else f"{type(outcome).__name__}: {outcome}"
+            )
             found["reason"] = f"{part}: {said}"
             break
         found["parts"][part] = outcome | {"asked": count}
@@ -100,14 +107,22 @@ def asked_parts(row: Row, options: argparse.Namespace) -> dict[str, int | None]:
     """The parts that are asked for of a row, and their episodes."""
     counts: dict[str, int | None] = {
         "play": options.episodes or row.episodes,
-        "memory": row.memory if options.memory_episodes is None else min(row.memory, options.memory_episodes),
+        "memory": (
+            row.memory
+            if options.memory_episodes is None
+            else min(row.memory, options.memory_episodes)
+        ),
         "raw": options.episodes or row.episodes,
-        "oracle": row.all if options.oracle_all else options.oracle or options.episodes or row.oracle,
+        "oracle": (
+            row.all if options.oracle_all else options.oracle or options.episodes or row.oracle
+        ),
     }
     return {
         part: counts[part]
         for part in PARTS
-        if part in options.parts and (part != "memory" or counts[part]) and (part != "raw" or row.level)
+        if part in options.parts
+        and (part != "memory" or counts[part])
+        and (part != "raw" or row.level)
     }
 
 
@@ -123,13 +138,20 @@ def read_results(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
         return found | {"rows": {name: row | {} for name, row in found["rows"].items()}}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"Expected results of benchmarks.envs in {file}, got something else; remove it or choose another") from error
+        raise ConfigError(
+            f"Expected results of benchmarks.envs in {file}, got something else; remove it or"
+            " choose another"
+        ) from error
 
 
 def left_of(known: Mapping[str, Any], wanted: Mapping[str, int | None]) -> dict[str, int | None]:
     """The parts that were not measured yet with so many episodes."""
     done = known.get("parts", {})
-    return {part: count for part, count in wanted.items() if part not in done or done[part]["asked"] != count}
+    return {
+        part: count
+        for part, count in wanted.items()
+        if part not in done or done[part]["asked"] != count
+    }
 
 
 def run(rows: list[Row], options: argparse.Namespace) -> int:
@@ -160,7 +182,9 @@ def merged(known: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
     return {**told, "parts": {part: parts[part] for part in PARTS if part in parts}}
 
 
-def run_row(row: Row, parts: Mapping[str, int | None], options: argparse.Namespace) -> dict[str, Any]:
+def run_row(
+    row: Row, parts: Mapping[str, int | None], options: argparse.Namespace
+) -> dict[str, Any]:
     """A row in a process of its own: its parts, or the reason why there are none or not all."""
     if missing := row.missing():
         return {"missing": True, "reason": f"not ready; run: {' && '.join(missing)}"}
@@ -169,12 +193,16 @@ def run_row(row: Row, parts: Mapping[str, int | None], options: argparse.Namespa
         asked = ["--row", row.name, json.dumps(parts), str(draft), "--tokenizer", options.tokenizer]
         try:
             command = [sys.executable, "-m", "benchmarks.envs", *asked]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 * options.minutes)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=60 * options.minutes
+            )
             said = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
             ended = f"exit code {done.returncode}: {said}" if done.returncode else ""
         except subprocess.TimeoutExpired:
             ended = f"not finished in {options.minutes:g} minutes"
-        got: dict[str, Any] = json.loads(draft.read_text(encoding="utf-8")) if draft.exists() else {"parts": {}}
+        got: dict[str, Any] = (
+            json.loads(draft.read_text(encoding="utf-8")) if draft.exists() else {"parts": {}}
+        )
     return got | ({"reason": ended} if ended else {})
 
 
@@ -199,7 +227,10 @@ def keep(found: dict[str, Any], file: Path) -> None:
     rows = {name: found["rows"][name] for name in ROWS if name in found["rows"]}
     found.update(machine=machine(), rows=rows)
     file.parent.mkdir(parents=True, exist_ok=True)
-    for path, text in ((file, json.dumps(found, indent=1) + "\n"), (file.with_suffix(".md"), markdown(found))):
+    for path, text in (
+        (file, json.dumps(found, indent=1) + "\n"),
+        (file.with_suffix(".md"), markdown(found)),
+    ):
         draft = path.with_name(f".{path.name}.draft")
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
@@ -221,18 +252,53 @@ def positive(text: str) -> int:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.envs", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--envs", nargs="+", metavar="NAME", help=f"rows, or first words of rows: {', '.join(ROWS)}")
-    parser.add_argument("--episodes", type=positive, help="of the random agent and the oracle; by default what each row sets")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.envs", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--envs", nargs="+", metavar="NAME", help=f"rows, or first words of rows: {', '.join(ROWS)}"
+    )
+    parser.add_argument(
+        "--episodes",
+        type=positive,
+        help="of the random agent and the oracle; by default what each row sets",
+    )
     parser.add_argument("--oracle", type=positive, metavar="N", help="episodes of the oracle")
-    parser.add_argument("--oracle-all", action="store_true", help="the oracle on every world, or as many as the row sets")
-    parser.add_argument("--memory-episodes", type=positive, metavar="N", help="at most so many episodes between two looks at the memory")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; the rest of a row stays")
-    parser.add_argument("--tokenizer", default="smollm2", help="what counts tokens: smollm2, tiny, a model folder or a hub name")
-    parser.add_argument("--minutes", type=float, default=120.0, help="after which a row's process is ended")
-    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a .json file; the table goes beside it")
-    parser.add_argument("--row", nargs=3, metavar=("NAME", "PARTS", "DRAFT"), help=argparse.SUPPRESS)  # a row's own process
+    parser.add_argument(
+        "--oracle-all",
+        action="store_true",
+        help="the oracle on every world, or as many as the row sets",
+    )
+    parser.add_argument(
+        "--memory-episodes",
+        type=positive,
+        metavar="N",
+        help="at most so many episodes between two looks at the memory",
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="what to measure; the rest of a row stays",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="smollm2",
+        help="what counts tokens: smollm2, tiny, a model folder or a hub name",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=120.0, help="after which a row's process is ended"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="measure also what was measured before"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="a .json file; the table goes beside it"
+    )
+    parser.add_argument(
+        "--row", nargs=3, metavar=("NAME", "PARTS", "DRAFT"), help=argparse.SUPPRESS
+    )  # a row's own process
     return parser
 
 
@@ -242,8 +308,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     find_data()
     if options.row:
         name, parts, draft = options.row
-        return exit_code(lambda: fill_row(ROWS[name], json.loads(parts), options.tokenizer, Path(draft)))
-    return exit_code(lambda: int(run(chosen(options.envs), options) > 0), "interrupted; the same command goes on")
+        return exit_code(
+            lambda: fill_row(ROWS[name], json.loads(parts), options.tokenizer, Path(draft))
+        )
+    return exit_code(
+        lambda: int(run(chosen(options.envs), options) > 0), "interrupted; the same command goes on"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Does the extractor get better? Entries written early and late in one run, given to the same final actor.
 
-    python -m benchmarks.extractor_uplift RUN [--entries 60] [--seeds 6] [--results benchmarks/results/extractor_uplift.json]
+    python -m benchmarks.extractor_uplift RUN [--entries 60] [--seeds 6] [--results
+    benchmarks/results/extractor_uplift.json]
 
-For each entry, the final actor plays the world that the entry was learned in, on fresh seeds, once with exactly this
-entry shown and once with nothing. The difference is the entry's uplift; actor and seeds are the same for early and
-late entries, so what differs is who wrote them.
+For each entry, the final actor plays the world that the entry was learned in, on fresh seeds, once
+with exactly this entry shown and once with nothing. The difference is the entry's uplift; actor and
+seeds are the same for early and late entries, so what differs is who wrote them.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ from experiential.types import Condition, Experience
 def written(bank: ExperienceBank, early: bool, count: int, seed: int) -> list[Experience]:
     """The fifth of the lessons that were written first, or last, each in its first version; a seeded draw of ``count``."""
     firsts = [first for entry in bank.entries() if (first := bank.version(entry.id, 1)) is not None]
-    lessons = sorted((e for e in firsts if e.task and e.provenance.trajectory), key=lambda e: e.provenance.commit or 0)
+    lessons = sorted(
+        (e for e in firsts if e.task and e.provenance.trajectory),
+        key=lambda e: e.provenance.commit or 0,
+    )
     share = max(1, len(lessons) // 5)
     entries = lessons[:share] if early else lessons[-share:]
     random.Random(seed).shuffle(entries)
     return entries[:count]
 
 
-async def uplift(final: FinishedRun, entries: Sequence[Experience], worlds: dict[str, int], seeds: int) -> dict[str, Any]:
+async def uplift(
+    final: FinishedRun, entries: Sequence[Experience], worlds: dict[str, int], seeds: int
+) -> dict[str, Any]:
     """Success with and without each entry on its own world, shape (entries,) each, and the difference with its interval."""
     manager, env = Shown(), final.experiment.env
     rollout = Rollout(env, env.train, manager, final.actor, slots=64)
@@ -46,14 +52,22 @@ async def uplift(final: FinishedRun, entries: Sequence[Experience], worlds: dict
     for i, entry in enumerate(entries):
         manager.entry = entry
         jobs = [
-            Job(Task(episode_seed(77, i, s), f"{i}.{s}", {"world": worlds[entry.task or ""]}), condition, episode_seed(78, i, s))
+            Job(
+                Task(episode_seed(77, i, s), f"{i}.{s}", {"world": worlds[entry.task or ""]}),
+                condition,
+                episode_seed(78, i, s),
+            )
             for condition in (Condition.GUIDED, Condition.FREE)
             for s in range(seeds)
         ]
         outcomes = [e.trajectory.success for e in await rollout.play(jobs)]
         rates[:, i] = np.mean(outcomes[:seeds]), np.mean(outcomes[seeds:])
     rollout.close()
-    return {"with": float(rates[0].mean()), "without": float(rates[1].mean()), "uplift": paired_difference(rates[0], rates[1]).model_dump()}
+    return {
+        "with": float(rates[0].mean()),
+        "without": float(rates[1].mean()),
+        "uplift": paired_difference(rates[0], rates[1]).model_dump(),
+    }
 
 
 async def study(run: Path, count: int, seeds: int) -> dict[str, Any]:
@@ -61,12 +75,17 @@ async def study(run: Path, count: int, seeds: int) -> dict[str, Any]:
     found: dict[str, Any] = {"run": str(run), "seeds": seeds}
     async with finished(run) as final:
         settings = final.experiment.env
-        env: Any = gym.make(settings.id, disable_env_checker=True, **(settings.kwargs | settings.train)).unwrapped
+        env: Any = gym.make(
+            settings.id, disable_env_checker=True, **(settings.kwargs | settings.train)
+        ).unwrapped
         worlds = {env.reset(seed=0, options={"world": w})[1]["task"]: w for w in env.worlds}
         for name, early in (("early", True), ("late", False)):
             entries = written(final.bank, early, count, seed=0)
             found[name] = await uplift(final, entries, worlds, seeds)
-            found[name] |= {"entries": len(entries), "examples": [{"task": e.task, "text": e.text} for e in entries[:8]]}
+            found[name] |= {
+                "entries": len(entries),
+                "examples": [{"task": e.task, "text": e.text} for e in entries[:8]],
+            }
     return found
 
 
@@ -76,7 +95,9 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--entries", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/extractor_uplift.json"))
+    parser.add_argument(
+        "--results", type=Path, default=Path("benchmarks/results/extractor_uplift.json")
+    )
     options = parser.parse_args()
     keep(asyncio.run(study(options.run, options.entries, options.seeds)), options.results)
 

@@ -62,7 +62,9 @@ class Shown(NoBank):
 
     entry: Experience | None = None
 
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
+    def search(
+        self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = ""
+    ) -> Any:
         """The entry as the only hit."""
         return [] if self.entry is None else [Hit(experience=self.entry, score=1.0)]
 

@@ -1,12 +1,14 @@
 """Could advice help at all? The final actor of a grid run on held-out layouts, given nothing, true lessons, or the way itself.
 
-    python -m benchmarks.headroom RUN [--layouts 60] [--seeds 6] [--results benchmarks/results/headroom.json]
+    python -m benchmarks.headroom RUN [--layouts 60] [--seeds 6] [--results
+    benchmarks/results/headroom.json]
 
-Each layout is played on the same sampling seeds under every kind of advice: ``nothing``; ``rules``, what the symbols mean, which
-holds for every layout; ``way``, the moves of a shortest way of this very layout, which no entry of another layout could hold;
-and ``bank``, the entry that the run's own bank finds. ``first_move`` is the share of episodes that begin as that way does. An
-actor that is told the way and neither begins with it nor succeeds more often cannot be helped by any extractor: it does not act
-on advice here.
+Each layout is played on the same sampling seeds under every kind of advice: ``nothing``; ``rules``,
+what the symbols mean, which holds for every layout; ``way``, the moves of a shortest way of this
+very layout, which no entry of another layout could hold; and ``bank``, the entry that the run's own
+bank finds. ``first_move`` is the share of episodes that begin as that way does. An actor that is
+told the way and neither begins with it nor succeeds more often cannot be helped by any extractor:
+it does not act on advice here.
 """
 
 from __future__ import annotations
@@ -59,18 +61,28 @@ async def headroom(run: Path, layouts: int, seeds: int) -> dict[str, Any]:
             first = probe.plan()[0].lower()
             for kind in KINDS:
                 text = advice(kind, probe, task, final.bank)
-                shown[kind], manager.entry = text or "", None if text is None else Experience(text=text)
-                jobs = [Job(Task(seed, f"{i}.{s}"), Condition.GUIDED, episode_seed(92, i, s)) for s in range(seeds)]
+                shown[kind], manager.entry = (
+                    text or "",
+                    None if text is None else Experience(text=text),
+                )
+                jobs = [
+                    Job(Task(seed, f"{i}.{s}"), Condition.GUIDED, episode_seed(92, i, s))
+                    for s in range(seeds)
+                ]
                 played = [episode.trajectory for episode in await rollout.play(jobs)]
                 rates[kind][i] = np.mean([trajectory.success for trajectory in played])
-                firsts[kind][i] = np.mean([first in trajectory.turns[0].action.lower() for trajectory in played])
+                firsts[kind][i] = np.mean(
+                    [first in trajectory.turns[0].action.lower() for trajectory in played]
+                )
         rollout.close()
     found = {
         kind: {
             "success": float(rates[kind].mean()),
             "over_nothing": paired_difference(rates[kind], rates["nothing"]).model_dump(),
             "first_move": float(firsts[kind].mean()),
-            "first_move_over_nothing": paired_difference(firsts[kind], firsts["nothing"]).model_dump(),
+            "first_move_over_nothing": (
+                paired_difference(firsts[kind], firsts["nothing"]).model_dump()
+            ),
         }
         for kind in KINDS
     }

@@ -1,27 +1,32 @@
 """Throughput of `LocalRuntime` against TRL's GRPO trainer: same weights, prompts, group size, threads and machine.
 
     python3.11 -m venv trl-venv && trl-venv/bin/pip install torch trl peft     # a separate environment
-    python -m benchmarks.local_vs_trl --trl-python trl-venv/bin/python [--model tiny] [--prompts 8] [--group-size 8]
+    python -m benchmarks.local_vs_trl --trl-python trl-venv/bin/python [--model tiny] [--prompts 8]
+    [--group-size 8]
         [--steps 6] [--new-tokens 32] [--results benchmarks/results/local_vs_trl.json]
 
-A step is one rollout (``prompts`` x ``group-size`` sampled responses), one reward per response, group-normalised advantages
-and one AdamW step on the clipped GRPO loss without a KL term, in float32; full weights, or with ``--lora`` rank 8 adapters
-on all linear layers. Each side is a process of its own that waits for its turn, so steps alternate and a noisy machine
-disturbs both alike; the first step of each is warm-up and left out. Every step also notes its process's CPU seconds (``cpu``):
-a step whose wall time is far above them (times the threads) was held up by something else.
+A step is one rollout (``prompts`` x ``group-size`` sampled responses), one reward per response,
+group-normalised advantages and one AdamW step on the clipped GRPO loss without a KL term, in
+float32; full weights, or with ``--lora`` rank 8 adapters on all linear layers. Each side is a
+process of its own that waits for its turn, so steps alternate and a noisy machine disturbs both
+alike; the first step of each is warm-up and left out. Every step also notes its process's CPU
+seconds (``cpu``): a step whose wall time is far above them (times the threads) was held up by
+something else.
 
-The prompts are first and second turns of Vault and FrozenLake episodes, new ones every step, through the model's chat
-template. ``tokens`` are the prompt and response tokens of all responses, counted once for the rollout and once for the
-update, on both sides alike, whatever a side really computes. Two scenarios:
+The prompts are first and second turns of Vault and FrozenLake episodes, new ones every step,
+through the model's chat template. ``tokens`` are the prompt and response tokens of all responses,
+counted once for the rollout and once for the update, on both sides alike, whatever a side really
+computes. Two scenarios:
 
-* ``text``: every response has exactly ``new-tokens`` tokens. TRL is told so by ``min_new_tokens``, and our side is told
-  that no token ends a response; so neither side pads responses.
-* ``action``: our side picks one of the environment's admissible actions, which costs it as many tokens as the action has.
-  TRL cannot choose among strings and generates 8 tokens, enough for most of them. Compared in responses per second.
+* ``text``: every response has exactly ``new-tokens`` tokens. TRL is told so by ``min_new_tokens``,
+  and our side is told that no token ends a response; so neither side pads responses.
+* ``action``: our side picks one of the environment's admissible actions, which costs it as many
+  tokens as the action has. TRL cannot choose among strings and generates 8 tokens, enough for most
+  of them. Compared in responses per second.
 
-TRL runs as its documentation has it without vLLM, but without gradient checkpointing, logging and checkpoints, and with
-``--trl-micro-batch`` responses per forward of its update: of 4, 8, 16 and all at once, tried in one run each on a CPU,
-none was clearly faster than 8.
+TRL runs as its documentation has it without vLLM, but without gradient checkpointing, logging and
+checkpoints, and with ``--trl-micro-batch`` responses per forward of its update: of 4, 8, 16 and all
+at once, tried in one run each on a CPU, none was clearly faster than 8.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ def reward(text: str) -> float:
     return hashlib.sha256(text.encode()).digest()[0] / 255.0
 
 
-# ------------------------------------------------------------------------------------------------------- the two workers
+# -------------------------------------------------------------------------------------------------------
+# the two workers
 
 
 def await_turn() -> None:
@@ -76,17 +82,23 @@ def work_local(job: dict[str, Any]) -> None:
 
     torch.set_num_threads(job["threads"])
     lora = LoraSettings(rank=8, alpha=16, targets=tuple(TARGETS)) if job["lora"] else None
-    model, tokenizer = load_model(ModelSettings(name=job["model"], device=job["device"], lora=lora), adapters=("actor",))
+    model, tokenizer = load_model(
+        ModelSettings(name=job["model"], device=job["device"], lora=lora), adapters=("actor",)
+    )
     llm = TransformersLLM(model, tokenizer, adapter="actor" if lora else None)
     if not job["choose"]:
-        llm._eos = frozenset({-1})  # no token ends a response: every one has the length that TRL's has
+        llm._eos = frozenset(
+            {-1}
+        )  # no token ends a response: every one has the length that TRL's has
     runtime = LocalRuntime(llm, OptimSettings(lr=LEARNING_RATE))
     for prompts in job["steps"]:
         await_turn()
         answer(**asyncio.run(local_step(runtime, prompts, job)))
 
 
-async def local_step(runtime: Any, prompts: list[dict[str, Any]], job: dict[str, Any]) -> dict[str, Any]:
+async def local_step(
+    runtime: Any, prompts: list[dict[str, Any]], job: dict[str, Any]
+) -> dict[str, Any]:
     """One rollout and one update."""
     from experiential.llm.base import SamplingParams
     from experiential.training.advantages import pooled_group_advantages
@@ -94,18 +106,45 @@ async def local_step(runtime: Any, prompts: list[dict[str, Any]], job: dict[str,
 
     size = job["group_size"]
     begin, spent = time.perf_counter(), time.process_time()
-    sampling = [SamplingParams(max_tokens=job["new_tokens"], choices=tuple(p["actions"]) if job["choose"] else None) for p in prompts]
-    calls = [runtime.generate(p["messages"], s) for p, s in zip(prompts, sampling, strict=True) for _ in range(size)]
+    sampling = [
+        SamplingParams(
+            max_tokens=job["new_tokens"], choices=tuple(p["actions"]) if job["choose"] else None
+        )
+        for p in prompts
+    ]
+    calls = [
+        runtime.generate(p["messages"], s)
+        for p, s in zip(prompts, sampling, strict=True)
+        for _ in range(size)
+    ]
     generations = await asyncio.gather(*calls)
     middle = time.perf_counter()
-    advantages = pooled_group_advantages([reward(g.text) for g in generations], [i // size for i in range(len(generations))])
+    advantages = pooled_group_advantages(
+        [reward(g.text) for g in generations], [i // size for i in range(len(generations))]
+    )
     weight = 1 / len(generations)
-    samples = [sample_from_generation(g, float(a), weight=weight) for g, a in zip(generations, advantages, strict=True)]
+    samples = [
+        sample_from_generation(g, float(a), weight=weight)
+        for g, a in zip(generations, advantages, strict=True)
+    ]
     stats = await runtime.train(samples, LossSettings())
     end = time.perf_counter()
-    prompt, response = sum(len(g.prompt_ids) for g in generations), sum(len(g.response_ids) for g in generations)
-    found = {"responses": len(generations), "prompt": prompt, "response": response, "forwarded": stats.forwarded_tokens}
-    return found | {"rollout": middle - begin, "update": end - middle, "cpu": time.process_time() - spent, "grad_norm": stats.grad_norm}
+    prompt, response = (
+        sum(len(g.prompt_ids) for g in generations),
+        sum(len(g.response_ids) for g in generations),
+    )
+    found = {
+        "responses": len(generations),
+        "prompt": prompt,
+        "response": response,
+        "forwarded": stats.forwarded_tokens,
+    }
+    return found | {
+        "rollout": middle - begin,
+        "update": end - middle,
+        "cpu": time.process_time() - spent,
+        "grad_norm": stats.grad_norm,
+    }
 
 
 def work_trl(job: dict[str, Any]) -> None:
@@ -127,8 +166,14 @@ def work_trl(job: dict[str, Any]) -> None:
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             begin = time.perf_counter()
             output = super()._generate_and_score_completions(inputs)
-            seen["responses"], seen["rollout"] = len(output["completion_mask"]), time.perf_counter() - begin
-            seen["prompt"], seen["response"] = int(output["prompt_mask"].sum()), int(output["completion_mask"].sum())
+            seen["responses"], seen["rollout"] = (
+                len(output["completion_mask"]),
+                time.perf_counter() - begin,
+            )
+            seen["prompt"], seen["response"] = (
+                int(output["prompt_mask"].sum()),
+                int(output["completion_mask"].sum()),
+            )
             return output
 
     class Turn(TrainerCallback):
@@ -139,7 +184,10 @@ def work_trl(job: dict[str, Any]) -> None:
             seen["begin"], seen["spent"] = time.perf_counter(), time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            total, cpu = time.perf_counter() - seen.pop("begin"), time.process_time() - seen.pop("spent")
+            total, cpu = (
+                time.perf_counter() - seen.pop("begin"),
+                time.process_time() - seen.pop("spent"),
+            )
             answer(**seen, update=total - seen["rollout"], cpu=cpu)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -155,14 +203,21 @@ def work_trl(job: dict[str, Any]) -> None:
             model=job["model"],
             reward_funcs=lambda completions, **_: [reward(c[0]["content"]) for c in completions],
             args=config,
-            train_dataset=Dataset.from_list([{"prompt": p["messages"]} for prompts in job["steps"] for p in prompts]),
-            peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM") if job["lora"] else None,
+            train_dataset=Dataset.from_list(
+                [{"prompt": p["messages"]} for prompts in job["steps"] for p in prompts]
+            ),
+            peft_config=(
+                LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
+                if job["lora"]
+                else None
+            ),
             callbacks=[Turn()],
         )
         trainer.train()
 
 
-# ------------------------------------------------------------------------------------------------------------ the parent
+# ------------------------------------------------------------------------------------------------------------
+# the parent
 
 
 class Worker:
@@ -176,7 +231,14 @@ class Worker:
         environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(Path(__file__).parents[1])}
         command = [python, str(Path(__file__).resolve()), "--worker", name, "--job", str(file)]
         self.name, self._log = name, (folder / f"{name}.log").open("w+")
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environ)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environ,
+        )
 
     def step(self) -> dict[str, Any]:
         """Let this side do one step; what it measured."""
@@ -187,7 +249,10 @@ class Worker:
             if line.startswith(READY):
                 return json.loads(line.removeprefix(READY))
         self._log.seek(0)
-        raise SystemExit(f"Expected {self.name} to finish its step, got the end of its process:\n{self._log.read()[-4000:]}")
+        raise SystemExit(
+            f"Expected {self.name} to finish its step, got the end of its"
+            f" process:\n{self._log.read()[-4000:]}"
+        )
 
     def close(self) -> None:
         """End the process."""
@@ -211,18 +276,27 @@ def prompts(count: int, prompt_set: str) -> list[dict[str, Any]]:
 
     found: list[dict[str, Any]] = []
     for i in range(count):
-        env: Any = gym.make(("experiential/Vault-v0", "experiential/FrozenLake-v0")[i % 2], disable_env_checker=True)
+        env: Any = gym.make(
+            ("experiential/Vault-v0", "experiential/FrozenLake-v0")[i % 2], disable_env_checker=True
+        )
         actor = xp.ActorAgent(xp.ScriptedLLM(listen), prompts=prompt_set)
         actor.reset()
         observation, info = env.reset(seed=i)
         for turn in range(1 + i // 2 % 2):
             if turn:
-                after, _, terminated, _, news = env.step(str(info["admissible"][i % len(info["admissible"])]))
+                after, _, terminated, _, news = env.step(
+                    str(info["admissible"][i % len(info["admissible"])])
+                )
                 if terminated:
                     break
                 observation, info = after, news
             actor.act(observation, info)
-        found.append({"messages": [dict(m) for m in shown[-1]], "actions": [str(a) for a in info["admissible"]]})
+        found.append(
+            {
+                "messages": [dict(m) for m in shown[-1]],
+                "actions": [str(a) for a in info["admissible"]],
+            }
+        )
         env.close()
     return found
 
@@ -242,12 +316,16 @@ def measure(options: argparse.Namespace, model: str, *, choose: bool) -> dict[st
         for step in range(options.steps + 1):
             for worker in workers if step % 2 else reversed(workers):
                 steps[worker.name].append(found := worker.step())
-                sys.stderr.write(f"{worker.name} step {step}: {json.dumps(found)}\n")  # an interrupted run is not lost
+                sys.stderr.write(
+                    f"{worker.name} step {step}: {json.dumps(found)}\n"
+                )  # an interrupted run is not lost
         for worker in workers:
             worker.close()
     steps = {name: records[1:] for name, records in steps.items()}
     if [s["prompt"] for s in steps["local"]] != [s["prompt"] for s in steps["trl"]]:
-        raise SystemExit("Expected both sides to see the same prompts, got different numbers of prompt tokens")
+        raise SystemExit(
+            "Expected both sides to see the same prompts, got different numbers of prompt tokens"
+        )
     return summary(steps, choose) | {"steps": steps}
 
 
@@ -260,8 +338,14 @@ def summary(steps: dict[str, list[dict[str, Any]]], choose: bool) -> dict[str, A
     }
     found: dict[str, Any] = {"unit": "responses/s" if choose else "tokens/s"}
     for phase, seconds in phases.items():
-        work = {name: [(amount(s, phase, choose), seconds(s)) for s in records] for name, records in steps.items()}
-        found[phase] = {name: sum(n for n, _ in pairs) / sum(t for _, t in pairs) for name, pairs in work.items()}
+        work = {
+            name: [(amount(s, phase, choose), seconds(s)) for s in records]
+            for name, records in steps.items()
+        }
+        found[phase] = {
+            name: sum(n for n, _ in pairs) / sum(t for _, t in pairs)
+            for name, pairs in work.items()
+        }
         found[phase]["ratio"] = ratio(work["local"], work["trl"])
     return found
 
@@ -283,16 +367,25 @@ def ratio(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) ->
         x, y = a[picks].sum(axis=-2), b[picks].sum(axis=-2)
         return (x[..., 0] / x[..., 1]) / (y[..., 0] / y[..., 1])
 
-    low, high = np.quantile(of(np.random.default_rng(0).integers(len(a), size=(10_000, len(a)))), (0.025, 0.975))
+    low, high = np.quantile(
+        of(np.random.default_rng(0).integers(len(a), size=(10_000, len(a)))), (0.025, 0.975)
+    )
     return {"value": float(of(np.arange(len(a)))), "low": float(low), "high": float(high)}
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl-python", help="the interpreter of the environment that TRL is installed in")
+    parser.add_argument(
+        "--trl-python", help="the interpreter of the environment that TRL is installed in"
+    )
     parser.add_argument("--model", default="tiny", help="tiny, smollm2 or a folder")
-    parser.add_argument("--lora", action=argparse.BooleanOptionalAction, default=None, help="rank 8 adapters; default: only for smollm2")
+    parser.add_argument(
+        "--lora",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="rank 8 adapters; default: only for smollm2",
+    )
     parser.add_argument("--prompts", type=int, default=8, help="distinct prompts per step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after one of warm-up")
@@ -300,9 +393,16 @@ def main() -> None:
     parser.add_argument("--prompt-set", default="brief", choices=("brief", "full"))
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--trl-micro-batch", type=int, default=8, help="responses per forward of TRL's update; 0 takes all at once")
+    parser.add_argument(
+        "--trl-micro-batch",
+        type=int,
+        default=8,
+        help="responses per forward of TRL's update; 0 takes all at once",
+    )
     parser.add_argument("--scenario", default="both", choices=("both", "text", "action"))
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/local_vs_trl.json"))
+    parser.add_argument(
+        "--results", type=Path, default=Path("benchmarks/results/local_vs_trl.json")
+    )
     parser.add_argument("--worker", choices=("local", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -329,14 +429,29 @@ def report(options: argparse.Namespace) -> None:
         for phase in ("rollout", "update", "total"):
             r = result[phase]
             sys.stdout.write(
-                f"{name:7} {phase:8} local {r['local']:9.1f}  trl {r['trl']:9.1f} {result['unit']}  "
-                f"ratio {r['ratio']['value']:.2f} [{r['ratio']['low']:.2f}, {r['ratio']['high']:.2f}]\n"
+                f"{name:7} {phase:8} local {r['local']:9.1f}  trl {r['trl']:9.1f} {result['unit']} "
+                f" ratio {r['ratio']['value']:.2f} [{r['ratio']['low']:.2f},"
+                f" {r['ratio']['high']:.2f}]\n"
             )
-    versions = "import json, torch, transformers, trl; print(json.dumps({m.__name__: m.__version__ for m in (torch, transformers, trl)}))"
-    asked = subprocess.run([options.trl_python, "-c", versions], capture_output=True, text=True, check=True)
+    versions = (
+        "import json, torch, transformers, trl; print(json.dumps({m.__name__: m.__version__ for m"
+        " in (torch, transformers, trl)}))"
+    )
+    asked = subprocess.run(
+        [options.trl_python, "-c", versions], capture_output=True, text=True, check=True
+    )
     conditions = {
         key: getattr(options, key)
-        for key in ("lora", "prompts", "group_size", "new_tokens", "prompt_set", "threads", "device", "trl_micro_batch")
+        for key in (
+            "lora",
+            "prompts",
+            "group_size",
+            "new_tokens",
+            "prompt_set",
+            "threads",
+            "device",
+            "trl_micro_batch",
+        )
     }
     conditions |= {
         "cores": os.cpu_count(),

@@ -30,13 +30,21 @@ class Ordering:
 
 ORDERINGS = (
     Ordering("complementary", "grpo", "Complementary RL, table 1"),
-    Ordering("complementary", "grpo", "Complementary RL, table 1, evaluated without experience", off=True),
+    Ordering(
+        "complementary", "grpo", "Complementary RL, table 1, evaluated without experience", off=True
+    ),
     Ordering("complementary", "offline", "Complementary RL, figure 3a"),
     Ordering("complementary", "static-online", "Complementary RL, figure 3a, table 1"),
     Ordering("complementary", "exp-only", "Complementary RL, table 1"),
-    Ordering("static-online", "grpo", "Complementary RL, figure 3a, by little; table 1 has the opposite"),
+    Ordering(
+        "static-online", "grpo", "Complementary RL, figure 3a, by little; table 1 has the opposite"
+    ),
     Ordering("grpo", "exp-only", "Complementary RL, table 1"),
-    Ordering("complementary-self-distill", "complementary", "Complementary RL, figure 9b, early; later a collapse"),
+    Ordering(
+        "complementary-self-distill",
+        "complementary",
+        "Complementary RL, figure 9b, early; later a collapse",
+    ),
     Ordering("evolver", "grpo", "EvolveR, table 1, against RL without experience"),
     Ordering("erl", "grpo", "Experiential RL, table 1"),
     Ordering("erl", "erl-no-memory", "Experiential RL, table 1"),
@@ -55,7 +63,9 @@ class Finding:
     @property
     def verdict(self) -> str:
         """``holds`` or ``reversed`` where the 95 % interval leaves out zero, else ``open``."""
-        return "holds" if self.interval.low > 0 else "reversed" if self.interval.high < 0 else "open"
+        return (
+            "holds" if self.interval.low > 0 else "reversed" if self.interval.high < 0 else "open"
+        )
 
 
 def findings(cells: Mapping[str, Sequence[Cell]]) -> list[Finding]:
@@ -63,7 +73,9 @@ def findings(cells: Mapping[str, Sequence[Cell]]) -> list[Finding]:
     found: list[Finding] = []
     for ordering in ORDERINGS:
         if ordering.first in cells and ordering.second in cells:
-            first, second = (_played(cells[name], ordering.off) for name in (ordering.first, ordering.second))
+            first, second = (
+                _played(cells[name], ordering.off) for name in (ordering.first, ordering.second)
+            )
             difference = recipe_difference(first, second) if first and second else None
             if difference is not None:
                 found.append(Finding(ordering, difference[0]))

@@ -1,14 +1,17 @@
 """Rollout time with the bank and distillation on, over rollout time without, on the same tasks and seeds.
 
-    python -m benchmarks.overhead [--model tiny] [--env vault frozen-lake sokoban] [--rounds 12] [--think 48]
+    python -m benchmarks.overhead [--model tiny] [--env vault frozen-lake sokoban] [--rounds 12]
+    [--think 48]
 
-Rounds alternate, so that a noisy machine disturbs both arms alike. Nothing is subtracted: a round with the bank
-includes retrieval, injection, the longer prompts, submission, and whatever distillation takes of the machine
-meanwhile. As in the bundled recipes the compute lane belongs to the rollout while one runs, and distillation has the
-time between rollouts: ``distil_s`` is that time per round, ``step_ratio`` counts it in. What the actor reads changes what it
-does: ``turns_ratio`` and ``forwarded_ratio`` say how many turns were played and tokens computed, over those without. A third
-arm reads advice that costs nothing to find and keeps nothing: ``bank_ratio`` is the time with the bank over that, which leaves
-retrieval, writing and distillation; ``advice_ratio`` is that over nothing, the price of reading.
+Rounds alternate, so that a noisy machine disturbs both arms alike. Nothing is subtracted: a round
+with the bank includes retrieval, injection, the longer prompts, submission, and whatever
+distillation takes of the machine meanwhile. As in the bundled recipes the compute lane belongs to
+the rollout while one runs, and distillation has the time between rollouts: ``distil_s`` is that
+time per round, ``step_ratio`` counts it in. What the actor reads changes what it does:
+``turns_ratio`` and ``forwarded_ratio`` say how many turns were played and tokens computed, over
+those without. A third arm reads advice that costs nothing to find and keeps nothing: ``bank_ratio``
+is the time with the bank over that, which leaves retrieval, writing and distillation;
+``advice_ratio`` is that over nothing, the price of reading.
 """
 
 from __future__ import annotations
@@ -39,14 +42,25 @@ from experiential.types import Experience, Hit
 
 ENVIRONMENTS: dict[str, tuple[EnvSettings, dict[str, Any]]] = {
     "vault": (EnvSettings(train={"split": "train", "worlds": 32}), {}),
-    "frozen-lake": (EnvSettings(id="experiential/FrozenLake-v0", train={"split": "train"}), {"history": 0, "keep_first": False}),
-    "sokoban": (EnvSettings(id="experiential/Sokoban-v0", train={"split": "train"}), {"history": 0, "keep_first": False}),
+    "frozen-lake": (
+        EnvSettings(id="experiential/FrozenLake-v0", train={"split": "train"}),
+        {"history": 0, "keep_first": False},
+    ),
+    "sokoban": (
+        EnvSettings(id="experiential/Sokoban-v0", train={"split": "train"}),
+        {"history": 0, "keep_first": False},
+    ),
 }
-"""Settings of the environment and of its actor. Vault is the hardest case: two turns, and prompts that a group shares without a bank."""
+"""Settings of the environment and of its actor. Vault is the hardest case: two turns, and prompts
+that a group shares without a bank.
+"""
 LESSONS = [
-    f"Look at the {place} first and remember what happened on try {i}." for i, place in enumerate(("goal", "wall", "sign", "edge") * 8)
+    f"Look at the {place} first and remember what happened on try {i}."
+    for i, place in enumerate(("goal", "wall", "sign", "edge") * 8)
 ]
-"""What the bank holds from the start, so that guided episodes have advice whatever the extractor writes."""
+"""What the bank holds from the start, so that guided episodes have advice whatever the extractor
+writes.
+"""
 THINKING_TURNS = 4
 """Turns of an episode where the actor writes before it acts."""
 ARMS = {"without": "none", "advice": "half", "with": "half"}
@@ -61,24 +75,37 @@ class Handed(NoBank):
     def __init__(self) -> None:
         self._next = count()
 
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
+    def search(
+        self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = ""
+    ) -> Any:
         """One lesson for a query."""
         lesson = Experience(text=LESSONS[next(self._next) % len(LESSONS)])
         return [Hit(experience=lesson, score=1.0)]
 
 
-async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, group_size: int, think: int = 0) -> dict[str, Any]:
+async def measure(
+    settings: ModelSettings, name: str, rounds: int, groups: int, group_size: int, think: int = 0
+) -> dict[str, Any]:
     """Seconds per rollout of every arm, alternating; with ``think`` the actor writes so many tokens a turn, else it chooses an action."""
     actor, extractor = build_runtimes(settings, None, (OptimSettings(), OptimSettings()))
     prompts = prompt_set_name(settings)
     place: Literal["system", "observation"] = "system" if prompts == "brief" else "observation"
     env, options = ENVIRONMENTS[name]
-    if think:  # an actor that was not trained for it seldom writes an action, and would go on for ever
+    if (
+        think
+    ):  # an actor that was not trained for it seldom writes an action, and would go on for ever
         env = env.model_copy(update={"max_turns": THINKING_TURNS})
     source = TaskSource(env, world_count(env.id, env.kwargs | env.train), 0)
 
     def make_actor() -> ActorAgent:
-        return ActorAgent(actor, prompts=prompts, constrain=not think, max_tokens=think or 32, advice=place, **options)
+        return ActorAgent(
+            actor,
+            prompts=prompts,
+            constrain=not think,
+            max_tokens=think or 32,
+            advice=place,
+            **options,
+        )
 
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     between: list[float] = []
@@ -86,7 +113,10 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
     with tempfile.TemporaryDirectory() as folder, ExperienceBank(Path(folder) / "bank") as bank:
         bank.add_many(LESSONS)
         manager = ExperienceManager(
-            bank, ExtractorAgent(extractor, prompts=prompts, max_tokens=96), merge_every=0, retrieval={"floor": 0.0}
+            bank,
+            ExtractorAgent(extractor, prompts=prompts, max_tokens=96),
+            merge_every=0,
+            retrieval={"floor": 0.0},
         )
         arms = {
             name: Rollout(env, env.train, m, make_actor, slots=groups * group_size)
@@ -94,7 +124,9 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
         }
         for step in range(rounds + WARM_UP):
             for arm, guided in ARMS.items():
-                actor.llm.weights_changed(step)  # as after an update: no prefix is reused from the other arm
+                actor.llm.weights_changed(
+                    step
+                )  # as after an update: no prefix is reused from the other arm
                 begin, tokens = time.perf_counter(), actor.llm.stats.forwarded_tokens
                 with actor.foreground():
                     episodes = await arms[arm].play(source.jobs(step, groups, group_size, guided))
@@ -112,7 +144,10 @@ async def measure(settings: ModelSettings, name: str, rounds: int, groups: int, 
     actor.close()
     extractor.close()
     between = between[WARM_UP:]
-    steps = {"with": [a + b for a, b in zip(seconds["with"], between, strict=True)], "without": seconds["without"]}
+    steps = {
+        "with": [a + b for a, b in zip(seconds["with"], between, strict=True)],
+        "without": seconds["without"],
+    }
     return {
         "ratio": ratio(seconds),
         "bank_ratio": ratio({"with": seconds["with"], "without": seconds["advice"]}),
@@ -131,7 +166,9 @@ def ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Ratio of the medians, with a bootstrap interval over paired rounds."""
     a, b = np.array(seconds["with"]), np.array(seconds["without"])
     picks = np.random.default_rng(0).integers(len(a), size=(10_000, len(a)))
-    low, high = np.quantile(np.median(a[picks], axis=1) / np.median(b[picks], axis=1), (0.025, 0.975))
+    low, high = np.quantile(
+        np.median(a[picks], axis=1) / np.median(b[picks], axis=1), (0.025, 0.975)
+    )
     return {"median": float(np.median(a) / np.median(b)), "low": float(low), "high": float(high)}
 
 
@@ -143,15 +180,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--think", type=int, default=0, help="tokens that the actor may write before its action; 0: it chooses an action")
+    parser.add_argument(
+        "--think",
+        type=int,
+        default=0,
+        help="tokens that the actor may write before its action; 0: it chooses an action",
+    )
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/overhead.json"))
     options = parser.parse_args()
     size = (options.groups, options.group_size)
     found: dict[str, Any] = {"model": options.model, "groups": size[0], "group_size": size[1]}
     found |= {"think": options.think, "torch": torch.__version__}
     for name in options.env:
-        found[name] = asyncio.run(measure(ModelSettings(name=options.model), name, options.rounds, *size, options.think))
-        sys.stdout.write(f"{name} {json.dumps({k: v for k, v in found[name].items() if k != 'seconds'})}\n")
+        found[name] = asyncio.run(
+            measure(ModelSettings(name=options.model), name, options.rounds, *size, options.think)
+        )
+        sys.stdout.write(
+            f"{name} {json.dumps({k: v for k, v in found[name].items() if k != 'seconds'})}\n"
+        )
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

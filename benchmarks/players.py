@@ -19,15 +19,19 @@ from experiential.types import Generation
 Act = Callable[[str, Mapping[str, Any]], Any]
 """What an agent is: an action for an observation and its info, as text."""
 ORACLE = "oracle"
-"""Where info holds the environment's own ``oracle_action`` for the oracle; no trajectory keeps it."""
+"""Where info holds the environment's own ``oracle_action`` for the oracle; no trajectory keeps it.
+"""
 FALLBACK = "I do nothing."
-"""What the random agent says where no action is named as admissible: no action anywhere, so it uses up a turn."""
+"""What the random agent says where no action is named as admissible: no action anywhere, so it uses
+up a turn.
+"""
 
 
 class Player:
     """A function that acts, in the place of an ``ActorAgent``; it generates nothing.
 
-    What the function raises, or an answer that is no text, fails the episode with that as its reason.
+    What the function raises, or an answer that is no text, fails the episode with that as its
+    reason.
 
     Args:
         act: the function; it is called in a thread.
@@ -84,23 +88,31 @@ class Watched(gym.Wrapper[str, str, str, str]):
 
     Args:
         env: an environment.
-        seconds: where the wall time of an episode is put, from its reset to its last step until now, by the seed of its reset.
+        seconds: where the wall time of an episode is put, from its reset to its last step until
+            now, by the seed of its reset.
         oracle: put the environment's ``oracle_action`` into info.
 
     Raises:
         ConfigError: the oracle is asked for, and the environment has none.
     """
 
-    def __init__(self, env: gym.Env[str, str], seconds: dict[int | None, float], *, oracle: bool = False) -> None:
+    def __init__(
+        self, env: gym.Env[str, str], seconds: dict[int | None, float], *, oracle: bool = False
+    ) -> None:
         super().__init__(env)
         action = getattr(env.unwrapped, "oracle_action", None)
         if oracle and action is None:
-            raise ConfigError(f"Expected an environment with oracle_action(), got {type(env.unwrapped).__name__}; choose another agent")
+            raise ConfigError(
+                f"Expected an environment with oracle_action(), got {type(env.unwrapped).__name__};"
+                " choose another agent"
+            )
         self._seconds, self._more = seconds, {ORACLE: action} if oracle else {}
         self._seed: int | None = None
         self._begin = 0.0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Begin an episode."""
         self._seed, self._begin = seed, time.perf_counter()
         observation, info = self.env.reset(seed=seed, options=options)
@@ -125,6 +137,13 @@ def load_function(name: str) -> Act:
     module, _, function = name.partition(":")
     found = attempted(lambda: getattr(import_module(module), function))
     if isinstance(found, Exception) or not callable(found):
-        cause = f"{type(found).__name__}: {found}" if isinstance(found, Exception) else f"a {type(found).__name__}"
-        raise ConfigError(f"Expected an agent as module:function, callable with observation and info, got {name!r}: {cause}")
+        cause = (
+            f"{type(found).__name__}: {found}"
+            if isinstance(found, Exception)
+            else f"a {type(found).__name__}"
+        )
+        raise ConfigError(
+            "Expected an agent as module:function, callable with observation and info, got"
+            f" {name!r}: {cause}"
+        )
     return found

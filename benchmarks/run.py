@@ -1,9 +1,8 @@
 """Evaluate an agent on a suite, without a bank and with one: the same worlds and seeds in both.
 
-    python -m benchmarks run --suite room --agent llm --backend local --model tiny [--bank FOLDER [--learn]] [--episodes N] [--seed S]
-    python -m benchmarks run --suite six-task --agent oracle
-    python -m benchmarks run --suite sokoban --agent mymodule:act
-    python -m benchmarks suites
+    python -m benchmarks run --suite room --agent llm --backend local --model tiny [--bank FOLDER
+    [--learn]] [--episodes N] [--seed S] python -m benchmarks run --suite six-task --agent oracle
+    python -m benchmarks run --suite sokoban --agent mymodule:act python -m benchmarks suites
 
 A task that an arm has finished stands in the results file and is not played again.
 """
@@ -78,8 +77,13 @@ def open_llm(options: argparse.Namespace) -> LLM:
         from experiential.llm.openai import OpenAILLM
 
         if not options.model:
-            raise ConfigError("Expected --model NAME with --backend openai: the model's name at the server, got none")
-        return OpenAILLM(options.model, base_url=options.base_url, supports_choices=options.constrain)
+            raise ConfigError(
+                "Expected --model NAME with --backend openai: the model's name at the server, got"
+                " none"
+            )
+        return OpenAILLM(
+            options.model, base_url=options.base_url, supports_choices=options.constrain
+        )
     from experiential.llm.transformers import TransformersLLM
 
     return TransformersLLM(options.model or "tiny", dtype=options.dtype, device=options.device)
@@ -97,7 +101,10 @@ def read_replies(file: Path | None) -> list[str]:
         raise ConfigError(f"Expected a text file of replies, got {file}: {error}") from error
     replies = [line for line in lines if line.strip()]
     if not replies:
-        raise ConfigError(f"Expected --replies FILE with a reply a line for --backend scripted, got {file or 'none'}")
+        raise ConfigError(
+            "Expected --replies FILE with a reply a line for --backend scripted, got"
+            f" {file or 'none'}"
+        )
     return replies
 
 
@@ -144,23 +151,69 @@ def experience_of(options: argparse.Namespace, llm: LLM | None) -> Experience | 
     if options.bank is None:
         return None
     meter = Meter()
-    extractor = ExtractorAgent(Metered(llm, meter), prompts=_prompts(options), seed=options.seed) if options.learn and llm else None
+    extractor = (
+        ExtractorAgent(Metered(llm, meter), prompts=_prompts(options), seed=options.seed)
+        if options.learn and llm
+        else None
+    )
     return Experience(options.bank, options.namespace, options.embedder, extractor, meter)
 
 
-def settings_of(options: argparse.Namespace, suite: Suite, experience: Experience | None) -> dict[str, Any]:
+def settings_of(
+    options: argparse.Namespace, suite: Suite, experience: Experience | None
+) -> dict[str, Any]:
     """All that decides what is played: results of other settings are never mixed with these."""
-    of_agent = ("backend", "model", "base_url", "dtype", "temperature", "max_tokens", "constrain", "history", "instruction", "replies")
-    names = ("agent", "episodes", "visits", "seed", "split", "search_and_ask", "bank", "namespace", "embedder", "learn")
-    found: dict[str, Any] = {name: getattr(options, name) for name in (*names, *(of_agent if needs_llm(options) else ()))}
-    found = {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
-    data = {task.name: "real" if READINESS[task.id].has_data() else "made" for task in suite.tasks if READINESS[task.id].variable}
+    of_agent = (
+        "backend",
+        "model",
+        "base_url",
+        "dtype",
+        "temperature",
+        "max_tokens",
+        "constrain",
+        "history",
+        "instruction",
+        "replies",
+    )
+    names = (
+        "agent",
+        "episodes",
+        "visits",
+        "seed",
+        "split",
+        "search_and_ask",
+        "bank",
+        "namespace",
+        "embedder",
+        "learn",
+    )
+    found: dict[str, Any] = {
+        name: getattr(options, name) for name in (*names, *(of_agent if needs_llm(options) else ()))
+    }
+    found = {
+        name: str(value) if isinstance(value, Path) else value for name, value in found.items()
+    }
+    data = {
+        task.name: "real" if READINESS[task.id].has_data() else "made"
+        for task in suite.tasks
+        if READINESS[task.id].variable
+    }
     commit = None
     if experience is not None and experience.extractor is None:
         with experience.open() as bank:
             commit = bank.head
-    tasks = [{"name": task.name, "id": task.id, "kwargs": task.kwargs, "turns": task.turns} for task in suite.tasks]
-    return {"suite": suite.name, "tasks": tasks, "data": data, **found, "commit": commit, "version": package_version()}
+    tasks = [
+        {"name": task.name, "id": task.id, "kwargs": task.kwargs, "turns": task.turns}
+        for task in suite.tasks
+    ]
+    return {
+        "suite": suite.name,
+        "tasks": tasks,
+        "data": data,
+        **found,
+        "commit": commit,
+        "version": package_version(),
+    }
 
 
 def needs_llm(options: argparse.Namespace) -> bool:
@@ -183,11 +236,24 @@ def read_results(file: Path, settings: dict[str, Any], overwrite: bool) -> Resul
     try:
         found = Results.model_validate_json(file.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
-        raise ConfigError(f"Expected results of benchmarks run in {file}, got {str(error).splitlines()[0]}; use --overwrite") from error
+        raise ConfigError(
+            f"Expected results of benchmarks run in {file}, got {str(error).splitlines()[0]}; use"
+            " --overwrite"
+        ) from error
     other = [name for name in settings if found.settings.get(name) != settings[name]]
     if other:
-        shown = ", ".join(f"{name} {found.settings.get(name)!r} and not {settings[name]!r}" for name in other if name != "tasks") or "tasks"
-        raise ConfigError(f"Expected results of the same settings in {file}, got {shown[:400]}; use --overwrite or another --results")
+        shown = (
+            ", ".join(
+                f"{name} {found.settings.get(name)!r} and not {settings[name]!r}"
+                for name in other
+                if name != "tasks"
+            )
+            or "tasks"
+        )
+        raise ConfigError(
+            f"Expected results of the same settings in {file}, got {shown[:400]}; use --overwrite"
+            " or another --results"
+        )
     return found
 
 
@@ -227,8 +293,14 @@ async def play_suite(
     return done
 
 
-def _cells(suite: Suite, experience: Experience | None) -> Sequence[tuple[SuiteTask, Experience | None]]:
-    return [(task, bank) for task in suite.tasks for bank in ((None,) if experience is None else (None, experience))]
+def _cells(
+    suite: Suite, experience: Experience | None
+) -> Sequence[tuple[SuiteTask, Experience | None]]:
+    return [
+        (task, bank)
+        for task in suite.tasks
+        for bank in ((None,) if experience is None else (None, experience))
+    ]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -240,15 +312,33 @@ def run(options: argparse.Namespace) -> int:
     suite = find_suite(options.suite, options.tasks)
     suite.check_ready()
     check(options)
-    file = options.results or FOLDER / f"{suite.name}-{options.agent.replace(':', '.')}-{options.seed}.json"
+    file = (
+        options.results
+        or FOLDER / f"{suite.name}-{options.agent.replace(':', '.')}-{options.seed}.json"
+    )
     with ExitStack() as stack:
         llm = stack.enter_context(closing(open_llm(options))) if needs_llm(options) else None
         experience = experience_of(options, llm)
         done = read_results(file, settings_of(options, suite, experience), options.overwrite)
         plan = Plan(
-            options.episodes, options.visits, options.seed, options.split, options.slots, options.search_and_ask, options.agent == "oracle"
+            options.episodes,
+            options.visits,
+            options.seed,
+            options.split,
+            options.slots,
+            options.search_and_ask,
+            options.agent == "oracle",
         )
-        done = asyncio.run(play_suite(suite, plan, agents(options, llm), experience, done, lambda results: write_results(file, results)))
+        done = asyncio.run(
+            play_suite(
+                suite,
+                plan,
+                agents(options, llm),
+                experience,
+                done,
+                lambda results: write_results(file, results),
+            )
+        )
     show(suite, options, done, file)
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
 
@@ -262,7 +352,10 @@ def check(options: argparse.Namespace) -> None:
     if options.learn and options.bank is None:
         raise ConfigError("Expected --bank FOLDER with --learn, got none")
     if options.visits > options.episodes:
-        raise ConfigError(f"Expected at most as many --visits as --episodes ({options.episodes}), got {options.visits}")
+        raise ConfigError(
+            f"Expected at most as many --visits as --episodes ({options.episodes}), got"
+            f" {options.visits}"
+        )
     if options.search_and_ask and options.bank is None:
         raise ConfigError("Expected --bank FOLDER with --search-and-ask, got none")
     options.slots = options.slots or (8 if options.agent == "llm" else 1)
@@ -275,7 +368,11 @@ def show(suite: Suite, options: argparse.Namespace, done: Results, file: Path) -
     console.print(f"as in {suite.source}", markup=False, highlight=False)
     for task in done.report["tasks"]:
         for reason, count in task["failures"].items():
-            console.print(f"{task['task']} ({task['arm']}): {count} failed: {reason}", markup=False, highlight=False)
+            console.print(
+                f"{task['task']} ({task['arm']}): {count} failed: {reason}",
+                markup=False,
+                highlight=False,
+            )
     console.print(f"results: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -297,52 +394,128 @@ def number(least: int) -> Callable[[str], int]:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("suites", help="list the suites, and what they need")
     chosen = commands.add_parser("run", help="evaluate an agent on a suite")
     chosen.add_argument("--suite", required=True, help=", ".join(SUITES))
     chosen.add_argument("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
-    chosen.add_argument("--agent", default="llm", help="random, oracle, llm, or module:function, called with observation and info")
-    chosen.add_argument("--episodes", type=number(1), default=100, help="of each task and arm (%(default)s)")
-    chosen.add_argument("--visits", type=number(1), default=1, help="how many of the episodes meet the same world (%(default)s)")
+    chosen.add_argument(
+        "--agent",
+        default="llm",
+        help="random, oracle, llm, or module:function, called with observation and info",
+    )
+    chosen.add_argument(
+        "--episodes", type=number(1), default=100, help="of each task and arm (%(default)s)"
+    )
+    chosen.add_argument(
+        "--visits",
+        type=number(1),
+        default=1,
+        help="how many of the episodes meet the same world (%(default)s)",
+    )
     chosen.add_argument("--seed", type=int, default=0)
     chosen.add_argument("--split", default="eval", help="of the environments (%(default)s)")
-    chosen.add_argument("--slots", type=number(0), default=0, help="episodes at once; 0: 8 for llm, 1 for others")
-    chosen.add_argument("--results", type=Path, help=f"a JSON file; by default {FOLDER}/SUITE-AGENT-SEED.json")
-    chosen.add_argument("--overwrite", action="store_true", help="play again what the results file holds")
+    chosen.add_argument(
+        "--slots", type=number(0), default=0, help="episodes at once; 0: 8 for llm, 1 for others"
+    )
+    chosen.add_argument(
+        "--results", type=Path, help=f"a JSON file; by default {FOLDER}/SUITE-AGENT-SEED.json"
+    )
+    chosen.add_argument(
+        "--overwrite", action="store_true", help="play again what the results file holds"
+    )
     _bank_arguments(chosen.add_argument_group("bank"))
-    _llm_arguments(chosen.add_argument_group("language model (--agent llm, and the extractor of --learn)"))
+    _llm_arguments(
+        chosen.add_argument_group("language model (--agent llm, and the extractor of --learn)")
+    )
     return parser
 
 
 def _bank_arguments(group: Any) -> None:
-    group.add_argument("--bank", help="a bank's folder or address: each task is played without it and with it; it is read, not written")
-    group.add_argument("--learn", action="store_true", help="let the bank grow by what is distilled; made where there is none")
+    group.add_argument(
+        "--bank",
+        help=(
+            "a bank's folder or address: each task is played without it and with it; it is read,"
+            " not written"
+        ),
+    )
+    group.add_argument(
+        "--learn",
+        action="store_true",
+        help="let the bank grow by what is distilled; made where there is none",
+    )
     group.add_argument("--namespace", default="default")
-    group.add_argument("--embedder", help="of a bank that is made now: a sentence-transformers name or folder, or hashing")
-    group.add_argument("--search-and-ask", type=number(0), default=0, metavar="N", help="questions to the bank that an episode may ask")
+    group.add_argument(
+        "--embedder",
+        help="of a bank that is made now: a sentence-transformers name or folder, or hashing",
+    )
+    group.add_argument(
+        "--search-and-ask",
+        type=number(0),
+        default=0,
+        metavar="N",
+        help="questions to the bank that an episode may ask",
+    )
 
 
 def _llm_arguments(group: Any) -> None:
-    group.add_argument("--backend", choices=("local", "openai", "scripted"), default="local", help="local: torch and transformers here")
-    group.add_argument("--model", help="tiny (default), smollm2, a folder or a hub name; with openai the name at the server")
-    group.add_argument("--base-url", help="of an OpenAI-compatible server; else OPENAI_BASE_URL; the key is taken from OPENAI_API_KEY")
-    group.add_argument("--replies", type=Path, metavar="FILE", help="replies of the scripted backend, one a line, over and over")
+    group.add_argument(
+        "--backend",
+        choices=("local", "openai", "scripted"),
+        default="local",
+        help="local: torch and transformers here",
+    )
+    group.add_argument(
+        "--model",
+        help="tiny (default), smollm2, a folder or a hub name; with openai the name at the server",
+    )
+    group.add_argument(
+        "--base-url",
+        help=(
+            "of an OpenAI-compatible server; else OPENAI_BASE_URL; the key is taken from"
+            " OPENAI_API_KEY"
+        ),
+    )
+    group.add_argument(
+        "--replies",
+        type=Path,
+        metavar="FILE",
+        help="replies of the scripted backend, one a line, over and over",
+    )
     group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     group.add_argument("--device", default="auto")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
-    group.add_argument("--max-tokens", type=number(1), default=256, help="of a response (%(default)s)")
-    group.add_argument("--history", type=number(0), help="past turns that are shown; all by default")
-    group.add_argument("--instruction", default="", help="what the agent is told about the environment")
-    group.add_argument("--constrain", action="store_true", help="choose among the admissible actions; always with the tiny model")
+    group.add_argument(
+        "--max-tokens", type=number(1), default=256, help="of a response (%(default)s)"
+    )
+    group.add_argument(
+        "--history", type=number(0), help="past turns that are shown; all by default"
+    )
+    group.add_argument(
+        "--instruction", default="", help="what the agent is told about the environment"
+    )
+    group.add_argument(
+        "--constrain",
+        action="store_true",
+        help="choose among the admissible actions; always with the tiny model",
+    )
 
 
 def list_suites() -> None:
     """Write the suites: tasks, source, and what is missing."""
     for suite in SUITES.values():
-        missing = [step for name in dict.fromkeys(task.id for task in suite.tasks) for step in READINESS[name].missing()]
-        sys.stdout.write(f"{suite.name:11} {', '.join(task.name for task in suite.tasks)}\n{'':11} {suite.source}\n")
+        missing = [
+            step
+            for name in dict.fromkeys(task.id for task in suite.tasks)
+            for step in READINESS[name].missing()
+        ]
+        sys.stdout.write(
+            f"{suite.name:11} {', '.join(task.name for task in suite.tasks)}\n{'':11}"
+            f" {suite.source}\n"
+        )
         sys.stdout.write(f"{'':11} {'run: ' + ' && '.join(missing) if missing else 'ready'}\n")
 
 
@@ -350,4 +523,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code."""
     options = arguments().parse_args(argv)
     find_data()
-    return exit_code(list_suites if options.command == "suites" else partial(run, options), "interrupted; the same command goes on")
+    return exit_code(
+        list_suites if options.command == "suites" else partial(run, options),
+        "interrupted; the same command goes on",
+    )

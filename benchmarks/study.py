@@ -1,11 +1,13 @@
 """The methods compared: environments x recipes x training seeds, each evaluated under every arm; one table and one picture.
 
-    python -m benchmarks.study run   [--recipes ...] [--environments ...] [--seeds 5] [--jobs 2] [--minutes M]
-    python -m benchmarks.study table
+    python -m benchmarks.study run   [--recipes ...] [--environments ...] [--seeds 5] [--jobs 2]
+    [--minutes M] python -m benchmarks.study table
 
-`run` may be stopped and started again: a finished cell is a small file below ``--results``, and is not run again. Cells are taken seed by
-seed, so that a study that is stopped has complete seeds. A cell trains in a scratch folder, which is deleted when the cell is written.
-While a run trains, a part of the held-out worlds makes its learning curve; the trained pair then plays all of them under each arm.
+`run` may be stopped and started again: a finished cell is a small file below ``--results``, and is
+not run again. Cells are taken seed by seed, so that a study that is stopped has complete seeds. A
+cell trains in a scratch folder, which is deleted when the cell is written. While a run trains, a
+part of the held-out worlds makes its learning curve; the trained pair then plays all of them under
+each arm.
 """
 
 from __future__ import annotations
@@ -80,10 +82,12 @@ ENVIRONMENTS = {
         final=("eval.worlds=40", "eval.visits=4"),
     ),
 }  # fmt: skip
-ENVIRONMENTS["frozen-lake-hidden"] = replace(  # the comment on each move is in every observation above; here neither method reads it
-    ENVIRONMENTS["frozen-lake"],
-    training=(*ENVIRONMENTS["frozen-lake"].training, "env.feedback=hidden"),
-    recipes=("grpo", "erl", "erl-no-memory", "erl-no-reflection"),
+ENVIRONMENTS["frozen-lake-hidden"] = (
+    replace(  # the comment on each move is in every observation above; here neither method reads it
+        ENVIRONMENTS["frozen-lake"],
+        training=(*ENVIRONMENTS["frozen-lake"].training, "env.feedback=hidden"),
+        recipes=("grpo", "erl", "erl-no-memory", "erl-no-reflection"),
+    )
 )
 ALL = ("run.checkpoint_every=0", "run.minutes=null", "eval.seed=10000", "model.threads=1")
 """Settings of every run."""
@@ -106,9 +110,11 @@ class StudyCell(Record):
         settings: digest of the settings of the training, the seed excepted.
         overrides: settings changed from the recipe's.
         steps: training steps.
-        episodes: training episodes, second attempts and those that filled a bank beforehand included.
+        episodes: training episodes, second attempts and those that filled a bank beforehand
+            included.
         seconds: of the training with its evaluations, on one thread beside another run.
-        tokens: that actor and extractor processed in training and its evaluations, prompts included; one figure where they share weights.
+        tokens: that actor and extractor processed in training and its evaluations, prompts
+            included; one figure where they share weights.
         curve: success on later visits while training, by arm.
         arms: a cell for each arm that could be played at the end.
     """
@@ -133,10 +139,18 @@ class StudyCell(Record):
 def overrides_of(environment: str, recipe: str, seed: int) -> list[str]:
     """The settings of a training run of the study."""
     setup = ENVIRONMENTS[environment]
-    return [*ALL, f"seed={seed}", *setup.training, *setup.curve, *OVERRIDES.get((environment, recipe), ())]
+    return [
+        *ALL,
+        f"seed={seed}",
+        *setup.training,
+        *setup.curve,
+        *OVERRIDES.get((environment, recipe), ()),
+    ]
 
 
-def play_cell(environment: str, recipe: str, seed: int, scratch: Path, more: Sequence[str] = ()) -> StudyCell:
+def play_cell(
+    environment: str, recipe: str, seed: int, scratch: Path, more: Sequence[str] = ()
+) -> StudyCell:
     """Train and evaluate one cell in a scratch folder.
 
     Args:
@@ -147,13 +161,17 @@ def play_cell(environment: str, recipe: str, seed: int, scratch: Path, more: Seq
         more: settings changed for all runs of the study, to try it small.
     """
     overrides = [*overrides_of(environment, recipe, seed), *more]
-    experiment = load_experiment(recipe, [*overrides, *cold_start(recipe, overrides, seed, scratch)])
+    experiment = load_experiment(
+        recipe, [*overrides, *cold_start(recipe, overrides, seed, scratch)]
+    )
     begin = time.perf_counter()
     events: list[dict[str, Any]] = []
     trainer = Trainer(experiment, scratch / "run", observer=events.append)
     summary = trainer.run()
     seconds = time.perf_counter() - begin
-    policies = {"actor": trainer.actor} | ({} if trainer.extractor is trainer.actor else {"extractor": trainer.extractor})
+    policies = {"actor": trainer.actor} | (
+        {} if trainer.extractor is trainer.actor else {"extractor": trainer.extractor}
+    )
     tokens = {name: policy.tokens_processed for name, policy in policies.items()}
     return StudyCell(
         environment=environment,
@@ -163,11 +181,19 @@ def play_cell(environment: str, recipe: str, seed: int, scratch: Path, more: Seq
         settings=settings_digest(load_experiment(recipe, overrides), seed=False),
         overrides=tuple(overrides),
         steps=summary["steps"],
-        episodes=sum(event["episodes"] for event in events if event["event"] in ("step", "prepared")),
+        episodes=sum(
+            event["episodes"] for event in events if event["event"] in ("step", "prepared")
+        ),
         seconds=seconds,
         tokens=tokens,
-        curve={arm: tuple(evaluation_curve(events, arm)) for arm in ("off", "on") if evaluation_curve(events, arm)},
-        arms=tuple(final_cells(trainer, environment, [*ENVIRONMENTS[environment].final, *more], scratch)),
+        curve={
+            arm: tuple(evaluation_curve(events, arm))
+            for arm in ("off", "on")
+            if evaluation_curve(events, arm)
+        },
+        arms=tuple(
+            final_cells(trainer, environment, [*ENVIRONMENTS[environment].final, *more], scratch)
+        ),
     )
 
 
@@ -176,29 +202,44 @@ def cold_start(recipe: str, overrides: Sequence[str], seed: int, scratch: Path) 
     if recipe not in DEMONSTRATIONS:
         return []
     file = scratch / "demonstrations.jsonl"
-    chats = demonstrations.demonstrations(load_experiment(recipe, overrides), DEMONSTRATIONS[recipe], ask=0.8, follow=0.8, seed=seed)
+    chats = demonstrations.demonstrations(
+        load_experiment(recipe, overrides), DEMONSTRATIONS[recipe], ask=0.8, follow=0.8, seed=seed
+    )
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     return [f"cold_start={{demonstrations: {file}}}"]
 
 
-def final_cells(trainer: Trainer, environment: str, changed: Sequence[str], scratch: Path) -> Iterator[Cell]:
+def final_cells(
+    trainer: Trainer, environment: str, changed: Sequence[str], scratch: Path
+) -> Iterator[Cell]:
     """The trained pair under every arm that it can play, with its weights as they are."""
-    final = load_experiment(trainer.experiment.recipe, [*overrides_of(environment, trainer.experiment.recipe, 0), *changed])
+    final = load_experiment(
+        trainer.experiment.recipe,
+        [*overrides_of(environment, trainer.experiment.recipe, 0), *changed],
+    )
     experiment = trainer.experiment.model_copy(update={"eval": final.eval})
     checkpoint, manifest = CheckpointStore(trainer.output / "checkpoints").latest()
-    evaluation = Trainer(only_evaluation(experiment, ARMS), scratch / "evaluation", runtimes=(trainer.actor, trainer.extractor))
+    evaluation = Trainer(
+        only_evaluation(experiment, ARMS),
+        scratch / "evaluation",
+        runtimes=(trainer.actor, trainer.extractor),
+    )
     recipe, seed = experiment.recipe, experiment.seed
     for event in asyncio.run(evaluation.aevaluate(checkpoint, manifest)):
         made = cell_of(event, f"{recipe}-{seed}", experiment, checkpoint="")
         family = f"{environment}/{recipe}"
-        yield made.model_copy(update={"family": family, "settings": f"{family}/{seed}", "environment": environment})
+        yield made.model_copy(
+            update={"family": family, "settings": f"{family}/{seed}", "environment": environment}
+        )
 
 
 def commit() -> str:
     """The commit of the code that runs, with ``+`` when it was changed since; ``unknown`` outside a repository."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--", "experiential", "benchmarks/*.py")
@@ -215,7 +256,9 @@ def cell_path(results: Path, environment: str, recipe: str, seed: int) -> Path:
     return results / "cells" / environment / f"{recipe}-{seed}.json"
 
 
-def order(environments: Sequence[str], recipes: Sequence[str] | None, seeds: int) -> list[tuple[str, str, int]]:
+def order(
+    environments: Sequence[str], recipes: Sequence[str] | None, seeds: int
+) -> list[tuple[str, str, int]]:
     """All cells, seed by seed, of these recipes or else of those that an environment compares.
 
     Raises:
@@ -223,7 +266,9 @@ def order(environments: Sequence[str], recipes: Sequence[str] | None, seeds: int
     """
     for environment in environments:
         if environment not in ENVIRONMENTS:
-            raise ConfigError(f"Expected an environment among {', '.join(ENVIRONMENTS)}, got {environment!r}")
+            raise ConfigError(
+                f"Expected an environment among {', '.join(ENVIRONMENTS)}, got {environment!r}"
+            )
     return [
         (environment, recipe, seed)
         for seed in range(seeds)
@@ -242,7 +287,13 @@ def check(cells: Sequence[tuple[str, str, int]], more: Sequence[str]) -> None:
         load_experiment(recipe, [*overrides_of(environment, recipe, seed), *more])
 
 
-def run(results: Path, cells: Sequence[tuple[str, str, int]], jobs: int, minutes: float | None, more: Sequence[str] = ()) -> int:
+def run(
+    results: Path,
+    cells: Sequence[tuple[str, str, int]],
+    jobs: int,
+    minutes: float | None,
+    more: Sequence[str] = (),
+) -> int:
     """Run the cells that are not finished, ``jobs`` at a time on one thread each; gives how many failed.
 
     Args:
@@ -260,7 +311,11 @@ def run(results: Path, cells: Sequence[tuple[str, str, int]], jobs: int, minutes
     interrupted = threading.Event()
 
     def one(cell: tuple[str, str, int]) -> None:
-        if time.monotonic() < end and not interrupted.is_set() and not run_process(results, cell, more):
+        if (
+            time.monotonic() < end
+            and not interrupted.is_set()
+            and not run_process(results, cell, more)
+        ):
             failed.append(cell)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -277,8 +332,23 @@ def run(results: Path, cells: Sequence[tuple[str, str, int]], jobs: int, minutes
 def run_process(results: Path, cell: tuple[str, str, int], more: Sequence[str]) -> bool:
     """One cell in a process of its own; its output is shown when it fails. Gives whether the cell is finished."""
     begin = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.study", "cell", *map(str, cell), *more, "--results", str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.study",
+        "cell",
+        *map(str, cell),
+        *more,
+        "--results",
+        str(results),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     minutes = (time.monotonic() - begin) / 60
     name = "/".join(map(str, cell))
     if done.returncode:
@@ -298,7 +368,9 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
-def finish_cell(results: Path, environment: str, recipe: str, seed: int, more: Sequence[str]) -> None:
+def finish_cell(
+    results: Path, environment: str, recipe: str, seed: int, more: Sequence[str]
+) -> None:
     """Run one cell here and write its file, which becomes visible at once and whole."""
     with TemporaryDirectory(prefix="experiential-study-") as scratch:
         cell = play_cell(environment, recipe, seed, Path(scratch), more)
@@ -325,12 +397,23 @@ def read_cells(results: Path) -> list[StudyCell]:
             found.append(StudyCell.model_validate_json(path.read_text(encoding="utf-8")))
         except ValidationError as error:
             raise ConfigError(
-                f"Expected a cell of the study in {path}, got: {str(error).splitlines()[0]}; remove it and run again"
+                f"Expected a cell of the study in {path}, got: {str(error).splitlines()[0]}; remove"
+                " it and run again"
             ) from error
     if not found:
-        raise ConfigError(f"Expected finished cells in {results / 'cells'}, found none; run the study first")
+        raise ConfigError(
+            f"Expected finished cells in {results / 'cells'}, found none; run the study first"
+        )
     place = {recipe: number for number, recipe in enumerate(RECIPES)}
-    return sorted(found, key=lambda cell: (cell.environment, place.get(cell.recipe, len(place)), cell.recipe, cell.seed))
+    return sorted(
+        found,
+        key=lambda cell: (
+            cell.environment,
+            place.get(cell.recipe, len(place)),
+            cell.recipe,
+            cell.seed,
+        ),
+    )
 
 
 def episodes_to_target(points: Sequence[Point], target: float) -> int | None:
@@ -345,7 +428,9 @@ def rows(cells: Sequence[StudyCell]) -> list[dict[str, Any]]:
         mine = [cell for cell in cells if cell.environment == environment]
         card = make_card([arm for cell in mine for arm in cell.arms])
         for recipe in card.recipes:
-            found.append(_row(card, recipe, [cell for cell in mine if cell.recipe == recipe.recipe]))
+            found.append(
+                _row(card, recipe, [cell for cell in mine if cell.recipe == recipe.recipe])
+            )
     return found
 
 
@@ -353,19 +438,48 @@ def _row(card: Card, recipe: RecipeReport, cells: Sequence[StudyCell]) -> dict[s
     used = used_arm([arm for cell in cells for arm in cell.arms])
     report = recipe.arm(used)
     assert report is not None
-    base = next((c for c in card.comparisons if c.first == recipe.name and c.second == RECIPES[0] and c.seeds), None)
-    row: dict[str, Any] = {"environment": cells[0].environment, "recipe": recipe.recipe, "seeds": len(cells), "used_arm": used}
+    base = next(
+        (
+            c
+            for c in card.comparisons
+            if c.first == recipe.name and c.second == RECIPES[0] and c.seeds
+        ),
+        None,
+    )
+    row: dict[str, Any] = {
+        "environment": cells[0].environment,
+        "recipe": recipe.recipe,
+        "seeds": len(cells),
+        "used_arm": used,
+    }
     for arm in ARMS:
         row |= _columns(arm, None if (played := recipe.arm(arm)) is None else played.later)
     row |= _columns(f"minus_{RECIPES[0]}", base.interval if base else None)
-    for first, second in (("on", "off"), ("on", "shuffled"), ("on", "placebo"), ("on", "frozen"), ("frozen", "off")):
-        interval = next((d.interval for d in recipe.differences if (d.first, d.second) == (first, second)), None)
+    for first, second in (
+        ("on", "off"),
+        ("on", "shuffled"),
+        ("on", "placebo"),
+        ("on", "frozen"),
+        ("frozen", "off"),
+    ):
+        interval = next(
+            (d.interval for d in recipe.differences if (d.first, d.second) == (first, second)), None
+        )
         row |= _columns(f"{first}_minus_{second}", interval)
     for name in ("episodes", "seconds", "actor_tokens", "extractor_tokens"):
-        row[f"{name}_per_success"] = round(getattr(report.per_success, name), 2) if report.per_success else None
+        row[f"{name}_per_success"] = (
+            round(getattr(report.per_success, name), 2) if report.per_success else None
+        )
     for target in TARGETS:
-        hit = [n for n in (episodes_to_target(cell.curve.get(used, ()), target) for cell in cells) if n is not None]
-        row |= {f"reached_{100 * target:.0f}": len(hit), f"episodes_to_{100 * target:.0f}": float(np.median(hit)) if hit else None}
+        hit = [
+            n
+            for n in (episodes_to_target(cell.curve.get(used, ()), target) for cell in cells)
+            if n is not None
+        ]
+        row |= {
+            f"reached_{100 * target:.0f}": len(hit),
+            f"episodes_to_{100 * target:.0f}": float(np.median(hit)) if hit else None,
+        }
     row |= {
         "train_episodes": round(float(np.mean([cell.episodes for cell in cells]))),
         "train_minutes": round(float(np.mean([cell.seconds for cell in cells])) / 60, 1),
@@ -375,9 +489,14 @@ def _row(card: Card, recipe: RecipeReport, cells: Sequence[StudyCell]) -> dict[s
 
 
 def _columns(name: str, interval: Interval | None) -> dict[str, float | None]:
-    values = (None, None, None) if interval is None else (interval.mean, interval.low, interval.high)
+    values = (
+        (None, None, None) if interval is None else (interval.mean, interval.low, interval.high)
+    )
     keys = (name, f"{name}_low", f"{name}_high")
-    return {key: None if value is None else round(value, 4) for key, value in zip(keys, values, strict=True)}
+    return {
+        key: None if value is None else round(value, 4)
+        for key, value in zip(keys, values, strict=True)
+    }
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:
@@ -387,7 +506,15 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
     for environment in dict.fromkeys(row["environment"] for row in found):
         mine = [row for row in found if row["environment"] == environment]
         reach = [f"episodes to {target} % (seeds)" for target in targets]
-        head = ["recipe", "seeds", "training episodes", "with the bank", "without", f"minus {RECIPES[0]}, points", *reach]
+        head = [
+            "recipe",
+            "seeds",
+            "training episodes",
+            "with the bank",
+            "without",
+            f"minus {RECIPES[0]}, points",
+            *reach,
+        ]
         body = [
             [
                 row["recipe"],
@@ -397,15 +524,36 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
                 _rate(row, "off"),
                 _points(row, f"minus_{RECIPES[0]}"),
             ]
-            + [f"{_number(row[f'episodes_to_{t}'])} ({row[f'reached_{t}']} of {row['seeds']})" for t in targets]
+            + [
+                f"{_number(row[f'episodes_to_{t}'])} ({row[f'reached_{t}']} of {row['seeds']})"
+                for t in targets
+            ]
             for row in mine
         ]
         pairs = ("on_minus_off", "on_minus_shuffled", "on_minus_placebo", "on_minus_frozen")
         costs = ("episodes_per_success", "actor_tokens_per_success", "extractor_tokens_per_success")
-        second = ["recipe", *(pair.replace("_", " ") for pair in pairs), *(cost.replace("_", " ") for cost in costs)]
-        more = [[row["recipe"], *(_points(row, pair) for pair in pairs), *(_number(row[cost]) for cost in costs)] for row in mine]
-        parts += [f"## {environment}", "Success on later visits, and how fast it came:", _table(head, body)]
-        parts += ["What the bank was good for, in points, and what a success cost as the recipe is used:", _table(second, more)]
+        second = [
+            "recipe",
+            *(pair.replace("_", " ") for pair in pairs),
+            *(cost.replace("_", " ") for cost in costs),
+        ]
+        more = [
+            [
+                row["recipe"],
+                *(_points(row, pair) for pair in pairs),
+                *(_number(row[cost]) for cost in costs),
+            ]
+            for row in mine
+        ]
+        parts += [
+            f"## {environment}",
+            "Success on later visits, and how fast it came:",
+            _table(head, body),
+        ]
+        parts += [
+            "What the bank was good for, in points, and what a success cost as the recipe is used:",
+            _table(second, more),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -416,10 +564,21 @@ def orderings(cells: Sequence[StudyCell]) -> str:
     for place in places:
         mine = [cell for cell in cells if cell.environment == place]
         names = dict.fromkeys(cell.recipe for cell in mine)
-        for finding in findings({name: [arm for cell in mine if cell.recipe == name for arm in cell.arms] for name in names}):
-            found.setdefault(finding.ordering, {})[place] = f"{finding.verdict}: {show_points(finding.interval)}"
+        for finding in findings(
+            {
+                name: [arm for cell in mine if cell.recipe == name for arm in cell.arms]
+                for name in names
+            }
+        ):
+            found.setdefault(finding.ordering, {})[place] = (
+                f"{finding.verdict}: {show_points(finding.interval)}"
+            )
     body = [
-        [f"`{o.first}` over `{o.second}`{' (bank off)' if o.off else ''}", o.source, *(found[o].get(place, "–") for place in places)]
+        [
+            f"`{o.first}` over `{o.second}`{' (bank off)' if o.off else ''}",
+            o.source,
+            *(found[o].get(place, "–") for place in places),
+        ]
         for o in ORDERINGS
         if o in found
     ]
@@ -427,7 +586,11 @@ def orderings(cells: Sequence[StudyCell]) -> str:
 
 
 def _interval(row: dict[str, Any], name: str) -> Interval | None:
-    return None if row[name] is None else Interval(mean=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"])
+    return (
+        None
+        if row[name] is None
+        else Interval(mean=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"])
+    )
 
 
 def _rate(row: dict[str, Any], name: str) -> str:
@@ -443,7 +606,11 @@ def _number(value: float | None) -> str:
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in body)]
+    lines = [
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+        *(f"| {' | '.join(row)} |" for row in body),
+    ]
     return "\n".join(lines)
 
 
@@ -460,14 +627,24 @@ def plot(cells: Sequence[StudyCell], target: Path) -> None:
             for number, recipe in enumerate(dict.fromkeys(cell.recipe for cell in mine)):
                 runs = [cell for cell in mine if cell.recipe == recipe]
                 arm = "off" if row else used_arm([one for cell in runs for one in cell.arms])
-                curves = [[(point.episodes, point.success) for point in cell.curve.get(arm, ())] for cell in runs]
+                curves = [
+                    [(point.episodes, point.success) for point in cell.curve.get(arm, ())]
+                    for cell in runs
+                ]
                 _draw(grid[row, column], curves, f"C{number % 10}", f"{recipe} ({arm})")
-            grid[row, column].set(title=f"{environment}, {title}", xlabel="training episodes", ylabel="later visits", ylim=(0, 1))
+            grid[row, column].set(
+                title=f"{environment}, {title}",
+                xlabel="training episodes",
+                ylabel="later visits",
+                ylim=(0, 1),
+            )
             grid[row, column].legend(fontsize=7, frameon=False)
     figure.savefig(str(target), dpi=120)
 
 
-def _draw(axes: Any, curves: Sequence[Sequence[tuple[int, float]]], colour: str, label: str) -> None:
+def _draw(
+    axes: Any, curves: Sequence[Sequence[tuple[int, float]]], colour: str, label: str
+) -> None:
     found = mean_curve(curves)
     if found:
         xs, means, lows, highs = (list(column) for column in zip(*found, strict=True))
@@ -488,8 +665,20 @@ def table(results: Path) -> None:
     plot(cells, results / "curves.png")
     say(text)
     for environment, recipe in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
-        if len({cell.settings for cell in cells if (cell.environment, cell.recipe) == (environment, recipe)}) > 1:
-            say(f"note: the cells of {environment}/{recipe} were made with different settings; remove the older ones and run again")
+        if (
+            len(
+                {
+                    cell.settings
+                    for cell in cells
+                    if (cell.environment, cell.recipe) == (environment, recipe)
+                }
+            )
+            > 1
+        ):
+            say(
+                f"note: the cells of {environment}/{recipe} were made with different settings;"
+                " remove the older ones and run again"
+            )
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -497,12 +686,20 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
     chosen = commands.add_parser("run", help="run what is not finished")
-    chosen.add_argument("--recipes", nargs="+", help="as each environment compares them, if not given")
+    chosen.add_argument(
+        "--recipes", nargs="+", help="as each environment compares them, if not given"
+    )
     chosen.add_argument("--environments", nargs="+", default=list(ENVIRONMENTS))
     chosen.add_argument("--seeds", type=int, default=5)
     chosen.add_argument("--jobs", type=int, default=2)
     chosen.add_argument("--minutes", type=float, help="start no further cell after so many minutes")
-    chosen.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings changed for all cells, to try the study small")
+    chosen.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="settings changed for all cells, to try the study small",
+    )
     one = commands.add_parser("cell", help="run one cell here")
     one.add_argument("environment", choices=list(ENVIRONMENTS))
     one.add_argument("recipe")
@@ -516,7 +713,9 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the command line; gives the exit code."""
-    return exit_code(partial(execute, arguments().parse_args()), "interrupted; the same command goes on")
+    return exit_code(
+        partial(execute, arguments().parse_args()), "interrupted; the same command goes on"
+    )
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -529,7 +728,9 @@ def execute(options: argparse.Namespace) -> int:
         cells = order(options.environments, options.recipes, options.seeds)
         return int(run(options.results, cells, options.jobs, options.minutes, options.set) > 0)
     if options.command == "cell":
-        finish_cell(options.results, options.environment, options.recipe, options.seed, options.overrides)
+        finish_cell(
+            options.results, options.environment, options.recipe, options.seed, options.overrides
+        )
     else:
         table(options.results)
     return 0

@@ -36,9 +36,11 @@ class PlayedEpisode(Record):
         visit: which visit to that world it was, from 0.
         task_id: name of the world, as the environment tells it.
         success: whether the task was done.
-        reward: sum of rewards; where the episode failed for a technical reason, the least that the task gives.
+        reward: sum of rewards; where the episode failed for a technical reason, the least that the
+            task gives.
         turns: steps of the environment.
-        prompt_tokens: of all prompts, as the model was given them; 0 where the backend shows no token ids.
+        prompt_tokens: of all prompts, as the model was given them; 0 where the backend shows no
+            token ids.
         response_tokens: of all responses; 0 likewise.
         seconds: wall clock from the reset to the end of the last step, the agent's time included.
         shown: entries of the bank that reached the agent.
@@ -81,7 +83,8 @@ class Plan:
     """How a suite is played.
 
     Attributes:
-        episodes: of each task and arm; where an environment lists fewer worlds than are needed, fewer.
+        episodes: of each task and arm; where an environment lists fewer worlds than are needed,
+            fewer.
         visits: episodes in each world.
         seed: of worlds, episodes and sampling.
         split: of the environments.
@@ -102,12 +105,24 @@ class Plan:
         """The episodes of a task, visit by visit, from the name of the task and the seed alone."""
         named = zlib.crc32(task.name.encode())
         wanted = max(1, self.episodes // self.visits)
-        drawn = range(wanted) if worlds is None else np.random.default_rng([self.seed, named]).permutation(worlds)[:wanted].tolist()
-        return [self._job(named, int(world), visit, worlds is not None, condition) for visit in range(self.visits) for world in drawn]
+        drawn = (
+            range(wanted)
+            if worlds is None
+            else np.random.default_rng([self.seed, named]).permutation(worlds)[:wanted].tolist()
+        )
+        return [
+            self._job(named, int(world), visit, worlds is not None, condition)
+            for visit in range(self.visits)
+            for world in drawn
+        ]
 
     def _job(self, named: int, world: int, visit: int, listed: bool, condition: Any) -> Job:
         seed = episode_seed(self.seed, named, world, visit)
-        return Job(Task(seed, f"{world}.{visit}", {"world": world} if listed else {}), condition, sampling_seed=seed)
+        return Job(
+            Task(seed, f"{world}.{visit}", {"world": world} if listed else {}),
+            condition,
+            sampling_seed=seed,
+        )
 
 
 @dataclass
@@ -140,12 +155,23 @@ class Experience:
             ConfigError: it cannot be opened.
         """
         try:
-            return ExperienceBank(self.path, namespace=self.namespace, embedder=self.embedder, read_only=self.extractor is None)
+            return ExperienceBank(
+                self.path,
+                namespace=self.namespace,
+                embedder=self.embedder,
+                read_only=self.extractor is None,
+            )
         except BankError as error:
-            raise ConfigError(f"{error}; with --learn a bank is made where none is" if self.extractor is None else str(error)) from error
+            raise ConfigError(
+                f"{error}; with --learn a bank is made where none is"
+                if self.extractor is None
+                else str(error)
+            ) from error
 
 
-async def play_cell(task: SuiteTask, plan: Plan, make_actor: Callable[[], Any], experience: Experience | None) -> Cell:
+async def play_cell(
+    task: SuiteTask, plan: Plan, make_actor: Callable[[], Any], experience: Experience | None
+) -> Cell:
     """One task under one arm.
 
     Args:
@@ -158,20 +184,39 @@ async def play_cell(task: SuiteTask, plan: Plan, make_actor: Callable[[], Any], 
         ConfigError: the environment or the bank cannot be opened.
     """
     if experience is None:
-        return Cell(task=task.name, arm="off", episodes=await _episodes(task, plan, make_actor, ArmBank(NoBank()), 0))
+        return Cell(
+            task=task.name,
+            arm="off",
+            episodes=await _episodes(task, plan, make_actor, ArmBank(NoBank()), 0),
+        )
     before = experience.meter.spent()
-    with experience.open() as bank, ExperienceManager(bank, experience.extractor, merge_every=0, seed=plan.seed) as manager:
+    with (
+        experience.open() as bank,
+        ExperienceManager(bank, experience.extractor, merge_every=0, seed=plan.seed) as manager,
+    ):
         entries = len(bank)
         at_once = plan.slots if experience.extractor is not None else 0
-        episodes = await _episodes(task, plan, make_actor, ArmBank(manager, manager, entries), at_once)
+        episodes = await _episodes(
+            task, plan, make_actor, ArmBank(manager, manager, entries), at_once
+        )
         told = (entries, len(bank))
-    return Cell(task=task.name, arm=experience.arm, episodes=episodes, entries=told, extractor=experience.meter.spent() - before)
+    return Cell(
+        task=task.name,
+        arm=experience.arm,
+        episodes=episodes,
+        entries=told,
+        extractor=experience.meter.spent() - before,
+    )
 
 
-async def _episodes(task: SuiteTask, plan: Plan, make_actor: Callable[[], Any], opened: ArmBank, at_once: int) -> tuple[PlayedEpisode, ...]:
+async def _episodes(
+    task: SuiteTask, plan: Plan, make_actor: Callable[[], Any], opened: ArmBank, at_once: int
+) -> tuple[PlayedEpisode, ...]:
     """Play and settle ``at_once`` episodes at a time, so that what one is shown does not depend on who ends first; 0 for all at once."""
     seconds: dict[int | None, float] = {}
-    settings = EnvSettings(id=task.id, kwargs=task.kwargs, eval={"split": plan.split}, max_turns=task.turns)
+    settings = EnvSettings(
+        id=task.id, kwargs=task.kwargs, eval={"split": plan.split}, max_turns=task.turns
+    )
     jobs = plan.jobs(task, world_count(task.id, task.kwargs | settings.eval), opened.condition)
 
     def watched(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
@@ -189,14 +234,18 @@ async def _episodes(task: SuiteTask, plan: Plan, make_actor: Callable[[], Any], 
             await opened.settle()
     finally:
         rollout.close()
-    return tuple(_told(task, job, episode, seconds) for job, episode in zip(jobs, played, strict=True))
+    return tuple(
+        _told(task, job, episode, seconds) for job, episode in zip(jobs, played, strict=True)
+    )
 
 
 def _parts(jobs: Sequence[Job], size: int) -> list[Sequence[Job]]:
     return [jobs[start : start + size] for start in range(0, len(jobs), size)]
 
 
-def _told(task: SuiteTask, job: Job, episode: Episode, seconds: dict[int | None, float]) -> PlayedEpisode:
+def _told(
+    task: SuiteTask, job: Job, episode: Episode, seconds: dict[int | None, float]
+) -> PlayedEpisode:
     trajectory, (world, _, visit) = episode.trajectory, job.task.group.partition(".")
     return PlayedEpisode(
         world=int(world),

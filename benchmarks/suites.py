@@ -22,8 +22,10 @@ class SuiteTask:
         id: environment id.
         kwargs: arguments of ``gymnasium.make`` beside the split.
         turns: after which an episode is truncated.
-        failure: the reward that an episode counts which failed for a technical reason: the least that the environment gives.
-        instruction: what an agent is told about the environment; the environments of text say the rest themselves.
+        failure: the reward that an episode counts which failed for a technical reason: the least
+            that the environment gives.
+        instruction: what an agent is told about the environment; the environments of text say the
+            rest themselves.
     """
 
     name: str
@@ -57,7 +59,10 @@ class Suite:
         lacking = {task.id: READINESS[task.id].missing() for task in self.tasks}
         told = [f"{name}: run {' && '.join(steps)}" for name, steps in lacking.items() if steps]
         if told:
-            raise ConfigError(f"Expected all environments of suite {self.name} to be ready, got some that are not: {'; '.join(told)}")
+            raise ConfigError(
+                f"Expected all environments of suite {self.name} to be ready, got some that are"
+                f" not: {'; '.join(told)}"
+            )
 
 
 def _minihack(preset: str, turns: int = 30) -> SuiteTask:
@@ -65,7 +70,13 @@ def _minihack(preset: str, turns: int = 30) -> SuiteTask:
 
 
 def _alfworld(turns: int) -> SuiteTask:
-    return SuiteTask("alfworld", "experiential/ALFWorld-v0", {"turns": turns, "failure": -1.0}, turns, failure=-1.0)
+    return SuiteTask(
+        "alfworld",
+        "experiential/ALFWorld-v0",
+        {"turns": turns, "failure": -1.0},
+        turns,
+        failure=-1.0,
+    )
 
 
 def _webshop(turns: int) -> SuiteTask:
@@ -111,5 +122,11 @@ def find_suite(name: str, tasks: Sequence[str] | None = None) -> Suite:
     known = {task.name: task for task in suite.tasks}
     for task in tasks or ():
         if task not in known:
-            raise ConfigError(f"Expected tasks of suite {name} among {', '.join(known)}, got {task!r}")
-    return suite if tasks is None else Suite(name, tuple(task for task in suite.tasks if task.name in tasks), suite.source)
+            raise ConfigError(
+                f"Expected tasks of suite {name} among {', '.join(known)}, got {task!r}"
+            )
+    return (
+        suite
+        if tasks is None
+        else Suite(name, tuple(task for task in suite.tasks if task.name in tasks), suite.source)
+    )

@@ -2,8 +2,9 @@
 
     python -m benchmarks.task_weight
 
-Lessons that name a world at random stand under 104 Vault tasks; for each of 40 held-out tasks it is told how often the
-nearest entry is the task's own, and where the cosines of own and other entries lie, by the weight of the task.
+Lessons that name a world at random stand under 104 Vault tasks; for each of 40 held-out tasks it is
+told how often the nearest entry is the task's own, and where the cosines of own and other entries
+lie, by the weight of the task.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def main() -> None:
         cosines = tasks[:40] @ normalise(weight * tasks + texts).T
         own = cosines[np.arange(40), np.arange(40)]
         other = np.where(np.eye(40, len(names), dtype=bool), -1.0, cosines).max(axis=1)
-        found = f"own first {np.mean(own > other):.0%}, own {own.min():.2f} to {own.max():.2f}, nearest other {other.max():.2f} at most"
+        found = (
+            f"own first {np.mean(own > other):.0%}, own {own.min():.2f} to {own.max():.2f}, nearest"
+            f" other {other.max():.2f} at most"
+        )
         sys.stdout.write(f"weight {weight}: {found}\n")
 
 

@@ -1,6 +1,7 @@
 """The three-line promise: any text environment, any agent, a bank that fills while it plays.
 
-No model is needed: both the agent and the extractor's backend are scripts. Run it with `python examples/three_lines.py`.
+No model is needed: both the agent and the extractor's backend are scripts. Run it with `python
+examples/three_lines.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def main() -> None:
     for visit in range(1, 4):
         wins = sum(play(env, world, seed=10 * visit + world) for world in range(10))
         manager.drain()
-        sys.stdout.write(f"visit {visit}: {wins:.0f} of 10 vaults opened, {len(bank)} lessons in the bank\n")
+        sys.stdout.write(
+            f"visit {visit}: {wins:.0f} of 10 vaults opened, {len(bank)} lessons in the bank\n"
+        )
     env.close()
     manager.close()
     bank.close()

@@ -6,8 +6,9 @@
     env = xp.ExperienceWrapper(gym.make("MyText-v0"), bank, extractor=xp.ExtractorAgent(llm))
     env = xp.SearchAndAskWrapper(env, max_calls=2)
 
-Importing this package registers the bundled environments (`experiential/Vault-v0`, ...) with Gymnasium. Everything else
-is imported on first use, so that neither torch nor Chroma is loaded before it is needed.
+Importing this package registers the bundled environments (`experiential/Vault-v0`, ...) with
+Gymnasium. Everything else is imported on first use, so that neither torch nor Chroma is loaded
+before it is needed.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ _MODULES: dict[str, str] = {
     "config": "Experiment",
     "envs.check": "check_text_env",
     "errors": (
-        "BackendError BankError BankLockedError CheckpointError ConfigError EnvError ExperientialError MissingExtraError "
-        "ModelNotFoundError ReadOnlyBankError"
+        "BackendError BankError BankLockedError CheckpointError ConfigError EnvError"
+        " ExperientialError MissingExtraError ModelNotFoundError ReadOnlyBankError"
     ),
     "llm.base": "LLM SamplingParams",
     "llm.openai": "OpenAILLM",
@@ -166,8 +167,9 @@ _MODULES: dict[str, str] = {
     "recipe": "load_experiment",
     "training.trainer": "Trainer",
     "types": (
-        "Add Answer Condition Discard Distillation Experience FinishReason Generation Hit Keep Merge Message Operation ParsedOperations "
-        "Provenance Refusal Return Statistics Trajectory Turn Update Use"
+        "Add Answer Condition Discard Distillation Experience FinishReason Generation Hit Keep"
+        " Merge Message Operation ParsedOperations Provenance Refusal Return Statistics Trajectory"
+        " Turn Update Use"
     ),
     "wrappers.experience": "ExperienceWrapper",
     "wrappers.feedback": "FeedbackWrapper",

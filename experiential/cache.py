@@ -9,5 +9,9 @@ from pathlib import Path
 def cache_folder(part: str) -> Path:
     """The folder of one part: in ``EXPERIENTIAL_CACHE``, else in ``experiential`` below ``XDG_CACHE_HOME`` or ``~/.cache``."""
     own = os.environ.get("EXPERIENTIAL_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "experiential"
+    base = (
+        Path(own)
+        if own
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "experiential"
+    )
     return base / part

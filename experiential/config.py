@@ -20,21 +20,41 @@ class EnvSettings(Settings):
     """Which environment, and which of its tasks are for training and for evaluation."""
 
     id: str = "experiential/Vault-v0"
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to gymnasium.make, in training and evaluation")
-    train: dict[str, Any] = Field(default_factory=lambda: {"split": "train"}, description="added to kwargs in training")
-    eval: dict[str, Any] = Field(default_factory=lambda: {"split": "eval"}, description="added to kwargs in evaluation")
-    max_turns: int = Field(default=30, gt=0, description="turns after which an episode is truncated")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="passed to gymnasium.make, in training and evaluation"
+    )
+    train: dict[str, Any] = Field(
+        default_factory=lambda: {"split": "train"}, description="added to kwargs in training"
+    )
+    eval: dict[str, Any] = Field(
+        default_factory=lambda: {"split": "eval"}, description="added to kwargs in evaluation"
+    )
+    max_turns: int = Field(
+        default=30, gt=0, description="turns after which an episode is truncated"
+    )
     reward_range: tuple[float, float] | None = Field(
-        default=None, description="rewards of a step outside it fail the episode, with the reason; None takes any finite one"
+        default=None,
+        description=(
+            "rewards of a step outside it fail the episode, with the reason; None takes any"
+            " finite one"
+        ),
     )
     feedback: Literal["as_is", "shown", "hidden", "reflector"] = Field(
         default="as_is",
-        description="the environment's comment on each move: as_is leaves it to the environment; shown puts it in every observation, "
-        "hidden in none, for actor and reflector alike; reflector shows it to the reflector alone, as the ERL paper does: not a fair "
-        "comparison",
+        description=(
+            "the environment's comment on each move: as_is leaves it to the environment; shown puts"
+            " it in every observation, hidden in none, for actor and reflector alike; reflector"
+            " shows it to the reflector alone, as the ERL paper does: not a fair comparison"
+        ),
     )
-    visits: int = Field(default=1, gt=0, description="training steps in a row that meet the same worlds, if the env lists worlds")
-    changes: tuple[WorldChange, ...] = Field(default=(), description="worlds added or changed while training runs")
+    visits: int = Field(
+        default=1,
+        gt=0,
+        description="training steps in a row that meet the same worlds, if the env lists worlds",
+    )
+    changes: tuple[WorldChange, ...] = Field(
+        default=(), description="worlds added or changed while training runs"
+    )
 
 
 class WorldChange(Settings):
@@ -55,21 +75,37 @@ class LoraSettings(Settings):
     rank: int = Field(default=8, gt=0)
     alpha: int = Field(default=16, gt=0)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
 
 
 class ModelSettings(Settings):
     """Which weights, where, and in which precision."""
 
-    name: str = Field(default="tiny", description="tiny, smollm2, a folder in Hugging Face format, or a hub name")
+    name: str = Field(
+        default="tiny", description="tiny, smollm2, a folder in Hugging Face format, or a hub name"
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1 ...")
     lora: LoraSettings | None = None
-    prompts: str = Field(default="auto", description="template set: full, brief, or auto (brief for the tiny model)")
+    prompts: str = Field(
+        default="auto", description="template set: full, brief, or auto (brief for the tiny model)"
+    )
     max_batch: int = Field(default=64, gt=0, description="sequences decoded together")
-    prefix_cache_tokens: int = Field(default=65536, ge=0, description="tokens of key-value cache kept for reuse")
+    prefix_cache_tokens: int = Field(
+        default=65536, ge=0, description="tokens of key-value cache kept for reuse"
+    )
     threads: int = Field(default=0, ge=0, description="torch threads; 0 leaves torch's own choice")
-    gradient_checkpointing: bool = Field(default=False, description="compute activations again going backward: less memory, slower")
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute activations again going backward: less memory, slower"
+    )
 
 
 class OptimSettings(Settings):
@@ -79,18 +115,32 @@ class OptimSettings(Settings):
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = Field(default=0.0, ge=0.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
-    tokens_per_micro_batch: int = Field(default=16384, gt=0, description="gradient accumulation unit, padded tokens")
+    tokens_per_micro_batch: int = Field(
+        default=16384, gt=0, description="gradient accumulation unit, padded tokens"
+    )
 
 
 class SelfDistillSettings(Settings):
     """Imitating guided episodes that beat the free ones, without the experience that guided them (section 4.3)."""
 
-    weight: float = Field(default=0.1, gt=0.0, description="of the imitation loss beside the actor's own")
+    weight: float = Field(
+        default=0.1, gt=0.0, description="of the imitation loss beside the actor's own"
+    )
     every: int = Field(default=1, gt=0, description="training steps between imitations")
     guard: float = Field(
-        default=0.1, gt=0.0, le=1.0, description="pause while the running success of free episodes is this far below its best: collapse"
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description=(
+            "pause while the running success of free episodes is this far below its best: collapse"
+        ),
     )
-    memory: float = Field(default=0.9, ge=0.0, lt=1.0, description="how much of the running success a further step leaves")
+    memory: float = Field(
+        default=0.9,
+        ge=0.0,
+        lt=1.0,
+        description="how much of the running success a further step leaves",
+    )
 
 
 FormatPart = Literal["think", "search_experience", "search_knowledge", "answer"]
@@ -103,45 +153,99 @@ class ActorSettings(Settings):
     train: bool = True
     group_size: int = Field(default=8, gt=0, description="K: episodes per task and seed")
     groups: int = Field(default=8, gt=0, description="tasks per step; groups x group_size episodes")
-    guided: Literal["half", "all", "none"] = Field(default="half", description="which members of a group may see the bank")
+    guided: Literal["half", "all", "none"] = Field(
+        default="half", description="which members of a group may see the bank"
+    )
     advantage: Literal["split", "pooled"] = Field(
-        default="split", description="advantages within the halves of a group (eq. 5), or within all of it"
+        default="split",
+        description="advantages within the halves of a group (eq. 5), or within all of it",
     )
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(default="grpo", description="how rewards become advantages")
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
+        default="grpo", description="how rewards become advantages"
+    )
     aggregate: Literal["sequence", "token", "constant"] = Field(
-        default="sequence", description="mean over the tokens of each trajectory; every token of the batch equally; sum over length_norm"
+        default="sequence",
+        description=(
+            "mean over the tokens of each trajectory; every token of the batch equally; sum over"
+            " length_norm"
+        ),
     )
-    length_norm: int = Field(default=256, gt=0, description="tokens that a trajectory's sum is divided by, with aggregate: constant")
-    drop_constant: bool = Field(default=False, description="dynamic filtering: groups (or halves) with equal rewards take no weight")
+    length_norm: int = Field(
+        default=256,
+        gt=0,
+        description="tokens that a trajectory's sum is divided by, with aggregate: constant",
+    )
+    drop_constant: bool = Field(
+        default=False,
+        description="dynamic filtering: groups (or halves) with equal rewards take no weight",
+    )
     credit: Literal["trajectory", "turn"] = Field(
-        default="trajectory", description="one advantage for a whole trajectory, or one per turn from the rewards that still follow it"
+        default="trajectory",
+        description=(
+            "one advantage for a whole trajectory, or one per turn from the rewards that still"
+            " follow it"
+        ),
     )
-    discount: float = Field(default=1.0, gt=0.0, le=1.0, description="of later rewards, with credit: turn")
+    discount: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="of later rewards, with credit: turn"
+    )
     self_distill: SelfDistillSettings | None = None
-    critic: bool = Field(default=False, description="the actor accepts, refines or rejects what is retrieved (appendix B.1)")
+    critic: bool = Field(
+        default=False,
+        description="the actor accepts, refines or rejects what is retrieved (appendix B.1)",
+    )
     clip_low: float = Field(default=0.2, gt=0.0)
     clip_high: float = Field(default=0.2, gt=0.0)
     ratio: Literal["token", "sequence"] = "token"
-    kl: float = Field(default=0.0, ge=0.0, description="weight of KL(policy || reference), k3 estimator")
+    kl: float = Field(
+        default=0.0, ge=0.0, description="weight of KL(policy || reference), k3 estimator"
+    )
     epochs: int = Field(default=1, gt=0)
     mini_batches: int = Field(default=1, gt=0, description="optimiser steps per epoch")
     temperature: float = Field(default=1.0, gt=0.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_tokens: int = Field(default=64, gt=0)
-    constrain: bool = Field(default=True, description="restrict answers to the admissible actions when the env names them")
-    history: int | None = Field(default=None, ge=0, description="past turns kept in the prompt; None keeps all")
-    keep_first: bool = Field(default=True, description="keep the first observation when history drops turns")
-    advice: Literal["system", "observation"] = Field(default="system", description="in the system message, or behind the first observation")
-    instruction: str = Field(default="", description="what the actor is told about the environment; not with the brief prompt set")
-    search_and_ask: int = Field(default=0, ge=0, description="calls of search_and_ask per guided episode; 0 leaves the tool out")
-    search_experience: int = Field(
-        default=0, ge=0, description="calls of EvolveR's action per guided episode, which is then the only way to the bank; 0 leaves it out"
+    constrain: bool = Field(
+        default=True,
+        description="restrict answers to the admissible actions when the env names them",
     )
-    format_reward: float = Field(default=0.0, ge=0.0, description="weight of EvolveR's format reward, where the outcome's is 1; 0: none")
+    history: int | None = Field(
+        default=None, ge=0, description="past turns kept in the prompt; None keeps all"
+    )
+    keep_first: bool = Field(
+        default=True, description="keep the first observation when history drops turns"
+    )
+    advice: Literal["system", "observation"] = Field(
+        default="system", description="in the system message, or behind the first observation"
+    )
+    instruction: str = Field(
+        default="",
+        description="what the actor is told about the environment; not with the brief prompt set",
+    )
+    search_and_ask: int = Field(
+        default=0,
+        ge=0,
+        description="calls of search_and_ask per guided episode; 0 leaves the tool out",
+    )
+    search_experience: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "calls of EvolveR's action per guided episode, which is then the only way to the bank;"
+            " 0 leaves it out"
+        ),
+    )
+    format_reward: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="weight of EvolveR's format reward, where the outcome's is 1; 0: none",
+    )
     format_parts: tuple[FormatPart, ...] = Field(
         default=("think", "search_experience", "search_knowledge", "answer"),
         min_length=1,
-        description="what a complete episode can hold here; leave out what the environment has no use for",
+        description=(
+            "what a complete episode can hold here; leave out what the environment has no use for"
+        ),
     )
     warmup_steps: int = Field(default=0, ge=0, description="steps before the bank is used")
     optim: OptimSettings = Field(default_factory=lambda: OptimSettings(lr=3e-4))
@@ -152,7 +256,13 @@ class EntropyBonusSettings(Settings):
 
     kind: Literal["relative", "tanh", "sigmoid", "asymmetric", "log"] = "relative"
     weight: float = Field(default=0.5, gt=0.0, description="w")
-    low: float = Field(default=-1.0, le=0.0, description="the least bonus over w, with relative; the least gain counted, with asymmetric")
+    low: float = Field(
+        default=-1.0,
+        le=0.0,
+        description=(
+            "the least bonus over w, with relative; the least gain counted, with asymmetric"
+        ),
+    )
     high: float = Field(default=1.0, ge=0.0, description="the largest, likewise")
     temperature: float = Field(default=1.0, gt=0.0, description="tau, with sigmoid")
 
@@ -160,7 +270,12 @@ class EntropyBonusSettings(Settings):
 class ColdStartSettings(Settings):
     """Supervised training on given demonstrations before reinforcement learning (EvolveR)."""
 
-    demonstrations: str = Field(description="JSON Lines of chats: {messages: [{role, content}, ...]}; loss on what the assistant says")
+    demonstrations: str = Field(
+        description=(
+            "JSON Lines of chats: {messages: [{role, content}, ...]}; loss on what the assistant"
+            " says"
+        )
+    )
     epochs: int = Field(default=1, gt=0)
     batch_size: int = Field(default=16, gt=0, description="chats per optimiser step")
 
@@ -170,26 +285,59 @@ class ExtractorSettings(Settings):
 
     enabled: bool = True
     train: bool = True
-    distill: bool = Field(default=True, description="distil what is played; false keeps the bank as it was when training began")
-    shared: bool = Field(default=False, description="one set of weights, and one optimiser, for actor and extractor")
+    distill: bool = Field(
+        default=True,
+        description="distil what is played; false keeps the bank as it was when training began",
+    )
+    shared: bool = Field(
+        default=False, description="one set of weights, and one optimiser, for actor and extractor"
+    )
     reward: Literal["direct", "relative"] = Field(
-        default="direct", description="outcome of the episode that used an entry, or its gain over the mean of the group's free members"
+        default="direct",
+        description=(
+            "outcome of the episode that used an entry, or its gain over the mean of the group's"
+            " free members"
+        ),
     )
     entropy_bonus: EntropyBonusSettings | None = None
     batch_size: int = Field(default=64, gt=0, description="|B_phi|: samples per optimiser step")
-    updates_per_step: int = Field(default=1, gt=0, description="optimiser steps per training step, at most: batches the buffer fills")
+    updates_per_step: int = Field(
+        default=1,
+        gt=0,
+        description="optimiser steps per training step, at most: batches the buffer fills",
+    )
     buffer_size: int = Field(default=512, gt=0)
     eps_low: float = Field(default=0.1, gt=0.0)
     eps_high: float = Field(default=0.1, gt=0.0)
-    max_staleness: int = Field(default=64, ge=0, description="extractor updates after which a generation is too old to train on")
+    max_staleness: int = Field(
+        default=64,
+        ge=0,
+        description="extractor updates after which a generation is too old to train on",
+    )
     cooldown: int = Field(default=1, ge=0, description="delta of eq. 7, in training steps")
     decay: float = Field(default=0.5, ge=0.0, description="alpha of eq. 7")
     malformed_reward: float = -1.0
-    malformed_share: float = Field(default=0.25, ge=0.0, le=1.0, description="share of a batch that malformed responses may fill")
-    kl: float = Field(default=0.0, ge=0.0, description="weight of the KL divergence from the extractor's first weights")
-    max_lag: int = Field(default=2, ge=0, description="training steps that distillation may fall behind before rollouts wait for it")
+    malformed_share: float = Field(
+        default=0.25,
+        ge=0.0,
+        le=1.0,
+        description="share of a batch that malformed responses may fill",
+    )
+    kl: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="weight of the KL divergence from the extractor's first weights",
+    )
+    max_lag: int = Field(
+        default=2,
+        ge=0,
+        description="training steps that distillation may fall behind before rollouts wait for it",
+    )
     max_operations: int = Field(default=3, gt=0)
-    principles: bool = Field(default=False, description="distil guiding and cautionary principles with triples, as EvolveR does")
+    principles: bool = Field(
+        default=False,
+        description="distil guiding and cautionary principles with triples, as EvolveR does",
+    )
     temperature: float = Field(default=1.0, gt=0.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_tokens: int = Field(default=96, gt=0)
@@ -200,58 +348,135 @@ class RetrievalSettings(Settings):
     """How queries become hits (section 3.2.2, eq. 6)."""
 
     k: int = Field(default=1, gt=0)
-    strategy: str = Field(default="diverse", description="diverse (eq. 6), nearest, utility, random, or one registered by you")
-    pool: int = Field(default=4, gt=0, description="N: candidate sets of size K that are oversampled")
+    strategy: str = Field(
+        default="diverse",
+        description="diverse (eq. 6), nearest, utility, random, or one registered by you",
+    )
+    pool: int = Field(
+        default=4, gt=0, description="N: candidate sets of size K that are oversampled"
+    )
     diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
-    recency: int = Field(default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off")
+    recency: int = Field(
+        default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off"
+    )
     floor: float = Field(
-        default=0.3, ge=-1.0, le=1.0, description="cosine below which nothing is returned; with hybrid, a share of words this high will do"
+        default=0.3,
+        ge=-1.0,
+        le=1.0,
+        description=(
+            "cosine below which nothing is returned; with hybrid, a share of words this high"
+            " will do"
+        ),
     )
     hybrid: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="weight of the words that query and entry share, beside their cosine; 0 leaves words out"
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description=(
+            "weight of the words that query and entry share, beside their cosine; 0 leaves"
+            " words out"
+        ),
     )
-    tie: float = Field(default=0.001, ge=0.0, description="cosines this close share a rank: eq. 6 then chooses by use")
-    exploration: float = Field(default=0.0, ge=0.0, description="temperature of the draw over eq. 6 scores; 0 takes the best")
+    tie: float = Field(
+        default=0.001,
+        ge=0.0,
+        description="cosines this close share a rank: eq. 6 then chooses by use",
+    )
+    exploration: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="temperature of the draw over eq. 6 scores; 0 takes the best",
+    )
     batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
     batch_wait: float = Field(default=0.001, ge=0.0, description="t_max, in seconds")
     workers: int = Field(default=4, gt=0, description="W: search workers")
-    timeout: float = Field(default=30.0, gt=0.0, description="seconds after which a search fails; an episode then goes on without advice")
+    timeout: float = Field(
+        default=30.0,
+        gt=0.0,
+        description="seconds after which a search fails; an episode then goes on without advice",
+    )
 
 
 class BankSettings(Settings):
     """The experience bank and its manager."""
 
-    path: str | None = Field(default=None, description="an existing bank folder to start from; None starts empty")
+    path: str | None = Field(
+        default=None, description="an existing bank folder to start from; None starts empty"
+    )
     namespace: str = "default"
-    embedder: str | None = Field(default=None, description="sentence-transformers name or folder, 'hashing', or None for the default")
-    chroma: str | None = Field(default=None, description="address of a Chroma server that holds the index; None keeps it in the folder")
+    embedder: str | None = Field(
+        default=None,
+        description="sentence-transformers name or folder, 'hashing', or None for the default",
+    )
+    chroma: str | None = Field(
+        default=None,
+        description="address of a Chroma server that holds the index; None keeps it in the folder",
+    )
     retrieval: RetrievalSettings = Field(default_factory=RetrievalSettings)
     prepare_steps: int = Field(
-        default=0, ge=0, description="steps played and distilled before training begins, by the weights of then, to fill the bank"
+        default=0,
+        ge=0,
+        description=(
+            "steps played and distilled before training begins, by the weights of then, to fill the"
+            " bank"
+        ),
     )
-    text_limit: int = Field(default=2000, gt=0, description="characters that the text of an entry may have")
-    merge_every: int = Field(default=5, ge=0, description="actor updates between merges; 0 never merges")
+    text_limit: int = Field(
+        default=2000, gt=0, description="characters that the text of an entry may have"
+    )
+    merge_every: int = Field(
+        default=5, ge=0, description="actor updates between merges; 0 never merges"
+    )
     merge_chunk: int = Field(default=5, gt=1)
-    queue_size: int = Field(default=1024, gt=0, description="distillation requests accepted before submit waits")
+    queue_size: int = Field(
+        default=1024, gt=0, description="distillation requests accepted before submit waits"
+    )
     distill_workers: int = Field(default=64, gt=0)
     distill_timeout: float = Field(default=120.0, gt=0.0)
     retries: int = Field(default=2, ge=0)
-    cap: int = Field(default=0, ge=0, description="entries above which some are evicted after distillation; 0 never evicts")
-    dedupe_every: int = Field(default=0, ge=0, description="actor updates between two-level deduplications; 0 never does")
-    dedupe_threshold: float = Field(
-        default=0.85, gt=0.0, le=1.0, description="cosine of two texts from which on the extractor is asked whether they are one"
+    cap: int = Field(
+        default=0,
+        ge=0,
+        description="entries above which some are evicted after distillation; 0 never evicts",
     )
-    dedupe_across_tasks: bool = Field(default=False, description="compare entries of different tasks, too, when deduplicating")
-    prune_every: int = Field(default=0, ge=0, description="actor updates between prunings by score; 0 never prunes")
-    prune_below: float = Field(default=0.3, gt=0.0, lt=1.0, description="Laplace score (s + 1) / (u + 2) below which an entry is taken out")
+    dedupe_every: int = Field(
+        default=0, ge=0, description="actor updates between two-level deduplications; 0 never does"
+    )
+    dedupe_threshold: float = Field(
+        default=0.85,
+        gt=0.0,
+        le=1.0,
+        description="cosine of two texts from which on the extractor is asked whether they are one",
+    )
+    dedupe_across_tasks: bool = Field(
+        default=False, description="compare entries of different tasks, too, when deduplicating"
+    )
+    prune_every: int = Field(
+        default=0, ge=0, description="actor updates between prunings by score; 0 never prunes"
+    )
+    prune_below: float = Field(
+        default=0.3,
+        gt=0.0,
+        lt=1.0,
+        description="Laplace score (s + 1) / (u + 2) below which an entry is taken out",
+    )
     trust_after: int = Field(
-        default=0, ge=0, description="M: independent tasks on which an entry must have helped to be trusted; 0 trusts every entry"
+        default=0,
+        ge=0,
+        description=(
+            "M: independent tasks on which an entry must have helped to be trusted; 0 trusts every"
+            " entry"
+        ),
     )
     provisional_share: float = Field(
-        default=0.5, ge=0.0, le=1.0, description="share of the guided episodes that may see entries not trusted yet"
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="share of the guided episodes that may see entries not trusted yet",
     )
     eviction: Literal["lru", "fifo", "random", "utility"] = Field(
-        default="utility", description="who goes: least recently used, oldest, any, or lowest Laplace score"
+        default="utility",
+        description="who goes: least recently used, oldest, any, or lowest Laplace score",
     )
 
 
@@ -259,53 +484,118 @@ class PolicyClusterSettings(Settings):
     """One policy's share of a cluster: its DeepSpeed ranks and its vLLM engines."""
 
     nodes: int = Field(default=1, gt=0, description="nodes that train this policy")
-    gpus_per_node: int = Field(default=1, gt=0, description="DeepSpeed ranks on each of them, one GPU each")
+    gpus_per_node: int = Field(
+        default=1, gt=0, description="DeepSpeed ranks on each of them, one GPU each"
+    )
     engines: int = Field(default=1, gt=0, description="vLLM engines that generate")
     tensor_parallel: int = Field(default=1, gt=0, description="GPUs of each engine")
     zero_stage: Literal[0, 1, 2, 3] = 2
-    batch_size: int = Field(default=64, gt=0, description="sequences of one optimiser step; short ones are filled up with empty sequences")
-    micro_batch_size: int = Field(default=4, gt=0, description="sequences that one rank computes at once")
-    max_length: int = Field(default=4096, gt=0, description="tokens of prompt and response together")
-    gpu_memory: float = Field(default=0.85, gt=0.0, le=1.0, description="share of a GPU's memory that an engine takes")
-    attention: str = Field(default="flash_attention_2", description="transformers' attention in training: flash_attention_2, sdpa, eager")
+    batch_size: int = Field(
+        default=64,
+        gt=0,
+        description=(
+            "sequences of one optimiser step; short ones are filled up with empty sequences"
+        ),
+    )
+    micro_batch_size: int = Field(
+        default=4, gt=0, description="sequences that one rank computes at once"
+    )
+    max_length: int = Field(
+        default=4096, gt=0, description="tokens of prompt and response together"
+    )
+    gpu_memory: float = Field(
+        default=0.85, gt=0.0, le=1.0, description="share of a GPU's memory that an engine takes"
+    )
+    attention: str = Field(
+        default="flash_attention_2",
+        description="transformers' attention in training: flash_attention_2, sdpa, eager",
+    )
     gradient_checkpointing: bool = False
-    offload_optimizer: bool = Field(default=False, description="keep the optimiser's state in the memory of the machine")
-    enforce_eager: bool = Field(default=False, description="no CUDA graphs in vLLM: slower, starts sooner")
+    offload_optimizer: bool = Field(
+        default=False, description="keep the optimiser's state in the memory of the machine"
+    )
+    enforce_eager: bool = Field(
+        default=False, description="no CUDA graphs in vLLM: slower, starts sooner"
+    )
 
 
 class ClusterSettings(Settings):
     """The cluster engine (`runtime: openrlhf`): Ray, vLLM and DeepSpeed through OpenRLHF."""
 
-    address: str | None = Field(default=None, description="Ray cluster to join, e.g. auto; None starts Ray on this machine")
-    gpus: int | None = Field(default=None, ge=0, description="GPUs that a Ray started here offers; None counts them")
-    gpu_gb: float | None = Field(
-        default=None, gt=0.0, description="memory of a GPU in 1e9 bytes, to check the placement by; None asks nvidia-smi"
+    address: str | None = Field(
+        default=None, description="Ray cluster to join, e.g. auto; None starts Ray on this machine"
     )
-    share_gpus: bool = Field(default=False, description="policies and engines take turns on the same GPUs of one node, by sleeping")
+    gpus: int | None = Field(
+        default=None, ge=0, description="GPUs that a Ray started here offers; None counts them"
+    )
+    gpu_gb: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="memory of a GPU in 1e9 bytes, to check the placement by; None asks nvidia-smi",
+    )
+    share_gpus: bool = Field(
+        default=False,
+        description="policies and engines take turns on the same GPUs of one node, by sleeping",
+    )
     actor: PolicyClusterSettings = Field(default_factory=PolicyClusterSettings)
     extractor: PolicyClusterSettings = Field(default_factory=PolicyClusterSettings)
-    env_workers: int = Field(default=0, ge=0, description="Ray actors that hold the environments; 0 keeps them in the trainer")
-    remote_bank: bool = Field(default=False, description="the bank's one writer as a Ray actor, not inside the trainer")
-    start_timeout: float = Field(default=1800.0, gt=0.0, description="seconds that engines and ranks may take to start")
-    call_timeout: float = Field(default=900.0, gt=0.0, description="seconds that any remote call may take")
-    restarts: int = Field(default=2, ge=0, description="times that each engine, rank group and worker is started again")
+    env_workers: int = Field(
+        default=0,
+        ge=0,
+        description="Ray actors that hold the environments; 0 keeps them in the trainer",
+    )
+    remote_bank: bool = Field(
+        default=False, description="the bank's one writer as a Ray actor, not inside the trainer"
+    )
+    start_timeout: float = Field(
+        default=1800.0, gt=0.0, description="seconds that engines and ranks may take to start"
+    )
+    call_timeout: float = Field(
+        default=900.0, gt=0.0, description="seconds that any remote call may take"
+    )
+    restarts: int = Field(
+        default=2,
+        ge=0,
+        description="times that each engine, rank group and worker is started again",
+    )
 
 
 class ReflectionSettings(Settings):
     """A second attempt, with a reflection, at what the first did not solve (Experiential RL, algorithm 2)."""
 
     mode: Literal["reflect", "retry"] = Field(
-        default="reflect", description="reflect: the actor's own reflection; retry: the raw first attempt and an instruction to do better"
+        default="reflect",
+        description=(
+            "reflect: the actor's own reflection; retry: the raw first attempt and an instruction"
+            " to do better"
+        ),
     )
-    threshold: float = Field(default=1.0, description="tau: lower returns are tried again; reflections that reach it are remembered")
+    threshold: float = Field(
+        default=1.0,
+        description="tau: lower returns are tried again; reflections that reach it are remembered",
+    )
     memory: Literal["none", "private", "bank"] = Field(
-        default="private", description="where reflections that passed are kept: nowhere; in one string, which the last overwrites; the bank"
+        default="private",
+        description=(
+            "where reflections that passed are kept: nowhere; in one string, which the last"
+            " overwrites; the bank"
+        ),
     )
-    recall: int = Field(default=1, gt=0, description="reflections of the bank shown to the reflector, with memory: bank")
+    recall: int = Field(
+        default=1,
+        gt=0,
+        description="reflections of the bank shown to the reflector, with memory: bank",
+    )
     internalise: Literal["sft", "reverse_kl", "none"] = Field(
-        default="sft", description="second attempts with a reward: imitated without the reflection; or taught to the first attempt's tokens"
+        default="sft",
+        description=(
+            "second attempts with a reward: imitated without the reflection; or taught to the first"
+            " attempt's tokens"
+        ),
     )
-    weight: float = Field(default=1.0, gt=0.0, description="of the internalisation beside the policy losses")
+    weight: float = Field(
+        default=1.0, gt=0.0, description="of the internalisation beside the policy losses"
+    )
     max_tokens: int = Field(default=96, gt=0, description="tokens of a reflection")
 
 
@@ -314,12 +604,20 @@ class EvalSettings(Settings):
 
     worlds: int = Field(default=40, gt=0)
     visits: int = Field(default=6, gt=0)
-    every: int = Field(default=0, ge=0, description="training steps between evaluations; 0 evaluates before and after only")
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="training steps between evaluations; 0 evaluates before and after only",
+    )
     before: bool = True
     after: bool = True
     temperature: float = Field(default=1.0, ge=0.0)
     seed: int = 10_000
-    arms: tuple[Arm, ...] = Field(default=("off", "on"), min_length=1, description="what is played: off, on, frozen, shuffled, placebo")
+    arms: tuple[Arm, ...] = Field(
+        default=("off", "on"),
+        min_length=1,
+        description="what is played: off, on, frozen, shuffled, placebo",
+    )
 
     @field_validator("arms", mode="before")
     @classmethod
@@ -335,13 +633,27 @@ class RunSettings(Settings):
     """How long to train and what to write."""
 
     steps: int = Field(default=40, ge=0)
-    minutes: float | None = Field(default=None, gt=0.0, description="stop training after this many minutes")
-    checkpoint_every: int = Field(default=10, ge=0, description="steps between checkpoints; 0 keeps only the last")
+    minutes: float | None = Field(
+        default=None, gt=0.0, description="stop training after this many minutes"
+    )
+    checkpoint_every: int = Field(
+        default=10, ge=0, description="steps between checkpoints; 0 keeps only the last"
+    )
     keep_checkpoints: int = Field(default=2, gt=0)
     ahead: int = Field(
-        default=0, ge=0, description="steps that rollouts may run ahead of the actor's updates; more than 0 on a cluster keeps both busy"
+        default=0,
+        ge=0,
+        description=(
+            "steps that rollouts may run ahead of the actor's updates; more than 0 on a cluster"
+            " keeps both busy"
+        ),
     )
-    drain: bool = Field(default=False, description="wait for the distillation queue at the end of each step (exactly repeatable runs)")
+    drain: bool = Field(
+        default=False,
+        description=(
+            "wait for the distillation queue at the end of each step (exactly repeatable runs)"
+        ),
+    )
 
 
 class Experiment(Settings):
@@ -351,21 +663,32 @@ class Experiment(Settings):
     seed: int = 0
     env: EnvSettings = Field(default_factory=EnvSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
-    extractor_model: ModelSettings | None = Field(default=None, description="None starts from the actor's weights, trained apart")
+    extractor_model: ModelSettings | None = Field(
+        default=None, description="None starts from the actor's weights, trained apart"
+    )
     actor: ActorSettings = Field(default_factory=ActorSettings)
     extractor: ExtractorSettings = Field(default_factory=ExtractorSettings)
     bank: BankSettings = Field(default_factory=BankSettings)
-    reflection: ReflectionSettings | None = Field(default=None, description="second attempts with a reflection; None plays one attempt")
-    cold_start: ColdStartSettings | None = Field(default=None, description="supervised training before the first step; None goes without")
+    reflection: ReflectionSettings | None = Field(
+        default=None, description="second attempts with a reflection; None plays one attempt"
+    )
+    cold_start: ColdStartSettings | None = Field(
+        default=None, description="supervised training before the first step; None goes without"
+    )
     eval: EvalSettings = Field(default_factory=EvalSettings)
     run: RunSettings = Field(default_factory=RunSettings)
-    runtime: Literal["local", "openrlhf"] = Field(default="local", description="local: torch in this process; openrlhf: a Ray cluster")
+    runtime: Literal["local", "openrlhf"] = Field(
+        default="local", description="local: torch in this process; openrlhf: a Ray cluster"
+    )
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
 
     @model_validator(mode="after")
     def _groups_can_be_split(self) -> Experiment:
         if self.actor.guided == "half" and self.actor.group_size < 2:
-            raise ValueError(f"Expected actor.group_size of at least 2 when actor.guided is half, got {self.actor.group_size}")
+            raise ValueError(
+                "Expected actor.group_size of at least 2 when actor.guided is half, got"
+                f" {self.actor.group_size}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -373,26 +696,55 @@ class Experiment(Settings):
         if self.reflection is None:
             return self
         if self.actor.guided != "none":
-            raise ValueError(f"Expected actor.guided=none with reflection, whose advice takes the bank's place, got {self.actor.guided!r}")
+            raise ValueError(
+                "Expected actor.guided=none with reflection, whose advice takes the bank's place,"
+                f" got {self.actor.guided!r}"
+            )
         if self.reflection.memory == "bank" and not self.extractor.enabled:
-            raise ValueError("Expected a bank with reflection.memory=bank, got none; set extractor.enabled=true, extractor.distill=false")
+            raise ValueError(
+                "Expected a bank with reflection.memory=bank, got none; set extractor.enabled=true,"
+                " extractor.distill=false"
+            )
         return self
 
     @model_validator(mode="after")
     def _methods_fit_together(self) -> Experiment:
         """Refuse combinations that would silently do nothing."""
         actor, extractor = self.actor, self.extractor
-        comparing = {"actor.self_distill": actor.self_distill is not None, "extractor.reward=relative": extractor.reward == "relative"}
-        for name in (name for name, wanted in comparing.items() if wanted and actor.guided != "half"):
-            raise ValueError(f"Expected actor.guided=half with {name}, which compares with a group's free members, got {actor.guided!r}")
+        comparing = {
+            "actor.self_distill": actor.self_distill is not None,
+            "extractor.reward=relative": extractor.reward == "relative",
+        }
+        for name in (
+            name for name, wanted in comparing.items() if wanted and actor.guided != "half"
+        ):
+            raise ValueError(
+                f"Expected actor.guided=half with {name}, which compares with a group's free"
+                f" members, got {actor.guided!r}"
+            )
         if actor.search_and_ask and actor.search_experience:
-            raise ValueError("Expected actor.search_and_ask or actor.search_experience, got both; set one of them to 0")
+            raise ValueError(
+                "Expected actor.search_and_ask or actor.search_experience, got both; set one of"
+                " them to 0"
+            )
         if actor.critic and not extractor.enabled:
-            raise ValueError("Expected extractor.enabled with actor.critic, which judges what the bank gives, got no bank")
+            raise ValueError(
+                "Expected extractor.enabled with actor.critic, which judges what the bank gives,"
+                " got no bank"
+            )
         if extractor.shared and self.extractor_model is not None:
-            raise ValueError("Expected extractor_model to be left out with extractor.shared, got both; they would be two models")
+            raise ValueError(
+                "Expected extractor_model to be left out with extractor.shared, got both; they"
+                " would be two models"
+            )
         if extractor.train and not extractor.distill:
-            raise ValueError("Expected extractor.train=false with extractor.distill=false, which writes nothing that could be learnt from")
+            raise ValueError(
+                "Expected extractor.train=false with extractor.distill=false, which writes nothing"
+                " that could be learnt from"
+            )
         if self.runtime == "openrlhf" and (extractor.shared or extractor.entropy_bonus is not None):
-            raise ValueError("Expected runtime=local with extractor.shared or extractor.entropy_bonus, which clusters lack, got openrlhf")
+            raise ValueError(
+                "Expected runtime=local with extractor.shared or extractor.entropy_bonus, which"
+                " clusters lack, got openrlhf"
+            )
         return self

@@ -61,7 +61,8 @@ class EnvError(ExperientialError):
 
     Args:
         message: the reason.
-        lost: the process that held it is gone, which says nothing against the environment; the next episode runs in another one.
+        lost: the process that held it is gone, which says nothing against the environment; the next
+            episode runs in another one.
     """
 
     def __init__(self, message: str, *, lost: bool = False) -> None:

@@ -2,7 +2,8 @@
 
     load_experiment("complementary", ["run.steps=5", "model.name=smollm2"])
 
-The order, later wins: defaults of `config.py`, the chain of `extends`, the recipe itself, overrides from left to right.
+The order, later wins: defaults of `config.py`, the chain of `extends`, the recipe itself, overrides
+from left to right.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> Tree
     keys = [key.value for key, _ in node.value]
     repeated = next((key for key in keys if keys.count(key) > 1), None)
     if repeated is not None:
-        raise ConfigError(f"Expected each key once, got {repeated!r} twice in one block; remove one of them")
+        raise ConfigError(
+            f"Expected each key once, got {repeated!r} twice in one block; remove one of them"
+        )
     return {str(key): value for key, value in loader.construct_mapping(node, deep=True).items()}
 
 
@@ -68,10 +71,12 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
 
     Args:
         recipe: name of a bundled recipe, or the path of a YAML file.
-        overrides: `key=value` strings; keys are dotted, values are YAML (`run.steps=5`, `env.kwargs={split: train}`).
+        overrides: `key=value` strings; keys are dotted, values are YAML (`run.steps=5`,
+            `env.kwargs={split: train}`).
 
     Raises:
-        ConfigError: unknown recipe or key (the nearest is named), unreadable YAML, or a value of the wrong type.
+        ConfigError: unknown recipe or key (the nearest is named), unreadable YAML, or a value of
+            the wrong type.
     """
     path = _find(recipe)
     tree = _read_chain(path, ())
@@ -84,7 +89,13 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
 
 def dump_experiment(experiment: Experiment) -> str:
     """The experiment as YAML that `load_experiment` reads back to an equal one."""
-    return yaml.dump(experiment.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(
+        experiment.model_dump(mode="json"),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
+    )
 
 
 def _find(recipe: str | Path) -> Path:
@@ -94,7 +105,10 @@ def _find(recipe: str | Path) -> Path:
     path = Path(recipe).expanduser()
     if path.is_file():
         return path
-    raise ConfigError(f"Expected a recipe ({', '.join(names)}) or the path of a YAML file, got {name!r}{_did_you_mean(name, names)}")
+    raise ConfigError(
+        f"Expected a recipe ({', '.join(names)}) or the path of a YAML file, got"
+        f" {name!r}{_did_you_mean(name, names)}"
+    )
 
 
 def _did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -104,7 +118,10 @@ def _did_you_mean(word: str, known: Sequence[str]) -> str:
 
 def _read_chain(path: Path, seen: tuple[Path, ...]) -> Tree:
     if path.resolve() in seen:
-        raise ConfigError(f"Expected `extends` to end at some recipe, got a circle through {path.name}; remove one `extends`")
+        raise ConfigError(
+            f"Expected `extends` to end at some recipe, got a circle through {path.name}; remove"
+            " one `extends`"
+        )
     tree = _read(path)
     base = tree.pop("extends", None)
     if base is None:
@@ -135,7 +152,11 @@ def _merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = _merge(cast("Tree", old), cast("Tree", value)) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = (
+            _merge(cast("Tree", old), cast("Tree", value))
+            if isinstance(old, dict) and isinstance(value, dict)
+            else value
+        )
     return merged
 
 
@@ -157,7 +178,9 @@ def _parse_value(override: str, text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"Expected a YAML value in the override {override!r}, got: {_one_line(error)}") from error
+        raise ConfigError(
+            f"Expected a YAML value in the override {override!r}, got: {_one_line(error)}"
+        ) from error
 
 
 def _put(tree: Tree, path: Sequence[str], value: Any) -> None:
@@ -182,7 +205,9 @@ def settings_reference(settings: Settings | None = None, prefix: str = "") -> It
     """Every setting in reading order, with its dotted key, type, default and description."""
     settings = settings or Experiment()
     for name, field in type(settings).model_fields.items():
-        default = getattr(settings, name, None)  # None for a field that must be given, of settings that are off
+        default = getattr(
+            settings, name, None
+        )  # None for a field that must be given, of settings that are off
         inner = _settings_class(field)
         if inner is None or default is None:
             yield Setting(f"{prefix}{name}", _type_name(field), default, field.description or "")
@@ -192,18 +217,33 @@ def settings_reference(settings: Settings | None = None, prefix: str = "") -> It
 
 def _type_name(field: FieldInfo) -> str:
     annotation: Any = field.annotation
-    shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    shown = (
+        annotation.__name__
+        if isinstance(annotation, type) and not get_args(annotation)
+        else str(annotation)
+    )
     shown = re.sub(r"\b(?:typing|experiential\.config)\.", "", shown)
-    return re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "").replace(", ", " or "), shown)
+    return re.sub(
+        r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "").replace(", ", " or "), shown
+    )
 
 
 def _settings_class(field: FieldInfo) -> type[Settings] | None:
     """The `Settings` class of a field, looking through `X | None`; None for plain values."""
-    options = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
-    return next((option for option in options if isinstance(option, type) and issubclass(option, Settings)), None)
+    options = (
+        get_args(field.annotation)
+        if get_origin(field.annotation) in (Union, UnionType)
+        else (field.annotation,)
+    )
+    return next(
+        (option for option in options if isinstance(option, type) and issubclass(option, Settings)),
+        None,
+    )
 
 
-def check_keys(tree: Mapping[str, Any], model: type[Settings] = Experiment, prefix: str = "") -> None:
+def check_keys(
+    tree: Mapping[str, Any], model: type[Settings] = Experiment, prefix: str = ""
+) -> None:
     """Refuse every key that no setting has.
 
     Raises:
@@ -219,7 +259,10 @@ def check_keys(tree: Mapping[str, Any], model: type[Settings] = Experiment, pref
         if inner is not None:
             check_keys(cast("Tree", value), inner, f"{prefix}{name}.")
         elif "dict" not in str(field.annotation):
-            raise ConfigError(f"Expected {prefix}{name} to be a value of type {_type_name(field)}, got a mapping {value}")
+            raise ConfigError(
+                f"Expected {prefix}{name} to be a value of type {_type_name(field)}, got a mapping"
+                f" {value}"
+            )
 
 
 def _unknown_key(key: str, prefix: str, siblings: list[str]) -> str:
@@ -241,7 +284,10 @@ def _validate(tree: Tree) -> Experiment:
     try:
         return Experiment.model_validate(tree)
     except ValidationError as error:
-        problems = [_describe(problem["loc"], problem["msg"], problem["input"]) for problem in error.errors(include_url=False)]
+        problems = [
+            _describe(problem["loc"], problem["msg"], problem["input"])
+            for problem in error.errors(include_url=False)
+        ]
         raise ConfigError("; ".join(problems[:3])) from error
 
 
@@ -254,5 +300,10 @@ def _describe(location: tuple[int | str, ...], message: str, value: Any) -> str:
         return f"Expected a value for {key}, got none in {value!r}"
     if message.startswith("Extra inputs"):
         return f"Expected a known setting, got {key!r}"
-    wanted = message.removeprefix("Input should be ").split(", unable")[0].split(" or instance of")[0].replace("dictionary", "mapping")
+    wanted = (
+        message.removeprefix("Input should be ")
+        .split(", unable")[0]
+        .split(" or instance of")[0]
+        .replace("dictionary", "mapping")
+    )
     return f"Expected {key} to be {wanted}, got {value!r}"

@@ -37,7 +37,10 @@ class EventLoopThread:
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("Expected a call from outside the event loop, got one from inside; await the a-prefixed coroutine instead")
+            raise RuntimeError(
+                "Expected a call from outside the event loop, got one from inside; await the"
+                " a-prefixed coroutine instead"
+            )
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout)

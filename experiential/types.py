@@ -1,7 +1,7 @@
 """The nouns of the project: what flows from an observation to a gradient.
 
-Every type here is an immutable pydantic model, so that it can be journalled as JSON and checked at each border.
-Nothing in this module imports another module of the package.
+Every type here is an immutable pydantic model, so that it can be journalled as JSON and checked at
+each border. Nothing in this module imports another module of the package.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class Generation(Record):
     Attributes:
         prompt_ids: token ids of the prompt; empty for backends that do not expose tokens.
         response_ids: sampled token ids, the end-of-turn token included when it was sampled.
-        logprobs: log-probability of each sampled token under the behaviour policy, in nats, same length
-            as ``response_ids`` (temperature, truncation and constraint included: the distribution sampled from).
-        allowed: per response token, the token ids that a constraint allowed; an empty tuple means unconstrained.
-            ``None`` when the whole response was unconstrained.
-        json_schema: the JSON schema that the response was restricted to; an empty tuple in ``allowed`` then means whatever
-            this schema allows there.
+        logprobs: log-probability of each sampled token under the behaviour policy, in nats, same
+            length as ``response_ids`` (temperature, truncation and constraint included: the
+            distribution sampled from).
+        allowed: per response token, the token ids that a constraint allowed; an empty tuple means
+            unconstrained. ``None`` when the whole response was unconstrained.
+        json_schema: the JSON schema that the response was restricted to; an empty tuple in
+            ``allowed`` then means whatever this schema allows there.
         policy_version: optimiser steps the weights had seen.
         temperature: sampling temperature that ``logprobs`` were computed at.
     """
@@ -81,7 +82,8 @@ How = Literal["episode_start", "turn", "search_and_ask"]
 
 
 Verdict = Literal["accept", "refine", "reject"]
-"""What the actor does with an entry that was retrieved for it (appendix B.1 of Complementary RL)."""
+"""What the actor does with an entry that was retrieved for it (appendix B.1 of Complementary RL).
+"""
 
 
 class Use(Record):
@@ -96,10 +98,22 @@ class Use(Record):
     episode: str = ""
     turn: int = 0
     how: How = "episode_start"
-    refinement: str | None = Field(default=None, description="id of the generation that refined the entry for this use")
-    provisional: bool = Field(default=False, description="whether the entry was not trusted yet; the propensity has the share as a factor")
-    admitted: bool | None = Field(default=None, description="the draw whether the episode may see provisional entries; None: none made")
-    verdict: Verdict | None = Field(default=None, description="what the actor said of the entry; rejected, it was not shown")
+    refinement: str | None = Field(
+        default=None, description="id of the generation that refined the entry for this use"
+    )
+    provisional: bool = Field(
+        default=False,
+        description=(
+            "whether the entry was not trusted yet; the propensity has the share as a factor"
+        ),
+    )
+    admitted: bool | None = Field(
+        default=None,
+        description="the draw whether the episode may see provisional entries; None: none made",
+    )
+    verdict: Verdict | None = Field(
+        default=None, description="what the actor said of the entry; rejected, it was not shown"
+    )
 
 
 class Turn(Record):
@@ -109,7 +123,12 @@ class Turn(Record):
     action: str
     reward: float = 0.0
     feedback: str = Field(default="", description="the observation that followed the action")
-    withheld: str = Field(default="", description="what the environment said of the action, not shown to the actor, only to a reflector")
+    withheld: str = Field(
+        default="",
+        description=(
+            "what the environment said of the action, not shown to the actor, only to a reflector"
+        ),
+    )
     invalid: bool = False
 
 
@@ -148,9 +167,13 @@ class Provenance(Record):
     trajectory: str | None = None
     instance: str | None = None
     generation: str | None = None
-    span: tuple[int, int] | None = Field(default=None, description="characters of the generation that wrote this text")
+    span: tuple[int, int] | None = Field(
+        default=None, description="characters of the generation that wrote this text"
+    )
     extractor_version: int | None = None
-    parents: tuple[tuple[str, int], ...] = Field(default=(), description="(experience id, version) pairs")
+    parents: tuple[tuple[str, int], ...] = Field(
+        default=(), description="(experience id, version) pairs"
+    )
     commit: int | None = None
 
 
@@ -188,7 +211,8 @@ class Uplift(Estimate):
         uses: times it reached an actor.
         outcomes: those whose episode ended properly.
         successes: those whose episode succeeded.
-        lineage: the same estimate with the uses of all versions that it was merged from, and that were merged from it.
+        lineage: the same estimate with the uses of all versions that it was merged from, and that
+            were merged from it.
     """
 
     id: str
@@ -221,9 +245,10 @@ class Hit(Record):
     """One retrieved experience: cosine similarity, final rank (0-based), probability that it was chosen.
 
     Attributes:
-        score: the cosine; with hybrid retrieval (``bank.retrieval.hybrid``) the mean of it and the share of words, weighted.
-        propensity: of a provisional entry, with the probability that its episode was admitted to such; of a trusted one, given
-            how that draw ended.
+        score: the cosine; with hybrid retrieval (``bank.retrieval.hybrid``) the mean of it and the
+            share of words, weighted.
+        propensity: of a provisional entry, with the probability that its episode was admitted to
+            such; of a trusted one, given how that draw ended.
         provisional: whether the entry was not trusted yet (see ``bank.trust_after``).
         admitted: the draw whether the episode may see provisional entries; None when none was made.
     """
@@ -235,7 +260,9 @@ class Hit(Record):
     provisional: bool = False
     admitted: bool | None = None
 
-    def use(self, how: How, *, episode: str = "", turn: int = 0, refinement: str | None = None) -> Use:
+    def use(
+        self, how: How, *, episode: str = "", turn: int = 0, refinement: str | None = None
+    ) -> Use:
         """What is noted when this hit reaches an actor.
 
         Args:
@@ -252,7 +279,8 @@ class Hit(Record):
 class Answer(Record):
     """What ``search_and_ask`` found: the refined text, the entry behind it, and the use to credit.
 
-    ``text`` is None when nothing fits; ``generation`` is None when the entry was not refined by a model.
+    ``text`` is None when nothing fits; ``generation`` is None when the entry was not refined by a
+    model.
     """
 
     text: str | None = None
@@ -262,7 +290,9 @@ class Answer(Record):
 
 
 class _Op(Record):
-    span: tuple[int, int] | None = Field(default=None, exclude=True, description="characters of the response")
+    span: tuple[int, int] | None = Field(
+        default=None, exclude=True, description="characters of the response"
+    )
 
 
 class Add(_Op):
@@ -271,7 +301,9 @@ class Add(_Op):
     op: Literal["add"] = "add"
     text: str = Field(min_length=1)
     kind: str = "lesson"
-    triples: tuple[tuple[str, str, str], ...] = Field(default=(), description="the same in subject, predicate and object (EvolveR)")
+    triples: tuple[tuple[str, str, str], ...] = Field(
+        default=(), description="the same in subject, predicate and object (EvolveR)"
+    )
 
 
 class Update(_Op):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-# Machines are shared: a slow example is no failure. EXPLORE=1 draws new examples in every run, otherwise they are the same ones.
+# Machines are shared: a slow example is no failure. EXPLORE=1 draws new examples in every run,
+# otherwise they are the same ones.
 settings.register_profile("shared", deadline=None, derandomize="EXPLORE" not in os.environ)
 settings.load_profile("shared")
 

@@ -1,4 +1,6 @@
-"""A writer to be killed: it does random things to a bank, says what is durable, and dies at a named point or by its parent's hand."""
+"""A writer to be killed: it does random things to a bank, says what is durable, and dies at a named
+point or by its parent's hand.
+"""
 
 import hashlib
 import json
@@ -15,7 +17,16 @@ from experiential.bank.index.chroma import ChromaIndex
 from experiential.bank.index.seal import Seal
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.storage.journal import Journal
-from experiential.types import Add, Discard, Distillation, Merge, ParsedOperations, Trajectory, Use, new_id
+from experiential.types import (
+    Add,
+    Discard,
+    Distillation,
+    Merge,
+    ParsedOperations,
+    Trajectory,
+    Use,
+    new_id,
+)
 
 SQL_POINTS = (
     "BEGIN",
@@ -58,7 +69,12 @@ class Echo:
         return experience.text, None
 
     async def amerge(self, experiences):
-        return made(Merge(entries=tuple(range(1, len(experiences) + 1)), text=" + ".join(e.id[:4] for e in experiences)))
+        return made(
+            Merge(
+                entries=tuple(range(1, len(experiences) + 1)),
+                text=" + ".join(e.id[:4] for e in experiences),
+            )
+        )
 
 
 class Fuse:
@@ -77,10 +93,20 @@ class Fuse:
     def watch(self, bank):
         if self.point in SQL_POINTS:
             watched = self.point
-            bank._journal._connection.set_trace_callback(lambda sql: self.pass_by(watched if sql.lstrip().startswith(watched) else None))
-        before = {"show": (ExperienceBank, "_show"), "apply": (ChromaIndex, "apply"), "clear": (ChromaIndex, "clear")}
+            bank._journal._connection.set_trace_callback(
+                lambda sql: self.pass_by(watched if sql.lstrip().startswith(watched) else None)
+            )
+        before = {
+            "show": (ExperienceBank, "_show"),
+            "apply": (ChromaIndex, "apply"),
+            "clear": (ChromaIndex, "clear"),
+        }
         before |= {"backup": (Journal, "backup"), "seal": (Seal, "_write")}
-        after = {"applied": (ChromaIndex, "apply"), "cleared": (ChromaIndex, "clear"), "backed up": (Journal, "backup")}
+        after = {
+            "applied": (ChromaIndex, "apply"),
+            "cleared": (ChromaIndex, "clear"),
+            "backed up": (Journal, "backup"),
+        }
         for points, early in ((before, True), (after, False)):
             if self.point in points:
                 self._wrap(*points[self.point], early)
@@ -100,7 +126,9 @@ class Fuse:
 
 
 class Writer:
-    """Does one random thing after another; ``say`` is called with each promise that the bank has made."""
+    """Does one random thing after another; ``say`` is called with each promise that the bank has
+    made.
+    """
 
     def __init__(self, folder, seed, say):
         self.bank = ExperienceBank(folder, embedder="hashing")
@@ -119,8 +147,27 @@ class Writer:
         self.say("written", entries=[[entry.id, entry.version, entry.text] for entry in entries])
 
     def run(self):
-        actions = [self.add, self.add, self.update, self.remove, self.play, self.play, self.distil, self.distil]
-        actions += [self.merge, self.rollback, self.rebuild, self.follow, self.fork, self.crowd, self.checkpoint, self.manage, self.bulk]
+        actions = [
+            self.add,
+            self.add,
+            self.update,
+            self.remove,
+            self.play,
+            self.play,
+            self.distil,
+            self.distil,
+        ]
+        actions += [
+            self.merge,
+            self.rollback,
+            self.rebuild,
+            self.follow,
+            self.fork,
+            self.crowd,
+            self.checkpoint,
+            self.manage,
+            self.bulk,
+        ]
         self.say("open")
         while True:
             self.rng.choice(actions)()
@@ -134,7 +181,9 @@ class Writer:
         return [self.bank.get(id) for id in self.rng.sample(ids, min(count, len(ids)))]
 
     def add(self):
-        self.say_written(self.bank.add_many([self.text() for _ in range(self.rng.choice([1, 1, 3]))]))
+        self.say_written(
+            self.bank.add_many([self.text() for _ in range(self.rng.choice([1, 1, 3]))])
+        )
 
     def bulk(self):
         """So many that Chroma writes its vector files, which it does after a thousand changes."""
@@ -150,8 +199,13 @@ class Writer:
             self.bank.remove(entry.id)
 
     def trajectories(self, count):
-        uses = [Use(experience_id=entry.id, experience_version=entry.version) for entry in self.some(1)]
-        return [Trajectory(id=new_id(), task="t", success=True, uses=tuple(uses[:1]) if i == 0 else ()) for i in range(count)]
+        uses = [
+            Use(experience_id=entry.id, experience_version=entry.version) for entry in self.some(1)
+        ]
+        return [
+            Trajectory(id=new_id(), task="t", success=True, uses=tuple(uses[:1]) if i == 0 else ())
+            for i in range(count)
+        ]
 
     def play(self):
         ended = self.trajectories(self.rng.choice([1, 4]))
@@ -161,7 +215,9 @@ class Writer:
     def distil(self):
         for id in self.bank.queue.waiting()[:2]:
             lesson = made(Add(text=f"lesson of {id}"))
-            written = self.bank.apply(lesson, trajectory=self.bank.trajectory(id), shown=[], item=id)
+            written = self.bank.apply(
+                lesson, trajectory=self.bank.trajectory(id), shown=[], item=id
+            )
             self.say("distilled", id=id)
             self.say_written(written)
 

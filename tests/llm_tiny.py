@@ -1,4 +1,6 @@
-"""A tiny random Llama and a byte-level BPE chat tokenizer, built in-process, for tests that need real torch parts."""
+"""A tiny random Llama and a byte-level BPE chat tokenizer, built in-process, for tests that need
+real torch parts.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,34 @@ from functools import lru_cache
 from typing import Any
 
 _CORPUS = (
-    "You stand in a room with four doors. north south east west up down left right open close take drop look wait",
-    "The key is under the mat. Turn the dial to three and pull the lever. You won. You lost. Try again, please.",
-    '<answer>[{"op": "add", "text": "When the box is red, press the blue button."}, {"op": "return"}]</answer>',
-    "<search_and_ask>which door is safe?</search_and_ask> system user assistant tool experience advice goal task",
+    (
+        "You stand in a room with four doors. north south east west up down left right open close"
+        " take drop look wait"
+    ),
+    (
+        "The key is under the mat. Turn the dial to three and pull the lever. You won. You lost."
+        " Try again, please."
+    ),
+    (
+        '<answer>[{"op": "add", "text": "When the box is red, press the blue button."}, {"op":'
+        ' "return"}]</answer>'
+    ),
+    (
+        "<search_and_ask>which door is safe?</search_and_ask> system user assistant tool experience"
+        " advice goal task"
+    ),
 )
 _TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content']"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
 
 def tiny_tokenizer(vocab: int = 384) -> Any:
-    """A byte-level BPE tokenizer with a ChatML template; any text round-trips; eos is ``<|im_end|>``."""
+    """A byte-level BPE tokenizer with a ChatML template; any text round-trips; eos is
+    ``<|im_end|>``.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -33,12 +49,16 @@ def tiny_tokenizer(vocab: int = 384) -> Any:
         show_progress=False,
     )
     core.train_from_iterator(_CORPUS * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[2], padding_side="left")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[2], padding_side="left"
+    )
     tokenizer.chat_template = _TEMPLATE
     return tokenizer
 
 
-def tiny_random_llama(vocab: int = 384, layers: int = 2, hidden: int = 64, *, heads: int = 4, seed: int = 0) -> Any:
+def tiny_random_llama(
+    vocab: int = 384, layers: int = 2, hidden: int = 64, *, heads: int = 4, seed: int = 0
+) -> Any:
     """A randomly initialised Llama in float32 and eval mode; equal for equal arguments."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,6 +88,10 @@ def _shared_tokenizer(vocab: int) -> Any:
     return tiny_tokenizer(vocab)
 
 
-def tiny_random_model(vocab: int = 384, layers: int = 2, hidden: int = 64, *, seed: int = 0) -> tuple[Any, Any]:
-    """``(model, tokenizer)`` that fit together: a fresh model, and a tokenizer shared by the whole test run."""
+def tiny_random_model(
+    vocab: int = 384, layers: int = 2, hidden: int = 64, *, seed: int = 0
+) -> tuple[Any, Any]:
+    """``(model, tokenizer)`` that fit together: a fresh model, and a tokenizer shared by the whole
+    test run.
+    """
     return tiny_random_llama(vocab, layers, hidden, seed=seed), _shared_tokenizer(vocab)

@@ -1,4 +1,6 @@
-"""Advantages and weights against hand-worked numbers, and the invariants of equations 3, 4, 5 and 7."""
+"""Advantages and weights against hand-worked numbers, and the invariants of equations 3, 4, 5 and
+7.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from experiential.training.advantages import (
     training_count_weights,
 )
 
-ROWS = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 3), st.booleans()), min_size=1, max_size=40)
+ROWS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 3), st.booleans()),
+    min_size=1,
+    max_size=40,
+)
 
 
 def columns(rows: list[tuple[float, int, bool]]) -> tuple[Any, Any, Any]:
@@ -27,7 +33,8 @@ def columns(rows: list[tuple[float, int, bool]]) -> tuple[Any, Any, Any]:
 
 
 def test_equation_5_by_hand() -> None:
-    # guided cell of group 0: rewards 1 1 0 0, mean 1/2, std 1/2; free cell: 1 0 0 0, mean 1/4, std sqrt(3)/4
+    # guided cell of group 0: rewards 1 1 0 0, mean 1/2, std 1/2; free cell: 1 0 0 0, mean 1/4, std
+    # sqrt(3)/4
     rewards = [1, 1, 0, 0, 1, 0, 0, 0]
     guided = [True] * 4 + [False] * 4
     found = split_group_advantages(rewards, [0] * 8, guided)
@@ -46,22 +53,31 @@ def test_pooled_advantages_by_hand() -> None:
 def test_a_reward_gap_between_conditions_biases_pooled_advantages_and_not_split_ones() -> None:
     rewards, group, guided = [1, 1, 1, 0, 1, 0, 0, 0], [0] * 8, [True] * 4 + [False] * 4
     assert pooled_group_advantages(rewards, group)[:4].sum() > 1
-    np.testing.assert_allclose(split_group_advantages(rewards, group, guided)[:4].sum(), 0, atol=1e-6)
+    np.testing.assert_allclose(
+        split_group_advantages(rewards, group, guided)[:4].sum(), 0, atol=1e-6
+    )
 
 
 def test_a_lone_member_and_a_constant_cell_give_zero() -> None:
-    found = split_group_advantages([1, 0, 0.3, 0.3, 0.3], [0, 0, 1, 1, 1], [True, False, True, True, True])
+    found = split_group_advantages(
+        [1, 0, 0.3, 0.3, 0.3], [0, 0, 1, 1, 1], [True, False, True, True, True]
+    )
     np.testing.assert_array_equal(found, np.zeros(5, np.float32))
 
 
 @settings(deadline=None)
 @given(ROWS)
-def test_every_cell_has_mean_zero_and_unit_variance_or_is_all_zero(rows: list[tuple[float, int, bool]]) -> None:
+def test_every_cell_has_mean_zero_and_unit_variance_or_is_all_zero(
+    rows: list[tuple[float, int, bool]],
+) -> None:
     rewards, group, guided = columns(rows)
     found = split_group_advantages(rewards, group, guided).astype(np.float64)
     for g in set(group):
         for c in (True, False):
-            cell, outcomes = found[(group == g) & (guided == c)], set(rewards[(group == g) & (guided == c)])
+            cell, outcomes = (
+                found[(group == g) & (guided == c)],
+                set(rewards[(group == g) & (guided == c)]),
+            )
             if len(outcomes) > 1:
                 assert abs(cell.mean()) < 1e-5 and abs(cell.var() - 1) < 1e-4
             else:
@@ -70,24 +86,35 @@ def test_every_cell_has_mean_zero_and_unit_variance_or_is_all_zero(rows: list[tu
 
 @settings(deadline=None)
 @given(ROWS, st.randoms())
-def test_order_scale_shift_and_names_of_groups_do_not_matter(rows: list[tuple[float, int, bool]], random: Any) -> None:
+def test_order_scale_shift_and_names_of_groups_do_not_matter(
+    rows: list[tuple[float, int, bool]], random: Any
+) -> None:
     rewards, group, guided = columns(rows)
     base = split_group_advantages(rewards, group, guided)
     order = random.sample(range(len(rows)), len(rows))
-    np.testing.assert_allclose(split_group_advantages(rewards[order], group[order], guided[order]), base[order], atol=1e-6)
-    np.testing.assert_allclose(split_group_advantages(3 * rewards - 7, group, guided), base, atol=1e-5)
-    np.testing.assert_allclose(split_group_advantages(rewards, [f"task {g}" for g in group], guided), base, atol=1e-6)
+    np.testing.assert_allclose(
+        split_group_advantages(rewards[order], group[order], guided[order]), base[order], atol=1e-6
+    )
+    np.testing.assert_allclose(
+        split_group_advantages(3 * rewards - 7, group, guided), base, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        split_group_advantages(rewards, [f"task {g}" for g in group], guided), base, atol=1e-6
+    )
 
 
 def test_weights_by_hand() -> None:
-    # group 0: one guided, three free -> 1/2 * 1/2 * {1, 1/3}; group 1: free only, two members -> 1/2 * 1/2 each
+    # group 0: one guided, three free -> 1/2 * 1/2 * {1, 1/3}; group 1: free only, two members ->
+    # 1/2 * 1/2 each
     found = split_weights([0, 0, 0, 0, 1, 1], [True, False, False, False, False, False])
     np.testing.assert_allclose(found, [1 / 4, 1 / 12, 1 / 12, 1 / 12, 1 / 4, 1 / 4], rtol=1e-6)
 
 
 @settings(deadline=None)
 @given(ROWS)
-def test_weights_sum_to_one_groups_and_halves_count_equally(rows: list[tuple[float, int, bool]]) -> None:
+def test_weights_sum_to_one_groups_and_halves_count_equally(
+    rows: list[tuple[float, int, bool]],
+) -> None:
     _, group, guided = columns(rows)
     weights = split_weights(group, guided).astype(np.float64)
     assert abs(weights.sum() - 1) < 1e-5 and (weights > 0).all()
@@ -95,14 +122,18 @@ def test_weights_sum_to_one_groups_and_halves_count_equally(rows: list[tuple[flo
         members = group == g
         assert abs(weights[members].sum() - 1 / len(set(group))) < 1e-5
         if len(set(guided[members])) == 2:
-            np.testing.assert_allclose(weights[members & guided].sum(), weights[members & ~guided].sum(), rtol=1e-5)
+            np.testing.assert_allclose(
+                weights[members & guided].sum(), weights[members & ~guided].sum(), rtol=1e-5
+            )
 
 
 def test_equation_5_as_a_whole_equals_its_double_sum() -> None:
     rng = np.random.default_rng(0)
     term, guided = rng.normal(size=6), np.array([True, True, False, False, False, False])
     direct = 0.5 * (term[:2].sum() / 2 + term[2:].sum() / 4)
-    np.testing.assert_allclose((split_weights(np.zeros(6, int), guided) * term).sum(), direct, rtol=1e-5)
+    np.testing.assert_allclose(
+        (split_weights(np.zeros(6, int), guided) * term).sum(), direct, rtol=1e-5
+    )
 
 
 def test_batch_advantages_subtract_the_mean_and_keep_the_scale() -> None:
@@ -116,12 +147,21 @@ def test_equation_7_by_hand() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 50), st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=10), st.integers(0, 5), st.floats(0, 3))
-def test_weights_of_equation_7_fall_with_the_count_and_stay_in_the_unit_interval(step: int, past: Any, cooldown: int, decay: float) -> None:
+@given(
+    st.integers(0, 50),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=10),
+    st.integers(0, 5),
+    st.floats(0, 3),
+)
+def test_weights_of_equation_7_fall_with_the_count_and_stay_in_the_unit_interval(
+    step: int, past: Any, cooldown: int, decay: float
+) -> None:
     last, counts = [p[0] for p in past], [p[1] for p in past]
     found = training_count_weights(step, last, counts, cooldown=cooldown, decay=decay)
     assert ((found >= 0) & (found <= 1)).all()
-    more = training_count_weights(step, last, [c + 1 for c in counts], cooldown=cooldown, decay=decay)
+    more = training_count_weights(
+        step, last, [c + 1 for c in counts], cooldown=cooldown, decay=decay
+    )
     assert (more <= found + 1e-7).all()
     free = training_count_weights(step, last, counts, cooldown=0, decay=0.0)
     assert (free == 1).all() or any(t > step for t in last)

@@ -17,10 +17,24 @@ from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
 from experiential.llm.scripted import ScriptedLLM
 from experiential.llm.transformers import TransformersLLM
 from experiential.sync import shared_loop
-from experiential.types import Add, Experience, FinishReason, Generation, Keep, Merge, Trajectory, Turn, Update
+from experiential.types import (
+    Add,
+    Experience,
+    FinishReason,
+    Generation,
+    Keep,
+    Merge,
+    Trajectory,
+    Turn,
+    Update,
+)
 from tests.llm_tiny import tiny_random_model, tiny_tokenizer
 
-TRAJECTORY = Trajectory(task="Open.", turns=(Turn(observation="A door.", action="push", feedback="It opens."),), success=True)
+TRAJECTORY = Trajectory(
+    task="Open.",
+    turns=(Turn(observation="A door.", action="push", feedback="It opens."),),
+    success=True,
+)
 
 
 class Recorder(LLM):
@@ -60,8 +74,14 @@ def scripted(*replies: str, tokens: bool = False) -> Recorder:
         ("<action></action>", ""),
         ("thinking\ngo north\n\n", "go north"),
         ("<think>perhaps <action>a</action></think>\ngo north", "go north"),
-        ("Hm. <search_and_ask>which door?</search_and_ask>", "<search_and_ask>which door?</search_and_ask>"),
-        ("<action>a</action> <Search_And_Ask> x </Search_And_Ask>", "<Search_And_Ask> x </Search_And_Ask>"),
+        (
+            "Hm. <search_and_ask>which door?</search_and_ask>",
+            "<search_and_ask>which door?</search_and_ask>",
+        ),
+        (
+            "<action>a</action> <Search_And_Ask> x </Search_And_Ask>",
+            "<Search_And_Ask> x </Search_And_Ask>",
+        ),
         ("<search_and_ask>which do", "<search_and_ask>which do</search_and_ask>"),
         ("", ""),
     ],
@@ -110,8 +130,13 @@ def test_the_dialogue_trains_on_what_was_sampled() -> None:
     assert isinstance(agent.dialogue, Dialogue)
     (sequence,) = agent.dialogue.sequences()
     trained = [token for token, mask in zip(sequence.tokens, sequence.mask, strict=True) if mask]
-    assert trained == [token for generation in agent.generations for token in generation.response_ids]
-    assert list(agent.generations[1].prompt_ids) == sequence.tokens[: len(agent.generations[1].prompt_ids)]
+    assert trained == [
+        token for generation in agent.generations for token in generation.response_ids
+    ]
+    assert (
+        list(agent.generations[1].prompt_ids)
+        == sequence.tokens[: len(agent.generations[1].prompt_ids)]
+    )
 
 
 def test_history_bounds_the_prompt() -> None:
@@ -119,10 +144,14 @@ def test_history_bounds_the_prompt() -> None:
     agent = ActorAgent(llm, prompts="brief", history=0)
     for n in range(3):
         agent.act(f"seen {n}")
-    assert [message["content"] for message in llm.prompts[2][1:]] == ["seen 0\n[2 turns left out]\nseen 2"]  # type: ignore[index]
+    assert [message["content"] for message in llm.prompts[2][1:]] == [
+        "seen 0\n[2 turns left out]\nseen 2"
+    ]  # type: ignore[index]
 
 
-def test_experience_for_the_system_message_goes_there_and_later_advice_before_its_observation() -> None:
+def test_experience_for_the_system_message_goes_there_and_later_advice_before_its_observation() -> (
+    None
+):
     llm = scripted("wait")
     agent = ActorAgent(llm, prompts="brief")
     early, late = experience_block(["Knock."]), experience_block(["Wait."])
@@ -137,7 +166,9 @@ def test_experience_for_the_system_message_goes_there_and_later_advice_before_it
 @pytest.mark.parametrize("stays", [True, False])
 def test_advice_goes_behind_the_observation_unless_it_would_be_dropped_with_it(stays: bool) -> None:
     llm = scripted("wait")
-    agent = ActorAgent(llm, keep_first=stays, history=0 if not stays else None, advice="observation")
+    agent = ActorAgent(
+        llm, keep_first=stays, history=0 if not stays else None, advice="observation"
+    )
     early = experience_block(["Knock."])
     for observation in ("A door.", "Still shut."):
         agent.act(observation, {"experience_prompt": early})
@@ -150,12 +181,16 @@ def test_constrained_choice_among_the_admissible_actions() -> None:
     llm = scripted("open <action>door</action> ", "look")
     agent = ActorAgent(llm, constrain=True)
     admissible = ["open <action>door</action> ", "look"]
-    assert agent.act("A door.", {"admissible": admissible}) == admissible[0], "a choice is taken as it stands"
+    assert agent.act("A door.", {"admissible": admissible}) == admissible[0], (
+        "a choice is taken as it stands"
+    )
     assert llm.samplings[0].choices == tuple(admissible) and llm.samplings[0].stop == ()
     assert agent.generations[0].finish_reason is FinishReason.CHOICE
     assert "word for word" in llm.prompts[0][0]["content"]  # type: ignore[index]
     agent.act("A hall.")
-    assert llm.samplings[1].choices is None, "an environment that names no actions is answered freely"
+    assert llm.samplings[1].choices is None, (
+        "an environment that names no actions is answered freely"
+    )
     free = ActorAgent(llm)
     free.act("A hall.", {"admissible": admissible})
     assert llm.samplings[2].choices is None
@@ -180,7 +215,9 @@ async def test_act_works_inside_a_running_loop_and_on_the_shared_loop_itself() -
     async def on_shared_loop() -> str:
         return agent.act("inside the loop that synchronous calls use")
 
-    assert await asyncio.to_thread(lambda: shared_loop().run(on_shared_loop(), timeout=10)) == "look"
+    assert (
+        await asyncio.to_thread(lambda: shared_loop().run(on_shared_loop(), timeout=10)) == "look"
+    )
     assert await agent.aact("awaited") == "look"
 
 
@@ -196,9 +233,14 @@ def test_a_real_model_fills_the_dialogue_token_by_token() -> None:
         assert isinstance(agent.dialogue, Dialogue)
         (sequence,) = agent.dialogue.sequences()
         sampled = [token for generation in agent.generations for token in generation.response_ids]
-        assert [token for token, mask in zip(sequence.tokens, sequence.mask, strict=True) if mask] == sampled
+        assert [
+            token for token, mask in zip(sequence.tokens, sequence.mask, strict=True) if mask
+        ] == sampled
         constrained = ActorAgent(llm, prompts="brief", constrain=True)
-        assert constrained.act("A door.", {"admissible": ["open door", "wait"]}) in {"open door", "wait"}
+        assert constrained.act("A door.", {"admissible": ["open door", "wait"]}) in {
+            "open door",
+            "wait",
+        }
         assert any(constrained.dialogue.allowed)  # type: ignore[union-attr]
     finally:
         llm.close()
@@ -220,10 +262,15 @@ def test_an_unknown_prompt_set_and_bad_numbers_are_refused_at_once() -> None:
 
 @pytest.mark.parametrize("tokens", [False, True])
 def test_distillation_gives_operations_with_their_spans_in_the_response(tokens: bool) -> None:
-    operations = '{"op": "update", "entry": 1, "text": "b"}, {"op": "add", "text": "c"}, {"op": "update", "entry": 3, "text": "d"}'
+    operations = (
+        '{"op": "update", "entry": 1, "text": "b"}, {"op": "add", "text": "c"}, {"op": "update",'
+        ' "entry": 3, "text": "d"}'
+    )
     reply = f"<answer>[{operations}]</answer>"
     llm = scripted(reply + " more", tokens=tokens)
-    distillation = ExtractorAgent(llm, max_operations=2).distill(TRAJECTORY, [Experience(text="a"), Experience(text="aa")])
+    distillation = ExtractorAgent(llm, max_operations=2).distill(
+        TRAJECTORY, [Experience(text="a"), Experience(text="aa")]
+    )
     assert distillation.generation is not None and distillation.generation.text == reply
     first, second = distillation.parsed.operations
     assert isinstance(first, Update) and isinstance(second, Add) and first.span and second.span
@@ -231,13 +278,18 @@ def test_distillation_gives_operations_with_their_spans_in_the_response(tokens: 
     assert [refusal.reason for refusal in distillation.parsed.refused] == ["entry_out_of_range"]
     sampling = llm.samplings[0]
     assert (sampling.stop, sampling.priority, sampling.max_tokens) == (("</answer>",), 1, 512)
-    assert sampling.json_schema is not None and sampling.json_schema["properties"]["operations"]["maxItems"] == 2
+    assert (
+        sampling.json_schema is not None
+        and sampling.json_schema["properties"]["operations"]["maxItems"] == 2
+    )
     assert is_token_prompt(llm.prompts[0]) is tokens
 
 
 def test_an_unreadable_answer_is_a_distillation_with_a_reason() -> None:
     distillation = ExtractorAgent(scripted("I do not know.")).distill(TRAJECTORY)
-    assert distillation.parsed.operations == () and [r.reason for r in distillation.parsed.refused] == ["no_operations"]
+    assert distillation.parsed.operations == () and [
+        r.reason for r in distillation.parsed.refused
+    ] == ["no_operations"]
     assert distillation.generation is not None
 
 
@@ -251,7 +303,10 @@ async def test_refinement_is_urgent_and_falls_back_to_the_entry() -> None:
 
 
 def test_merging_reads_consolidation_operations() -> None:
-    llm = scripted('[{"op": "merge", "entries": [1, 2], "text": "m"}, {"op": "keep", "entry": 3}, {"op": "add", "text": "x"}]')
+    llm = scripted(
+        '[{"op": "merge", "entries": [1, 2], "text": "m"}, {"op": "keep", "entry": 3}, {"op":'
+        ' "add", "text": "x"}]'
+    )
     merged = ExtractorAgent(llm, max_operations=1).merge([Experience(text="a"), "b", "c"])
     assert [type(operation) for operation in merged.parsed.operations] == [Merge, Keep]
     assert [refusal.reason for refusal in merged.parsed.refused] == ["unexpected_op"]
@@ -259,13 +314,21 @@ def test_merging_reads_consolidation_operations() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "same"),
-    [("Yes.", True), ("no, yes is wrong", False), ("<think>no</think>\nYES", True), ("perhaps", False), ("yesterday", False)],
+    [
+        ("Yes.", True),
+        ("no, yes is wrong", False),
+        ("<think>no</think>\nYES", True),
+        ("perhaps", False),
+        ("yesterday", False),
+    ],
 )
 def test_judgement_is_a_yes_or_it_is_no(reply: str, same: bool) -> None:
     assert ExtractorAgent(scripted(reply)).judge("a", "b") is same
 
 
-def test_seeds_of_the_extractor_depend_on_the_prompt_and_its_repetition_but_not_on_the_order() -> None:
+def test_seeds_of_the_extractor_depend_on_the_prompt_and_its_repetition_but_not_on_the_order() -> (
+    None
+):
     def seeds(*queries: str) -> dict[str, list[int | None]]:
         llm = scripted("x")
         extractor = ExtractorAgent(llm, seed=1)
@@ -296,15 +359,25 @@ async def test_extractor_errors_propagate_and_its_version_is_the_backend_s() -> 
 def test_a_long_trajectory_is_shortened_to_the_budget() -> None:
     llm = scripted('[{"op": "return"}]')
     turns = tuple(Turn(observation="o", action=f"act {n}", feedback="y" * 50) for n in range(500))
-    ExtractorAgent(llm, prompts="brief", max_chars=1000).distill(TRAJECTORY.model_copy(update={"turns": turns}))
+    ExtractorAgent(llm, prompts="brief", max_chars=1000).distill(
+        TRAJECTORY.model_copy(update={"turns": turns})
+    )
     content = llm.prompts[0][1]["content"]  # type: ignore[index]
-    assert len(content) < 1200 and "act 0" in content and "act 499" in content and "turns left out]" in content
+    assert (
+        len(content) < 1200
+        and "act 0" in content
+        and "act 499" in content
+        and "turns left out]" in content
+    )
 
 
 def test_replay_gives_the_same_responses_after_prompts_without_the_advice() -> None:
     model, tokenizer = tiny_random_model()
     llm = TransformersLLM(model, tokenizer)
-    block, observations = experience_block(["Pull the red lever."]), ["A vault.", "It clicks.", "It clicks again."]
+    block, observations = (
+        experience_block(["Pull the red lever."]),
+        ["A vault.", "It clicks.", "It clicks again."],
+    )
     told, untold = ActorAgent(llm, max_tokens=4, seed=1), ActorAgent(llm, max_tokens=4, seed=1)
     for number, observation in enumerate(observations):
         told.act(observation, {"experience_prompt": block} if number == 0 else {})
@@ -313,7 +386,9 @@ def test_replay_gives_the_same_responses_after_prompts_without_the_advice() -> N
     assert [g.logprobs for g in replayed] == [g.logprobs for g in told.generations]
     shown, hidden = (tokenizer.decode(agent.generations[-1].prompt_ids) for agent in (told, untold))
     assert "red lever" in shown and "red lever" not in hidden and "It clicks again." in hidden
-    assert isinstance(untold.dialogue, Dialogue) and all(span.kind != "experience" for span in untold.dialogue.spans)
+    assert isinstance(untold.dialogue, Dialogue) and all(
+        span.kind != "experience" for span in untold.dialogue.spans
+    )
     again = ActorAgent(llm, max_tokens=4).replay(observations, replayed, advice=block)
     assert [g.prompt_ids for g in again] == [g.prompt_ids for g in told.generations]
     with pytest.raises(ValueError, match="tokenizer"):

@@ -36,7 +36,9 @@ async def settle() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-async def test_steps_come_in_order_and_at_most_so_many_are_begun_beyond_the_one_taken(ahead: int) -> None:
+async def test_steps_come_in_order_and_at_most_so_many_are_begun_beyond_the_one_taken(
+    ahead: int,
+) -> None:
     player = Player()
     rollouts = RolloutsAhead(player.play, ahead)
     for step in range(5):

@@ -1,4 +1,6 @@
-"""ALFWorld: made households on its own domain, real games where there are any, worker processes, the cache of translations."""
+"""ALFWorld: made households on its own domain, real games where there are any, worker processes,
+the cache of translations.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,20 @@ from experiential.envs.split import split_of
 from experiential.errors import ConfigError, EnvError
 
 pytest.importorskip("alfworld", reason="needs alfworld: pip install 'experiential-rl[alfworld]'")
-pytest.importorskip("fast_downward", reason="needs fast-downward-textworld: pip install 'experiential-rl[alfworld]'")
+pytest.importorskip(
+    "fast_downward", reason="needs fast-downward-textworld: pip install 'experiential-rl[alfworld]'"
+)
 
-from experiential.envs.alfworld.env import ALFWorldEnv  # noqa: E402  (after the check that it can be used)
+from experiential.envs.alfworld.env import (
+    ALFWorldEnv,
+)  # noqa: E402  (after the check that it can be used)
 
-ROW = {"id": "pick_and_place_simple-Mug/trial_1", "goal": "put a mug in desk.", "walkthrough": ["look"], "problem": "(define)"}
+ROW = {
+    "id": "pick_and_place_simple-Mug/trial_1",
+    "goal": "put a mug in desk.",
+    "walkthrough": ["look"],
+    "problem": "(define)",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,14 +64,25 @@ def env() -> Iterator[ALFWorldEnv]:
     one.close()
 
 
-@pytest.mark.parametrize("task_type", [0, *(pytest.param(kind, marks=pytest.mark.slow) for kind in range(1, 6))])
+@pytest.mark.parametrize(
+    "task_type", [0, *(pytest.param(kind, marks=pytest.mark.slow) for kind in range(1, 6))]
+)
 def test_the_plan_of_a_made_household_wins_it_in_the_game(env: ALFWorldEnv, task_type: int) -> None:
     observation, info = env.reset(options={"world": task_type})
-    assert info["task_type"] == TASK_TYPES[task_type] and f"Your task is to: {info['task']}" in observation
+    assert (
+        info["task_type"] == TASK_TYPES[task_type]
+        and f"Your task is to: {info['task']}" in observation
+    )
     for command in env.game.walkthrough[:-1]:
         assert command == env.oracle_action() and command in info["admissible"]
         _, reward, done, truncated, info = env.step(command)
-        assert (reward, done, truncated, info["success"], info["invalid"]) == (0.0, False, False, False, False)
+        assert (reward, done, truncated, info["success"], info["invalid"]) == (
+            0.0,
+            False,
+            False,
+            False,
+            False,
+        )
     _, reward, done, truncated, info = env.step(env.oracle_action())
     assert (reward, done, truncated, info["success"]) == (1.0, True, False, True)
     with pytest.raises(gym.error.ResetNeeded):
@@ -80,7 +102,11 @@ def test_nonsense_uses_a_turn_changes_nothing_and_says_what_is_legal(env: ALFWor
 @pytest.mark.slow
 def test_another_way_is_led_back_by_the_planner(env: ALFWorldEnv) -> None:
     _, info = env.reset(options={"world": 2})
-    away = next(name for name in info["admissible"] if name.startswith("go to") and name != env.game.walkthrough[0])
+    away = next(
+        name
+        for name in info["admissible"]
+        if name.startswith("go to") and name != env.game.walkthrough[0]
+    )
     env.step(away)
     for _ in range(12):
         _, _, done, _, info = env.step(env.oracle_action())
@@ -158,14 +184,25 @@ def test_workers_are_replaced_after_their_share_and_none_stays() -> None:
 @pytest.mark.slow
 def test_a_worker_ends_with_the_process_that_started_it() -> None:
     code = (
-        "import os\nfrom experiential.envs.alfworld.env import ALFWorldEnv\n"
-        "env = ALFWorldEnv(games=1)\nenv.reset(seed=0)\nprint(env._player.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+        "import os\nfrom experiential.envs.alfworld.env import ALFWorldEnv\nenv ="
+        " ALFWorldEnv(games=1)\nenv.reset(seed=0)\nprint(env._player.pid,"
+        " flush=True)\nos.kill(os.getpid(), 9)\n"
     )
     paths = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        check=False,
+    )
     worker = int(done.stdout)
     deadline = time.monotonic() + 60
-    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+    while (
+        psutil.pid_exists(worker)
+        and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
 
@@ -182,7 +219,9 @@ def test_a_game_that_cannot_be_played_is_an_error_of_that_game_only(tmp_path: Pa
 
 
 def test_no_walkthrough_goes_where_the_agent_is() -> None:
-    """Such a command is not admissible: an oracle that follows the walkthrough would wait there for ever."""
+    """Such a command is not admissible: an oracle that follows the walkthrough would wait there for
+    ever.
+    """
     for split in ("train", "eval"):
         for entry in made_games(split, 300):
             goes = [command for command in entry.load().walkthrough if command.startswith("go to ")]
@@ -217,7 +256,9 @@ def test_made_games_repeat_and_their_splits_share_none() -> None:
 
 def test_task_types_can_be_chosen() -> None:
     env = ALFWorldEnv(games=4, task_types=["look_at_obj_in_light"])
-    assert len(env.worlds) == 4 and {entry.task_type for entry in env._entries} == {"look_at_obj_in_light"}
+    assert len(env.worlds) == 4 and {entry.task_type for entry in env._entries} == {
+        "look_at_obj_in_light"
+    }
 
 
 @pytest.mark.parametrize(
@@ -249,7 +290,9 @@ def _pack(folder: Path, rows: list[Any], grammar: str = "Your task is to: UNKNOW
 @pytest.mark.parametrize("field", ["id", "goal", "problem"])
 def test_a_packed_row_without_a_field_is_named(tmp_path: Path, field: str) -> None:
     _pack(tmp_path, [ROW, {key: value for key, value in ROW.items() if key != field}])
-    with pytest.raises(ConfigError, match=f"field {field} of .*train.jsonl.xz, line 2, got no such field"):
+    with pytest.raises(
+        ConfigError, match=f"field {field} of .*train.jsonl.xz, line 2, got no such field"
+    ):
         ALFWorldEnv(data=str(tmp_path))
 
 
@@ -267,7 +310,9 @@ def test_damaged_packed_files_are_named(tmp_path: Path) -> None:
         ALFWorldEnv("eval", data=str(tmp_path))
 
 
-def _download(folder: Path, name: str, known: Any, task_type: str = "pick_two_obj_and_place") -> Path:
+def _download(
+    folder: Path, name: str, known: Any, task_type: str = "pick_two_obj_and_place"
+) -> Path:
     """A trial as alfworld-download lays it out."""
     trial = folder / "json_2.1.1" / "train" / name / "trial_1"
     trial.mkdir(parents=True)
@@ -277,7 +322,9 @@ def _download(folder: Path, name: str, known: Any, task_type: str = "pick_two_ob
 
 
 @pytest.mark.slow
-def test_the_download_can_be_played_and_unsolvable_games_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_download_can_be_played_and_unsolvable_games_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = make_game("train", 5, "pick_two_obj_and_place")
     known = made.data | {"walkthrough": list(made.walkthrough), "solvable": True}
     _download(tmp_path, "pick_two_obj_and_place-Mug-None-Desk-1", known)
@@ -287,7 +334,10 @@ def test_the_download_can_be_played_and_unsolvable_games_are_left_out(tmp_path: 
     env = ALFWorldEnv()
     try:
         _, info = env.reset(seed=0)
-        assert env.worlds == [0] and (info["task"], info["task_type"]) == (made.goal, "pick_two_obj_and_place")
+        assert env.worlds == [0] and (info["task"], info["task_type"]) == (
+            made.goal,
+            "pick_two_obj_and_place",
+        )
         assert info["task_id"] == "alfworld-train-pick_two_obj_and_place-Mug-None-Desk-1/trial_1"
         for command in made.walkthrough:
             info = env.step(command)[-1]
@@ -298,8 +348,17 @@ def test_the_download_can_be_played_and_unsolvable_games_are_left_out(tmp_path: 
 
 @pytest.mark.parametrize("field", ["pddl_domain", "grammar", "pddl_problem"])
 def test_a_damaged_game_file_is_named(tmp_path: Path, field: str) -> None:
-    game = {"pddl_domain": "x", "grammar": 'Your task is to: go."', "pddl_problem": "x", "solvable": True}
-    path = _download(tmp_path, "pick_two_obj_and_place-Mug-None-Desk-1", {key: text for key, text in game.items() if key != field})
+    game = {
+        "pddl_domain": "x",
+        "grammar": 'Your task is to: go."',
+        "pddl_problem": "x",
+        "solvable": True,
+    }
+    path = _download(
+        tmp_path,
+        "pick_two_obj_and_place-Mug-None-Desk-1",
+        {key: text for key, text in game.items() if key != field},
+    )
     (entry,) = open_games(tmp_path, "train")
     with pytest.raises(ConfigError, match=f"field {field} of .*game.tw-pddl"):
         entry.load()
@@ -316,21 +375,34 @@ def test_a_translation_is_made_once_and_damaged_files_are_made_again(tmp_path: P
 
     def translate(domain: str, problem: str, verbose: bool, optimize: bool) -> tuple[Any, str]:
         calls.append((problem, optimize))
-        action = SimpleNamespace(name="go", parameters=[SimpleNamespace(name="?a", type_name="agent")])
+        action = SimpleNamespace(
+            name="go", parameters=[SimpleNamespace(name="?a", type_name="agent")]
+        )
         kinds = [SimpleNamespace(name="agent", supertype_names=["object"])]
         cost = SimpleNamespace(fluent="total-cost")
         atoms = [SimpleNamespace(predicate="at", args=("a", "b")), cost]
-        return SimpleNamespace(
-            actions=[action], types=kinds, objects=[SimpleNamespace(name="a", type_name="agent")], init=atoms
-        ), f"sas {problem}"
+        return (
+            SimpleNamespace(
+                actions=[action],
+                types=kinds,
+                objects=[SimpleNamespace(name="a", type_name="agent")],
+                init=atoms,
+            ),
+            f"sas {problem}",
+        )
 
     def cache(version: str = "1") -> TranslationCache:
-        return TranslationCache(translate, version, lambda predicate, args: (predicate, args), tmp_path)
+        return TranslationCache(
+            translate, version, lambda predicate, args: (predicate, args), tmp_path
+        )
 
     first = cache()("domain", "p", optimize=True)
     again = cache()("domain", "p", optimize=True)
     assert calls == [("p", True)] and again[1] == "sas p" == first[1] and again[0] == first[0]
-    assert again[0].init == [("at", ["a", "b"])] and again[0].actions[0].parameters[0].type_name == "agent"
+    assert (
+        again[0].init == [("at", ["a", "b"])]
+        and again[0].actions[0].parameters[0].type_name == "agent"
+    )
     cache()("domain", "p")
     cache("2")("domain", "p")
     cache()("domain", "q")
@@ -342,7 +414,9 @@ def test_a_translation_is_made_once_and_damaged_files_are_made_again(tmp_path: P
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".z"]
 
 
-def test_the_folder_that_alfworld_itself_names_counts_only_with_games(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_that_alfworld_itself_names_counts_only_with_games(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usual = own_cache / ".cache" / "alfworld"
     monkeypatch.setenv("ALFWORLD_DATA", str(usual))
     assert default_folder() is None
@@ -350,7 +424,9 @@ def test_the_folder_that_alfworld_itself_names_counts_only_with_games(own_cache:
     assert default_folder() == str(own_cache)
 
 
-def test_the_cache_stands_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+def test_the_cache_stands_where_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
     assert cache_folder("alfworld") == own_cache / "alfworld"
     monkeypatch.delenv("EXPERIENTIAL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -360,7 +436,9 @@ def test_the_cache_stands_where_the_user_says(tmp_path: Path, monkeypatch: pytes
 def _real() -> str:
     folder = os.environ.get("EXPERIENTIAL_DATA")
     if not folder or not (Path(folder) / "alfworld" / "common.json").exists():
-        pytest.skip("needs ALFWorld's games: set EXPERIENTIAL_DATA to a folder with alfworld/common.json")
+        pytest.skip(
+            "needs ALFWorld's games: set EXPERIENTIAL_DATA to a folder with alfworld/common.json"
+        )
     return str(Path(folder) / "alfworld")
 
 
@@ -368,7 +446,9 @@ def _real() -> str:
 def test_a_real_game_is_won_by_its_walkthrough() -> None:
     env = ALFWorldEnv("eval", data=_real())
     try:
-        assert len(env.worlds) == 140 and {entry.task_type for entry in env._entries} == set(TASK_TYPES)
+        assert len(env.worlds) == 140 and {entry.task_type for entry in env._entries} == set(
+            TASK_TYPES
+        )
         _, info = env.reset(options={"world": 60})
         for _ in env.game.walkthrough[:-1]:
             assert env.oracle_action() in info["admissible"] and not info["success"]
@@ -390,8 +470,13 @@ def test_a_grammar_is_parsed_as_textworld_does_and_tells_its_own_goal() -> None:
     cache = GrammarCache(getattr(parse, "parse", parse), logic.ContextSensitiveGrammar.parse)
     texts = [make_game("train", i, kind).data["grammar"] for i, kind in enumerate(TASK_TYPES[:2])]
     for text in (*texts, texts[0]):
-        (actions, grammar), (expected, whole) = cache(text, rule_name="pddlStart"), cache.parse(text, rule_name="pddlStart")
-        assert actions.keys() == expected.keys() and repr(dict(grammar._rules)) == repr(dict(whole._rules))
+        (actions, grammar), (expected, whole) = (
+            cache(text, rule_name="pddlStart"),
+            cache.parse(text, rule_name="pddlStart"),
+        )
+        assert actions.keys() == expected.keys() and repr(dict(grammar._rules)) == repr(
+            dict(whole._rules)
+        )
     assert len(cache._known) == 1
 
 

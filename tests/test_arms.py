@@ -1,4 +1,6 @@
-"""What each arm of an evaluation shows, on a real bank: nothing, the bank, other tasks' experience, or text that says nothing."""
+"""What each arm of an evaluation shows, on a real bank: nothing, the bank, other tasks' experience,
+or text that says nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,15 @@ ARMS: tuple[Arm, ...] = ("off", "on", "frozen", "shuffled", "placebo")
 
 def write(bank: ExperienceBank, world: str, visit: int, text: str) -> str:
     """An entry distilled from one visit to a world; gives its id."""
-    trajectory = Trajectory(task=f"Open the vault of {world}.", task_id=world, instance=f"{world}#{visit}")
+    trajectory = Trajectory(
+        task=f"Open the vault of {world}.", task_id=world, instance=f"{world}#{visit}"
+    )
     bank.record(trajectory)
-    return bank.apply(Distillation(parsed=ParsedOperations(operations=(Add(text=text),))), trajectory=trajectory, shown=[])[0].id
+    return bank.apply(
+        Distillation(parsed=ParsedOperations(operations=(Add(text=text),))),
+        trajectory=trajectory,
+        shown=[],
+    )[0].id
 
 
 @pytest.fixture
@@ -48,15 +56,24 @@ def bank(tmp_path: Path) -> Any:
 
 def digest(folder: Path) -> dict[str, str]:
     """Digests of all files but the one in which SQLite keeps who is reading at the moment."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.endswith("-shm")]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.endswith("-shm")
+    ]
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 class TestShuffled:
     """Experience of other tasks."""
 
     @pytest.mark.parametrize("world", ["Iron Mill", "Calm River", "Late Otter", "Never Seen"])
-    def test_never_of_the_task_that_is_played_and_as_many_as_were_found(self, bank: ExperienceBank, world: str) -> None:
+    def test_never_of_the_task_that_is_played_and_as_many_as_were_found(
+        self, bank: ExperienceBank, world: str
+    ) -> None:
         with ExperienceManager(bank, **OPTIONS) as manager:
             shuffled = Shuffled(manager, 7)
             for visit in range(10):
@@ -67,11 +84,18 @@ class TestShuffled:
                     found = worlds(bank, hit.experience)
                     assert found and world not in found and hit.experience.task != task
 
-    def test_the_same_seed_shows_the_same_and_another_seed_something_else(self, bank: ExperienceBank) -> None:
+    def test_the_same_seed_shows_the_same_and_another_seed_something_else(
+        self, bank: ExperienceBank
+    ) -> None:
         def shown(seed: int) -> list[str]:
             with ExperienceManager(bank, **OPTIONS) as manager:
                 shuffled = Shuffled(manager, seed)
-                found = [shuffled.search("Open the vault of Iron Mill.", k=1, exclude_instance=f"Iron Mill#{v}") for v in range(8)]
+                found = [
+                    shuffled.search(
+                        "Open the vault of Iron Mill.", k=1, exclude_instance=f"Iron Mill#{v}"
+                    )
+                    for v in range(8)
+                ]
                 return [hits[0].experience.text for hits in found]
 
         assert shown(1) == shown(1) != shown(2)
@@ -80,22 +104,38 @@ class TestShuffled:
         with ExperienceManager(bank, seed=7, retrieval={"floor": 0.99}) as manager:
             assert Shuffled(manager, 7).search("Bake a cake.", exclude_instance="cake#1") == []
 
-    def test_an_entry_that_was_rewritten_from_this_task_belongs_to_it_too(self, bank: ExperienceBank) -> None:
+    def test_an_entry_that_was_rewritten_from_this_task_belongs_to_it_too(
+        self, bank: ExperienceBank
+    ) -> None:
         entry = next(e for e in bank.entries() if e.task == "Open the vault of Calm River.")
-        here = Trajectory(task="Open the vault of Iron Mill.", task_id="Iron Mill", instance="Iron Mill#9")
+        here = Trajectory(
+            task="Open the vault of Iron Mill.", task_id="Iron Mill", instance="Iron Mill#9"
+        )
         bank.record(here)
-        update = Distillation(parsed=ParsedOperations(operations=(Update(entry=1, text="Pull the jade lever of Iron Mill."),)))
+        update = Distillation(
+            parsed=ParsedOperations(
+                operations=(Update(entry=1, text="Pull the jade lever of Iron Mill."),)
+            )
+        )
         changed = bank.apply(update, trajectory=here, shown=[entry])[0]
         assert changed.id == entry.id and worlds(bank, changed) == {"Calm River", "Iron Mill"}
         with ExperienceManager(bank, **OPTIONS) as manager:
-            hits = [Shuffled(manager, s).search("x", k=3, exclude_instance="Iron Mill#1") for s in range(20)]
+            hits = [
+                Shuffled(manager, s).search("x", k=3, exclude_instance="Iron Mill#1")
+                for s in range(20)
+            ]
         assert entry.id not in {hit.experience.id for row in hits for hit in row}
 
     def test_without_instances_the_text_of_the_task_decides(self, tmp_path: Path) -> None:
-        with ExperienceBank(tmp_path / "plain", embedder="hashing") as plain, ExperienceManager(plain, **OPTIONS) as manager:
+        with (
+            ExperienceBank(tmp_path / "plain", embedder="hashing") as plain,
+            ExperienceManager(plain, **OPTIONS) as manager,
+        ):
             plain.add("one", task="bake")
             other = plain.add("two", task="sew")
-            assert [hit.experience.id for hit in Shuffled(manager, 0).search("bake", k=2)] == [other.id]
+            assert [hit.experience.id for hit in Shuffled(manager, 0).search("bake", k=2)] == [
+                other.id
+            ]
 
     def test_the_use_recorded_is_that_of_the_entry_shown(self, bank: ExperienceBank) -> None:
         import gymnasium as gym
@@ -116,22 +156,44 @@ class TestShuffled:
     def test_ask_refines_an_entry_of_another_task(self, bank: ExperienceBank) -> None:
         extractor = ExtractorAgent(ScriptedLLM(lambda messages: messages[-1]["content"]))
         with ExperienceManager(bank, extractor, **OPTIONS) as manager:
-            answer = Shuffled(manager, 0).ask("Which lever?", exclude_instance="Iron Mill#0", episode="e", turn=2)
-        assert answer.hit is not None and answer.use is not None and answer.generation is not None and answer.text is not None
+            answer = Shuffled(manager, 0).ask(
+                "Which lever?", exclude_instance="Iron Mill#0", episode="e", turn=2
+            )
+        assert (
+            answer.hit is not None
+            and answer.use is not None
+            and answer.generation is not None
+            and answer.text is not None
+        )
         assert "Iron Mill" not in worlds(bank, answer.hit.experience)
         assert answer.hit.experience.text in answer.text
-        assert (answer.use.experience_id, answer.use.how, answer.use.turn) == (answer.hit.experience.id, "search_and_ask", 2)
+        assert (answer.use.experience_id, answer.use.how, answer.use.turn) == (
+            answer.hit.experience.id,
+            "search_and_ask",
+            2,
+        )
 
 
 class TestPlacebo:
     """As many tokens, and nothing in them."""
 
-    @pytest.mark.parametrize("text", ["Pull the jade lever.", "Go!", "First the door,\nthen the <key>; never 17 times.", "x" * 40])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "Pull the jade lever.",
+            "Go!",
+            "First the door,\nthen the <key>; never 17 times.",
+            "x" * 40,
+        ],
+    )
     def test_as_many_tokens_as_the_actor_would_have_read(self, text: str) -> None:
         tokenizer = tiny_tokenizer()
         count = shown_length(tokenizer)
         made = filler(count(text), count, "s")
-        lengths = [len(tokenizer.encode(experience_block([one]), add_special_tokens=False)) for one in (text, made)]
+        lengths = [
+            len(tokenizer.encode(experience_block([one]), add_special_tokens=False))
+            for one in (text, made)
+        ]
         assert lengths[0] == lengths[1]
         assert {word.strip(".") for word in made.split()} <= {*WORDS, ""}
 
@@ -139,17 +201,41 @@ class TestPlacebo:
         for length in (1, 2, 17, 300):
             assert len(filler(length, shown_length(None)).split()) == length
 
-    def test_a_principle_is_replaced_with_its_triples_by_as_many_tokens(self, tmp_path: Path) -> None:
+    def test_a_principle_is_replaced_with_its_triples_by_as_many_tokens(
+        self, tmp_path: Path
+    ) -> None:
         tokenizer = tiny_tokenizer()
-        with ExperienceBank(tmp_path / "p", embedder="hashing") as kept, ExperienceManager(kept, **OPTIONS) as manager:
-            kept.add("Look under the mat.", kind="guiding", task="find the key", metadata={"triples": [["mat", "hides", "key"]]})
+        with (
+            ExperienceBank(tmp_path / "p", embedder="hashing") as kept,
+            ExperienceManager(kept, **OPTIONS) as manager,
+        ):
+            kept.add(
+                "Look under the mat.",
+                kind="guiding",
+                task="find the key",
+                metadata={"triples": [["mat", "hides", "key"]]},
+            )
             (real,) = manager.search("find the key")
             (hit,) = Placebo(manager, 0, tokenizer, principle_text).search("find the key")
         shown = [principle_text(one.experience) for one in (real, hit)]
-        assert shown[1].startswith("Guiding principle, score 0.50: ") and "mat" not in shown[1] and "(" not in shown[1]
-        assert len({len(tokenizer.encode(experience_block([text]), add_special_tokens=False)) for text in shown}) == 1
+        assert (
+            shown[1].startswith("Guiding principle, score 0.50: ")
+            and "mat" not in shown[1]
+            and "(" not in shown[1]
+        )
+        assert (
+            len(
+                {
+                    len(tokenizer.encode(experience_block([text]), add_special_tokens=False))
+                    for text in shown
+                }
+            )
+            == 1
+        )
 
-    def test_hits_and_answers_say_nothing_and_no_use_is_recorded(self, bank: ExperienceBank) -> None:
+    def test_hits_and_answers_say_nothing_and_no_use_is_recorded(
+        self, bank: ExperienceBank
+    ) -> None:
         extractor = ExtractorAgent(ScriptedLLM(["Pull the second lever."]))
         with ExperienceManager(bank, extractor, **OPTIONS) as manager:
             placebo = Placebo(manager, 7, tiny_tokenizer())
@@ -161,8 +247,18 @@ class TestPlacebo:
             assert len(hits) == len(real) == 1 and hits[0].experience.id == PLACEBO
             assert hits[0].experience.text == again[0].experience.text
             said = f"{hits[0].experience.text} {answer.text}".lower()
-            assert "lever" not in said and "mill" not in said and answer.hit is None and answer.use is None
-            played = Trajectory(task=task, instance="Iron Mill#9", success=True, uses=(hits[0].use("episode_start"),))
+            assert (
+                "lever" not in said
+                and "mill" not in said
+                and answer.hit is None
+                and answer.use is None
+            )
+            played = Trajectory(
+                task=task,
+                instance="Iron Mill#9",
+                success=True,
+                uses=(hits[0].use("episode_start"),),
+            )
             manager.extractor = None
             placebo.submit(played)
             stored = bank.trajectory(played.id)
@@ -173,19 +269,27 @@ class TestOpened:
     """Which bank stands behind an arm."""
 
     @pytest.mark.parametrize("arm", ARMS)
-    def test_the_training_bank_does_not_change_by_one_byte(self, bank: ExperienceBank, tmp_path: Path, arm: Arm) -> None:
+    def test_the_training_bank_does_not_change_by_one_byte(
+        self, bank: ExperienceBank, tmp_path: Path, arm: Arm
+    ) -> None:
         bank.save_counters()
         bank.flush_index()
         before = digest(tmp_path / "bank")
         with opened_arm(arm, bank, tmp_path / arm, None, OPTIONS) as opened:
             assert opened.entries == (0 if arm == "off" else 10)
-            found = opened.shown.search("Open the vault of Iron Mill.", exclude_instance="Iron Mill#9")
+            found = opened.shown.search(
+                "Open the vault of Iron Mill.", exclude_instance="Iron Mill#9"
+            )
             assert bool(found) == (arm != "off")
             opened.shown.submit(Trajectory(task="Open the vault of Iron Mill."))
         assert digest(tmp_path / "bank") == before
 
-    def test_a_frozen_bank_is_written_by_nothing(self, bank: ExperienceBank, tmp_path: Path) -> None:
-        extractor = ExtractorAgent(ScriptedLLM(['<answer>[{"op": "add", "text": "More."}]</answer>']))
+    def test_a_frozen_bank_is_written_by_nothing(
+        self, bank: ExperienceBank, tmp_path: Path
+    ) -> None:
+        extractor = ExtractorAgent(
+            ScriptedLLM(['<answer>[{"op": "add", "text": "More."}]</answer>'])
+        )
         with opened_arm("frozen", bank, tmp_path / "frozen", extractor, OPTIONS) as opened:
             assert opened.manager is not None and opened.manager.bank.read_only
             before = digest(tmp_path / "frozen")
@@ -196,21 +300,30 @@ class TestOpened:
             assert len(opened.manager.bank) == 10
         assert digest(tmp_path / "frozen") == before
 
-    def test_what_is_submitted_is_distilled_after_the_visit_and_not_before(self, bank: ExperienceBank, tmp_path: Path) -> None:
+    def test_what_is_submitted_is_distilled_after_the_visit_and_not_before(
+        self, bank: ExperienceBank, tmp_path: Path
+    ) -> None:
         import asyncio
 
-        extractor = ExtractorAgent(ScriptedLLM(['<answer>[{"op": "add", "text": "More."}]</answer>']))
+        extractor = ExtractorAgent(
+            ScriptedLLM(['<answer>[{"op": "add", "text": "More."}]</answer>'])
+        )
         with opened_arm("on", bank, tmp_path / "on", extractor, OPTIONS) as opened:
             assert opened.manager is not None
             opened.hold()
             opened.shown.submit(Trajectory(task="t", success=True))
-            opened.shown.search("t")  # a round trip through the manager, in which a distillation could have started
+            opened.shown.search(
+                "t"
+            )  # a round trip through the manager, in which a distillation could have started
             assert len(opened.manager.bank) == 10
             asyncio.run(opened.settle())
             assert len(opened.manager.bank) == 11
 
     def test_an_arm_with_a_bank_needs_one(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="only 'off' can be played"), opened_arm("on", None, tmp_path, None, OPTIONS):
+        with (
+            pytest.raises(ValueError, match="only 'off' can be played"),
+            opened_arm("on", None, tmp_path, None, OPTIONS),
+        ):
             pass
 
 
@@ -218,7 +331,10 @@ class TestEvaluator:
     """All five arms on the same worlds and seeds."""
 
     def evaluator(self, actor: Any, meters: Meters) -> VisitEvaluator:
-        settings = Experiment(env=EnvSettings(eval={"split": "eval", "worlds": 4}), eval={"worlds": 4, "visits": 2, "seed": 5}).model_copy(
+        settings = Experiment(
+            env=EnvSettings(eval={"split": "eval", "worlds": 4}),
+            eval={"worlds": 4, "visits": 2, "seed": 5},
+        ).model_copy(
             update={"bank": load_experiment("complementary", ["bank.retrieval.floor=0"]).bank}
         )
         lesson = ScriptedLLM(['<answer>[{"op": "add", "text": "Pull the jade lever."}]</answer>'])
@@ -229,7 +345,9 @@ class TestEvaluator:
             meters=meters,
         )
 
-    async def test_arms_are_paired_and_show_what_their_names_say(self, bank: ExperienceBank, tmp_path: Path) -> None:
+    async def test_arms_are_paired_and_show_what_their_names_say(
+        self, bank: ExperienceBank, tmp_path: Path
+    ) -> None:
         seen: dict[str, list[str]] = {}
         arm: Arm = "off"
 
@@ -250,16 +368,30 @@ class TestEvaluator:
             return text.partition("<experience>\n1. ")[2].partition("</experience>")[0]
 
         def without_block(text: str) -> str:
-            return text.replace(f"<experience>\n1. {block(text)}</experience>\n", "") if block(text) else text
+            return (
+                text.replace(f"<experience>\n1. {block(text)}</experience>\n", "")
+                if block(text)
+                else text
+            )
 
         assert not any(map(block, seen["off"]))
         assert all(block(text) for name in ARMS[1:] for text in seen[name])
-        assert all("ever" in block(text) for name in ("on", "frozen", "shuffled") for text in seen[name])
-        assert not any("ever" in block(text) for text in seen["placebo"])
-        assert len({tuple(sorted(map(without_block, seen[name]))) for name in ("on", "frozen", "shuffled", "placebo")}) == 1, (
-            "same worlds and seeds"
+        assert all(
+            "ever" in block(text) for name in ("on", "frozen", "shuffled") for text in seen[name]
         )
-        assert {arm: found[arm].outcomes for arm in ARMS} == {arm: found["off"].outcomes for arm in ARMS}, "the actor ignores advice"
+        assert not any("ever" in block(text) for text in seen["placebo"])
+        assert (
+            len(
+                {
+                    tuple(sorted(map(without_block, seen[name])))
+                    for name in ("on", "frozen", "shuffled", "placebo")
+                }
+            )
+            == 1
+        ), "same worlds and seeds"
+        assert {arm: found[arm].outcomes for arm in ARMS} == {
+            arm: found["off"].outcomes for arm in ARMS
+        }, "the actor ignores advice"
         assert found["on"].entries == 10 and found["off"].entries == 0
         for name in ARMS:
             cost = found[name].cost
@@ -281,9 +413,13 @@ class TestMeter:
         twice = meter.spent()
         assert (once.requests, twice.requests, (twice - once).requests) == (1, 2, 1)
         assert twice.seconds > once.seconds > 0 and meter.spent() == twice
-        assert once + (twice - once) == twice.model_copy(update={"seconds": pytest.approx(twice.seconds)})
+        assert once + (twice - once) == twice.model_copy(
+            update={"seconds": pytest.approx(twice.seconds)}
+        )
 
-    def test_seconds_of_requests_at_one_time_count_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_seconds_of_requests_at_one_time_count_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         now = iter([10.0, 14.0, 20.0, 21.5])
         monkeypatch.setattr("experiential.llm.metered.time.perf_counter", lambda: next(now))
         meter = Meter()

@@ -1,4 +1,6 @@
-"""Two attempts in training: the gate, the memory, hand-worked samples, internalisation, and a run that is resumed."""
+"""Two attempts in training: the gate, the memory, hand-worked samples, internalisation, and a run
+that is resumed.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,15 @@ VAULT = EnvSettings(train={"split": "train", "worlds": 8})
 
 
 def copy_note(messages: list[Message]) -> str:
-    """A reflection on Vault: the lever that the clerk's note calls live; nothing where there is no note."""
+    """A reflection on Vault: the lever that the clerk's note calls live; nothing where there is no
+    note.
+    """
     play = messages[1]["content"]
-    return f"<reflection>pull {play.split(' was live')[0].split()[-1]}</reflection>" if "clerk" in play else "I have no idea."
+    return (
+        f"<reflection>pull {play.split(' was live')[0].split()[-1]}</reflection>"
+        if "clerk" in play
+        else "I have no idea."
+    )
 
 
 def obey(messages: list[Message]) -> str:
@@ -48,7 +56,10 @@ def obey(messages: list[Message]) -> str:
 
 
 def jobs(count: int = 4) -> list[Job]:
-    return [Job(Task(seed=n, group=str(n), options={"world": n}), Condition.FREE, sampling_seed=n) for n in range(count)]
+    return [
+        Job(Task(seed=n, group=str(n), options={"world": n}), Condition.FREE, sampling_seed=n)
+        for n in range(count)
+    ]
 
 
 def play(
@@ -60,8 +71,18 @@ def play(
     tries: Sequence[Job] | None = None,
 ) -> tuple[list[Episode], list[SecondAttempt], dict[str, Any]]:
     """Both attempts at four vaults and what the step's record says of them."""
-    reflector = Reflector(ScriptedLLM(reflect), prompts="brief") if not hasattr(reflect, "areflect") else reflect
-    rollout = Rollout(settings, settings.train, NoBank(), lambda: ActorAgent(ScriptedLLM(act), prompts="brief"), slots=4)
+    reflector = (
+        Reflector(ScriptedLLM(reflect), prompts="brief")
+        if not hasattr(reflect, "areflect")
+        else reflect
+    )
+    rollout = Rollout(
+        settings,
+        settings.train,
+        NoBank(),
+        lambda: ActorAgent(ScriptedLLM(act), prompts="brief"),
+        slots=4,
+    )
     attempts = Attempts(rollout, reflector, memory, threshold=threshold)
     try:
         episodes = asyncio.run(attempts.play(jobs() if tries is None else tries))
@@ -72,14 +93,32 @@ def play(
 
 def test_what_failed_is_tried_again_on_the_same_instance_with_the_reflection() -> None:
     firsts, seconds, event = play()
-    assert [e.trajectory.success for e in firsts] == [False] * 4 and [e.trajectory.success for e in seconds] == [True] * 4
+    assert [e.trajectory.success for e in firsts] == [False] * 4 and [
+        e.trajectory.success for e in seconds
+    ] == [True] * 4
     for first, second in zip(firsts, seconds, strict=True):
         assert second.first is first and first.job is not None and second.job is not None
-        assert (second.trajectory.instance, second.job.task) == (first.trajectory.instance, first.job.task)
+        assert (second.trajectory.instance, second.job.task) == (
+            first.trajectory.instance,
+            first.job.task,
+        )
         assert second.trajectory.turns[0].observation == first.trajectory.turns[0].observation
-        assert (first.job.attempt, second.job.attempt) == (1, 2) and second.job.sampling_seed != first.job.sampling_seed
-        assert second.job.advice == second.reflection.block and str(second.reflection.text) in str(second.job.advice)
-    expected = {"gated": 1.0, "r1": 0.0, "r2": 1.0, "success_first": 0.0, "success_second": 1.0, "reflections": 4, "memory_writes": 0}
+        assert (first.job.attempt, second.job.attempt) == (
+            1,
+            2,
+        ) and second.job.sampling_seed != first.job.sampling_seed
+        assert second.job.advice == second.reflection.block and str(second.reflection.text) in str(
+            second.job.advice
+        )
+    expected = {
+        "gated": 1.0,
+        "r1": 0.0,
+        "r2": 1.0,
+        "success_first": 0.0,
+        "success_second": 1.0,
+        "reflections": 4,
+        "memory_writes": 0,
+    }
     assert event == expected | {"unread": {}}
 
 
@@ -88,12 +127,20 @@ def test_what_succeeded_is_not_reflected_on() -> None:
 
     def lucky(messages: list[Message]) -> str:
         name = messages[1]["content"].split("vault of ")[1].split(".")[0]
-        return levers[name] if len(messages[0]["content"].split("1. ")) == 1 and name in levers else obey(messages)
+        return (
+            levers[name]
+            if len(messages[0]["content"].split("1. ")) == 1 and name in levers
+            else obey(messages)
+        )
 
     levers = {s.trajectory.task[18:-1]: str(s.reflection.text) for s in play()[1][:3]}
     firsts, seconds, event = play(act=lucky)
     assert [e.trajectory.success for e in firsts] == [True, True, True, False]
-    assert [e.first for e in seconds] == [firsts[3]] and event["gated"] == 0.25 and event["success_first"] == 0.75
+    assert (
+        [e.first for e in seconds] == [firsts[3]]
+        and event["gated"] == 0.25
+        and event["success_first"] == 0.75
+    )
     assert play(threshold=0.0)[1] == [], "r1 = 0 is not below a threshold of 0"
 
 
@@ -103,18 +150,27 @@ def test_an_attempt_that_failed_for_a_technical_reason_is_data_and_is_not_reflec
             raise BackendError("Expected an answer, got a time-out")
         return obey(messages)
 
-    firsts, seconds, _ = play(tries=[jobs()[0], Job(Task(seed=1, group="x", options={"world": 99}), Condition.FREE, sampling_seed=0)])
+    firsts, seconds, _ = play(
+        tries=[
+            jobs()[0],
+            Job(Task(seed=1, group="x", options={"world": 99}), Condition.FREE, sampling_seed=0),
+        ]
+    )
     assert "Expected world between" in str(firsts[1].trajectory.error) and len(seconds) == 1
     firsts, seconds, event = play(act=broken)
     assert all("time-out" in str(e.trajectory.error) for e in seconds) and event["r2"] is None
-    assert reinforced_samples([*firsts, *seconds], POOLED) == [], "a reflection whose second attempt broke has no reward"
+    assert reinforced_samples([*firsts, *seconds], POOLED) == [], (
+        "a reflection whose second attempt broke has no reward"
+    )
 
 
 def test_a_second_attempt_at_another_instance_is_a_failure_with_a_reason() -> None:
     class Wanderer(CorridorEnv):
         resets = 0
 
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        def reset(
+            self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        ) -> tuple[str, dict[str, Any]]:
             Wanderer.resets += 1
             observation, info = super().reset(seed=seed, options=options)
             return observation, info | {"instance": f"corridor {Wanderer.resets}"}
@@ -122,9 +178,18 @@ def test_a_second_attempt_at_another_instance_is_a_failure_with_a_reason() -> No
     def make(settings: EnvSettings, kwargs: dict[str, Any]) -> Wanderer:
         return Wanderer()
 
-    rollout = Rollout(EnvSettings(), {}, NoBank(), lambda: ActorAgent(ScriptedLLM(["fall"])), slots=1, make_env=make)
+    rollout = Rollout(
+        EnvSettings(),
+        {},
+        NoBank(),
+        lambda: ActorAgent(ScriptedLLM(["fall"])),
+        slots=1,
+        make_env=make,
+    )
     reflector = Reflector(ScriptedLLM(["<reflection>Say go.</reflection>"]))
-    _, (again,) = split_attempts(asyncio.run(Attempts(rollout, reflector, None, threshold=1.0).play(jobs(1))))
+    _, (again,) = split_attempts(
+        asyncio.run(Attempts(rollout, reflector, None, threshold=1.0).play(jobs(1)))
+    )
     rollout.close()
     assert again.trajectory.error == "env: came back as corridor 2, not as corridor 1"
 
@@ -134,15 +199,23 @@ def failing(messages: list[Message]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("reflect", "why"), [(lambda messages: "Hm.", "no_reflection"), (failing, "backend: Expected an answer, got a time-out")]
+    ("reflect", "why"),
+    [
+        (lambda messages: "Hm.", "no_reflection"),
+        (failing, "backend: Expected an answer, got a time-out"),
+    ],
 )
-def test_without_a_readable_reflection_the_second_attempt_is_bare_and_counted(reflect: Any, why: str) -> None:
+def test_without_a_readable_reflection_the_second_attempt_is_bare_and_counted(
+    reflect: Any, why: str
+) -> None:
     _, seconds, event = play(reflect=reflect, memory=PrivateMemory())
     assert len(seconds) == 4 and all(e.job is not None and e.job.advice is None for e in seconds)
     assert event["unread"] == {why: 4} and event["reflections"] == event["memory_writes"] == 0
 
 
-def test_all_reflections_of_a_step_see_the_memory_of_its_start_and_the_last_that_passed_is_kept() -> None:
+def test_all_reflections_of_a_step_see_the_memory_of_its_start_and_the_last_that_passed_is_kept() -> (
+    None
+):
     memory, llm = PrivateMemory(), ScriptedLLM(copy_note)
     memory.keep("Old.", Trajectory(task="t"))
     _, seconds, event = play(reflect=Reflector(llm, prompts="brief"), memory=memory)
@@ -152,7 +225,9 @@ def test_all_reflections_of_a_step_see_the_memory_of_its_start_and_the_last_that
 
 def test_a_reflection_whose_second_attempt_failed_is_not_kept() -> None:
     memory = PrivateMemory()
-    _, seconds, event = play(reflect=lambda messages: "<reflection>pull nothing</reflection>", memory=memory)
+    _, seconds, event = play(
+        reflect=lambda messages: "<reflection>pull nothing</reflection>", memory=memory
+    )
     assert len(seconds) == 4 and memory.text == "" and event["memory_writes"] == 0
 
 
@@ -165,18 +240,30 @@ class FailingMemory(PrivateMemory):
 
 def test_a_memory_that_fails_is_counted_and_the_step_goes_on() -> None:
     _, seconds, event = play(memory=FailingMemory())
-    assert [e.trajectory.success for e in seconds] == [True] * 4 and event["memory_errors"] == {"Expected a bank, got none": 4}
+    assert [e.trajectory.success for e in seconds] == [True] * 4 and event["memory_errors"] == {
+        "Expected a bank, got none": 4
+    }
 
 
 def test_a_retry_shows_the_first_attempt_and_makes_no_reflection() -> None:
     _, seconds, event = play(reflect=Retry(prompts="full"), act=lambda messages: "pull nothing")
-    assert all("pull nothing" in str(e.job and e.job.advice) and e.reflection.generation is None for e in seconds)
+    assert all(
+        "pull nothing" in str(e.job and e.job.advice) and e.reflection.generation is None
+        for e in seconds
+    )
     assert event["reflections"] == 0 and event["unread"] == {} and len(seconds) == 4
 
 
-@pytest.mark.parametrize(("feedback", "actor", "told"), [("shown", True, True), ("hidden", False, False), ("reflector", False, True)])
-def test_the_baseline_sees_the_same_feedback_as_the_reflector_unless_told_otherwise(feedback: Any, actor: bool, told: bool) -> None:
-    """Only a reflector that reads the clerk's note can name the lever; ``hidden`` hides it from both."""
+@pytest.mark.parametrize(
+    ("feedback", "actor", "told"),
+    [("shown", True, True), ("hidden", False, False), ("reflector", False, True)],
+)
+def test_the_baseline_sees_the_same_feedback_as_the_reflector_unless_told_otherwise(
+    feedback: Any, actor: bool, told: bool
+) -> None:
+    """Only a reflector that reads the clerk's note can name the lever; ``hidden`` hides it from
+    both.
+    """
     firsts, seconds, _ = play(settings=VAULT.model_copy(update={"feedback": feedback}))
     assert all(("clerk" in e.trajectory.turns[-1].feedback) == actor for e in firsts)
     assert [e.trajectory.success for e in seconds] == [told] * 4
@@ -184,43 +271,68 @@ def test_the_baseline_sees_the_same_feedback_as_the_reflector_unless_told_otherw
 
 def made(reward: float, *, group: str = "g", error: str | None = None) -> Episode:
     generation = Generation(text="a", prompt_ids=(1, 2), response_ids=(3,), logprobs=(-0.5,))
-    trajectory = Trajectory(task="t", group=group, reward=reward, condition=Condition.FREE, error=error)
+    trajectory = Trajectory(
+        task="t", group=group, reward=reward, condition=Condition.FREE, error=error
+    )
     return Episode(trajectory, () if error else (generation,))
 
 
-def second(first: Episode, reward: float, token: int = 7, *, read: bool = True, group: str = "g") -> SecondAttempt:
+def second(
+    first: Episode, reward: float, token: int = 7, *, read: bool = True, group: str = "g"
+) -> SecondAttempt:
     episode = made(reward, group=group)
     response = Generation(text="r", prompt_ids=(5, 6), response_ids=(token,), logprobs=(-0.25,))
-    reflection = Reflection(text="r", block="b", generation=response) if read else Reflection(generation=response, reason="no_reflection")
-    return SecondAttempt(trajectory=episode.trajectory, generations=episode.generations, first=first, reflection=reflection)
+    reflection = (
+        Reflection(text="r", block="b", generation=response)
+        if read
+        else Reflection(generation=response, reason="no_reflection")
+    )
+    return SecondAttempt(
+        trajectory=episode.trajectory,
+        generations=episode.generations,
+        first=first,
+        reflection=reflection,
+    )
 
 
 def test_advantages_are_relative_to_attempts_of_the_same_kind() -> None:
-    """Four first attempts (1, 0, 0, 0); second ones 1 and 0 with, and 1 without a reflection that could be read.
+    """Four first attempts (1, 0, 0, 0); second ones 1 and 0 with, and 1 without a reflection that
+    could be read.
 
-    Reflections get 1, 0 and 0 (not read, whatever its attempt got): mean 1/3, spread sqrt(2)/3, so sqrt(2), -1/sqrt(2), -1/sqrt(2). Second
-    attempts with a reflection get 1 and -1; the one without is alone and teaches nothing. Every sample weighs as a first attempt: 1/4.
+    Reflections get 1, 0 and 0 (not read, whatever its attempt got): mean 1/3, spread sqrt(2)/3, so
+    sqrt(2), -1/sqrt(2), -1/sqrt(2). Second attempts with a reflection get 1 and -1; the one without
+    is alone and teaches nothing. Every sample weighs as a first attempt: 1/4.
     """
     firsts = [made(1.0), made(0.0), made(0.0), made(0.0)]
     seconds = [second(firsts[1], 1.0), second(firsts[2], 0.0), second(firsts[3], 1.0, read=False)]
     samples = reinforced_samples([*firsts, *seconds], POOLED)
     assert [s.tokens for s in samples] == [(5, 6, 7)] * 3 + [(1, 2, 3)] * 2
-    assert [s.advantages[0] for s in samples] == pytest.approx([2**0.5, -(0.5**0.5), -(0.5**0.5), 1.0, -1.0], abs=1e-5)
+    assert [s.advantages[0] for s in samples] == pytest.approx(
+        [2**0.5, -(0.5**0.5), -(0.5**0.5), 1.0, -1.0], abs=1e-5
+    )
     assert [s.weight for s in samples] == pytest.approx([1 / 4] * 5)
     assert {s.kind for s in samples} == {None}
 
 
 def test_an_unreadable_reflection_gets_the_lowest_reward() -> None:
     first = made(0.0)
-    assert [second(first, r, read=False).reflection_reward for r in (1.0, 0.0, -1.0)] == [0.0, 0.0, -1.0]
+    assert [second(first, r, read=False).reflection_reward for r in (1.0, 0.0, -1.0)] == [
+        0.0,
+        0.0,
+        -1.0,
+    ]
     assert second(first, 0.5).reflection_reward == 0.5
 
 
 def test_credit_by_turn_gives_a_reflection_all_of_its_reward() -> None:
     firsts = [made(0.0), made(0.0)]
     settings = POOLED.model_copy(update={"credit": "turn"})
-    samples = reinforced_samples([*firsts, second(firsts[0], 1.0), second(firsts[1], 0.0)], settings)
-    assert [s.advantages[0] for s in samples if s.tokens[0] == 5] == pytest.approx([1.0, -1.0], abs=1e-5)
+    samples = reinforced_samples(
+        [*firsts, second(firsts[0], 1.0), second(firsts[1], 0.0)], settings
+    )
+    assert [s.advantages[0] for s in samples if s.tokens[0] == 5] == pytest.approx(
+        [1.0, -1.0], abs=1e-5
+    )
 
 
 def test_a_group_with_nobody_to_compare_with_gives_no_sample() -> None:
@@ -230,14 +342,20 @@ def test_a_group_with_nobody_to_compare_with_gives_no_sample() -> None:
 
 
 def internalise(
-    episodes: Sequence[Episode], agent: ActorAgent, policy: LocalRuntime | None = None, kind: Any = "sft", weight: float = 0.5
+    episodes: Sequence[Episode],
+    agent: ActorAgent,
+    policy: LocalRuntime | None = None,
+    kind: Any = "sft",
+    weight: float = 0.5,
 ) -> list[Sample]:
     settings = ReflectionSettings(internalise=kind, weight=weight)
     return asyncio.run(internalised_samples(episodes, settings, agent, policy))  # type: ignore[arg-type]  # sft asks no policy
 
 
 def test_successes_are_imitated_without_the_reflection() -> None:
-    """No prompt of a sample holds a token of the reflection; what is learnt are the very tokens that were drawn."""
+    """No prompt of a sample holds a token of the reflection; what is learnt are the very tokens
+    that were drawn.
+    """
     tokenizer = tiny_tokenizer()
     reflector = Reflector(ScriptedLLM(copy_note), prompts="brief")
 
@@ -252,21 +370,31 @@ def test_successes_are_imitated_without_the_reflection() -> None:
     episodes = asyncio.run(Attempts(rollout, reflector, None, threshold=1.0).play(jobs()))
     rollout.close()
     firsts, seconds = split_attempts(episodes)
-    seconds[3] = replace(seconds[3], trajectory=seconds[3].trajectory.model_copy(update={"reward": 0.0}))
+    seconds[3] = replace(
+        seconds[3], trajectory=seconds[3].trajectory.model_copy(update={"reward": 0.0})
+    )
     samples = internalise([*firsts, *seconds], actor())
     assert len(samples) == 3 and {s.kind for s in samples} == {"sft"}
-    assert [s.weight for s in samples] == pytest.approx([0.5 / 4] * 3), "weight 0.5, mean over four first attempts"
+    assert [s.weight for s in samples] == pytest.approx([0.5 / 4] * 3), (
+        "weight 0.5, mean over four first attempts"
+    )
     for sample, episode in zip(samples, seconds, strict=False):
         (generation,) = episode.generations
         prompt = tokenizer.decode(sample.tokens[: sample.positions[0]])
-        assert "<experience>" in tokenizer.decode(generation.prompt_ids) and "experience" not in prompt
+        assert (
+            "<experience>" in tokenizer.decode(generation.prompt_ids) and "experience" not in prompt
+        )
         assert str(episode.reflection.text) not in prompt and episode.trajectory.task in prompt
         assert [sample.tokens[p] for p in sample.positions] == list(generation.response_ids)
     assert internalise([*firsts, *seconds], actor(), kind="none") == []
 
 
-def test_reverse_kl_teaches_the_first_attempts_own_tokens_by_the_policy_that_sees_the_reflection() -> None:
-    """Teacher and student are one policy; its score under the prompt with the reflection, taken by hand, is the teacher's."""
+def test_reverse_kl_teaches_the_first_attempts_own_tokens_by_the_policy_that_sees_the_reflection() -> (
+    None
+):
+    """Teacher and student are one policy; its score under the prompt with the reflection, taken by
+    hand, is the teacher's.
+    """
     model, tokenizer = tiny_random_model()
     policy = LocalRuntime(TransformersLLM(model, tokenizer), OptimSettings())
     agent = ActorAgent(policy, prompts="brief", max_tokens=4, seed=1)
@@ -283,12 +411,20 @@ def test_reverse_kl_teaches_the_first_attempts_own_tokens_by_the_policy_that_see
         reflection=Reflection(text="Pull jade.", block=block),
     )
     samples = internalise([first, better], agent, policy, "reverse_kl")
-    assert [s.kind for s in samples] == ["reverse_kl"] * 2 and sum(s.weight for s in samples) == pytest.approx(0.5)
+    assert [s.kind for s in samples] == ["reverse_kl"] * 2 and sum(
+        s.weight for s in samples
+    ) == pytest.approx(0.5)
     told = ActorAgent(policy, prompts="brief").replay(observations, first.generations, advice=block)
     by_hand = asyncio.run(policy.score([sample_from_generation(g, 0.0) for g in told]))
-    for sample, generation, teacher, taught in zip(samples, first.generations, by_hand, told, strict=True):
-        assert sample.tokens == generation.prompt_ids + generation.response_ids, "the student is trained without the reflection"
-        assert sample.teacher == pytest.approx(teacher) and "Pull jade." in tokenizer.decode(taught.prompt_ids)
+    for sample, generation, teacher, taught in zip(
+        samples, first.generations, by_hand, told, strict=True
+    ):
+        assert sample.tokens == generation.prompt_ids + generation.response_ids, (
+            "the student is trained without the reflection"
+        )
+        assert sample.teacher == pytest.approx(teacher) and "Pull jade." in tokenizer.decode(
+            taught.prompt_ids
+        )
         assert sample.teacher != pytest.approx(sample.logprobs, abs=1e-4)
     worse = replace(better, trajectory=better.trajectory.model_copy(update={"reward": 0.0}))
     assert internalise([first, worse], agent, policy, "reverse_kl") == []
@@ -297,22 +433,36 @@ def test_reverse_kl_teaches_the_first_attempts_own_tokens_by_the_policy_that_see
 
 def test_the_ablations_keep_no_memory() -> None:
     assert isinstance(memory_of(ReflectionSettings(), None), PrivateMemory)
-    assert memory_of(ReflectionSettings(memory="none"), None) is None and memory_of(ReflectionSettings(mode="retry"), None) is None
+    assert (
+        memory_of(ReflectionSettings(memory="none"), None) is None
+        and memory_of(ReflectionSettings(mode="retry"), None) is None
+    )
     with pytest.raises(ValueError, match="Expected a bank"):
         memory_of(ReflectionSettings(memory="bank"), None)
 
 
 def test_recipes_are_the_method_and_its_ablations_at_the_budget_of_the_baseline() -> None:
-    grpo, erl, no_memory, no_reflection = (load_experiment(name) for name in ("grpo", "erl", "erl-no-memory", "erl-no-reflection"))
+    grpo, erl, no_memory, no_reflection = (
+        load_experiment(name) for name in ("grpo", "erl", "erl-no-memory", "erl-no-reflection")
+    )
     assert grpo.reflection is None and erl.reflection is not None
-    assert 2 * erl.actor.group_size == grpo.actor.group_size and erl.actor.groups == grpo.actor.groups
-    assert erl.reflection == ReflectionSettings(mode="reflect", memory="private", internalise="sft", threshold=1.0, weight=0.1)
+    assert (
+        2 * erl.actor.group_size == grpo.actor.group_size and erl.actor.groups == grpo.actor.groups
+    )
+    assert erl.reflection == ReflectionSettings(
+        mode="reflect", memory="private", internalise="sft", threshold=1.0, weight=0.1
+    )
     assert no_memory.reflection == erl.reflection.model_copy(update={"memory": "none"})
-    assert no_reflection.reflection == erl.reflection.model_copy(update={"mode": "retry", "memory": "none"})
+    assert no_reflection.reflection == erl.reflection.model_copy(
+        update={"mode": "retry", "memory": "none"}
+    )
     assert erl.env == grpo.env and not erl.extractor.enabled
 
 
-@pytest.mark.parametrize(("override", "why"), [("actor.guided=all", "actor.guided=none"), ("reflection.memory=bank", "Expected a bank")])
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [("actor.guided=all", "actor.guided=none"), ("reflection.memory=bank", "Expected a bank")],
+)
 def test_settings_that_do_not_fit_are_refused(override: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_experiment("erl", [override])
@@ -334,7 +484,9 @@ def memory_in(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_a_resumed_run_plays_and_remembers_the_same(tmp_path: Path) -> None:
-    """The tiny model on Vault: stopped after one of two steps and resumed, it ends with the memory of an unbroken run."""
+    """The tiny model on Vault: stopped after one of two steps and resumed, it ends with the memory
+    of an unbroken run.
+    """
     whole, part = tmp_path / "whole", tmp_path / "part"
     Trainer(load_experiment("erl", [*SMALL, "run.steps=2"]), whole).run()
     Trainer(load_experiment("erl", [*SMALL, "run.steps=1"]), part).run()
@@ -345,12 +497,20 @@ def test_a_resumed_run_plays_and_remembers_the_same(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
     steps = [e for e in read_events(whole / "metrics.jsonl") if e["event"] == "step"]
     assert sum(e["memory_writes"] for e in steps) > 0 and all(e["reflections"] > 0 for e in steps)
-    assert sum(e["reinforced_samples"] for e in steps) > 0 and sum(e["internalised_samples"] for e in steps) > 0
+    assert (
+        sum(e["reinforced_samples"] for e in steps) > 0
+        and sum(e["internalised_samples"] for e in steps) > 0
+    )
     assert all(e["episodes"] == 16 + e["reflections"] + sum(e["unread"].values()) for e in steps)
 
 
 def test_reflections_can_live_in_the_bank_of_the_run(tmp_path: Path) -> None:
-    bank = ("reflection.memory=bank", "extractor.enabled=true", "extractor.distill=false", "bank.embedder=hashing")
+    bank = (
+        "reflection.memory=bank",
+        "extractor.enabled=true",
+        "extractor.distill=false",
+        "bank.embedder=hashing",
+    )
     Trainer(load_experiment("erl", [*SMALL, *bank, "run.steps=1"]), tmp_path).run()
     (step,) = (e for e in read_events(tmp_path / "metrics.jsonl") if e["event"] == "step")
     assert step["entries"] == step["memory_writes"] > 0

@@ -14,7 +14,18 @@ import pytest
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import BUNDLED_PACKAGE, HashingEmbedder
 from experiential.errors import BankError, BankLockedError, ReadOnlyBankError
-from experiential.types import Add, Discard, Distillation, Generation, Keep, Merge, ParsedOperations, Return, Trajectory, Update
+from experiential.types import (
+    Add,
+    Discard,
+    Distillation,
+    Generation,
+    Keep,
+    Merge,
+    ParsedOperations,
+    Return,
+    Trajectory,
+    Update,
+)
 
 
 @pytest.fixture
@@ -29,12 +40,18 @@ def bank(folder):
 
 
 def distillation(*operations, version=3):
-    return Distillation(parsed=ParsedOperations(operations=operations), generation=Generation(text="raw", policy_version=version))
+    return Distillation(
+        parsed=ParsedOperations(operations=operations),
+        generation=Generation(text="raw", policy_version=version),
+    )
 
 
 def hashes(folder):
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
+    return {
+        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in files
+    }
 
 
 def texts(bank):
@@ -43,10 +60,17 @@ def texts(bank):
 
 def test_a_write_is_read_back_after_reopening(folder):
     with ExperienceBank(folder, embedder="hashing") as bank:
-        entry = bank.add("use the brass key", task="open the door", kind="warning", metadata={"n": 1})
+        entry = bank.add(
+            "use the brass key", task="open the door", kind="warning", metadata={"n": 1}
+        )
     with ExperienceBank(folder) as again:
         assert again.get(entry.id) == entry
-        assert (entry.version, entry.task, entry.kind, entry.metadata) == (1, "open the door", "warning", {"n": 1})
+        assert (entry.version, entry.task, entry.kind, entry.metadata) == (
+            1,
+            "open the door",
+            "warning",
+            {"n": 1},
+        )
         assert len(again) == 1 and again.head == entry.provenance.commit
 
 
@@ -82,15 +106,21 @@ def test_search_ranks_by_cosine_and_takes_one_query_or_many(bank):
 
 
 def test_search_equals_brute_force(bank):
-    """The score of an entry is the cosine of the query to the sum of its text's embedding and twice its task's."""
+    """The score of an entry is the cosine of the query to the sum of its text's embedding and twice
+    its task's.
+    """
     embed = HashingEmbedder()
-    entries = bank.add_many([f"word{i} shared word{i % 7} door" for i in range(300)], task="open it")
+    entries = bank.add_many(
+        [f"word{i} shared word{i % 7} door" for i in range(300)], task="open it"
+    )
     both = embed([entry.text for entry in entries]) + 2 * embed(["open it"])
     vectors = both / np.linalg.norm(both, axis=1, keepdims=True)
     for query in ("word3 door", "shared word5", "open", "nothing at all"):
         scores = vectors @ embed([query])[0]
         hits = bank.search(query, k=10)
-        assert [hit.score for hit in hits] == pytest.approx(np.sort(scores)[::-1][:10].tolist(), abs=1e-5)
+        assert [hit.score for hit in hits] == pytest.approx(
+            np.sort(scores)[::-1][:10].tolist(), abs=1e-5
+        )
         found = {entry.id: score for entry, score in zip(entries, scores, strict=True)}
         assert all(found[hit.experience.id] == pytest.approx(hit.score, abs=1e-5) for hit in hits)
 
@@ -148,7 +178,12 @@ def test_an_unknown_commit_is_refused(bank, commit):
 @pytest.mark.parametrize("text", ["", "  \n", None, 3, b"x", ["a"]])
 def test_wrong_text_is_refused(bank, text):
     entry = bank.add("a")
-    for call in (lambda: bank.add(text), lambda: bank.update(entry.id, text), lambda: bank.add_many([text]), lambda: bank.search([text])):
+    for call in (
+        lambda: bank.add(text),
+        lambda: bank.update(entry.id, text),
+        lambda: bank.add_many([text]),
+        lambda: bank.search([text]),
+    ):
         with pytest.raises(ValueError, match="Expected"):
             call()
     assert texts(bank) == ["a"]
@@ -179,7 +214,10 @@ def test_an_address_is_no_folder(bank):
 
 
 def test_namespaces_of_one_folder_do_not_meet(folder):
-    with ExperienceBank(folder, embedder="hashing") as one, ExperienceBank(folder, namespace="two", embedder="hashing") as two:
+    with (
+        ExperienceBank(folder, embedder="hashing") as one,
+        ExperienceBank(folder, namespace="two", embedder="hashing") as two,
+    ):
         a = one.add("only in one")
         b = two.add("only in two")
         assert texts(one) == ["only in one"] and texts(two) == ["only in two"]
@@ -189,8 +227,13 @@ def test_namespaces_of_one_folder_do_not_meet(folder):
 
 
 def test_a_second_writer_is_told_who_holds_the_bank(bank, folder):
-    code = f"from experiential.bank.bank import ExperienceBank; ExperienceBank({str(folder)!r}, namespace='other')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = (
+        f"from experiential.bank.bank import ExperienceBank; ExperienceBank({str(folder)!r},"
+        " namespace='other')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     last = result.stderr.strip().splitlines()[-1]
     assert "BankLockedError" in last and str(os.getpid()) in last and "read_only=True" in last
     with pytest.raises(BankLockedError, match=str(os.getpid())):
@@ -230,7 +273,9 @@ def test_a_bank_of_an_unknown_embedder_opens_and_reads_but_does_not_search(folde
             bank.search("a")
 
 
-@pytest.mark.parametrize("give", [lambda n: np.full((n, 4), np.nan), lambda n: np.ones((n + 1, 4)), lambda n: np.ones(n)])
+@pytest.mark.parametrize(
+    "give", [lambda n: np.full((n, 4), np.nan), lambda n: np.ones((n + 1, 4)), lambda n: np.ones(n)]
+)
 def test_what_is_no_embedding_is_refused_and_nothing_is_written(folder, give):
     with ExperienceBank(folder, embedder=lambda batch: give(len(batch))) as bank:
         with pytest.raises(BankError, match="finite vectors"):
@@ -252,11 +297,17 @@ def test_read_only_changes_not_one_byte_beside_a_live_writer(bank, folder):
     bank.add("a")
     bank.flush_index()
     before = hashes(folder)
-    assert any(name.endswith("-wal") for name in before), "the writer's log must be part of the picture"
+    assert any(name.endswith("-wal") for name in before), (
+        "the writer's log must be part of the picture"
+    )
     with ExperienceBank(folder, read_only=True) as reader:
         assert texts(reader) == ["a"] and reader.search("a")[0].experience.text == "a"
         assert len(reader.at(1)) == 1 and len(reader.commits()) == 1
-        for write in (lambda: reader.add("x"), lambda: reader.rollback(0), lambda: reader.record(Trajectory(task="t"))):
+        for write in (
+            lambda: reader.add("x"),
+            lambda: reader.rollback(0),
+            lambda: reader.record(Trajectory(task="t")),
+        ):
             with pytest.raises(ReadOnlyBankError):
                 write()
         bank_sees = len(bank)
@@ -294,7 +345,9 @@ def test_a_closed_bank_says_so(folder):
 def test_apply_writes_one_commit_with_provenance(bank):
     shown = [bank.add("old text")]
     trajectory = Trajectory(task="open the door", instance="vault-7")
-    made = distillation(Add(text="new lesson", span=(3, 9)), Update(entry=1, text="better text"), Return())
+    made = distillation(
+        Add(text="new lesson", span=(3, 9)), Update(entry=1, text="better text"), Return()
+    )
     commits = len(bank.commits())
     added, updated = bank.apply(made, trajectory=trajectory, shown=shown)
     assert len(bank.commits()) == commits + 1 and bank.commits()[-1].ref == trajectory.id
@@ -302,7 +355,11 @@ def test_apply_writes_one_commit_with_provenance(bank):
     assert (updated.id, updated.version, updated.text) == (shown[0].id, 2, "better text")
     for entry in (added, updated):
         source = entry.provenance
-        assert (source.author, source.trajectory, source.instance) == ("extractor", trajectory.id, "vault-7")
+        assert (source.author, source.trajectory, source.instance) == (
+            "extractor",
+            trajectory.id,
+            "vault-7",
+        )
         assert (source.extractor_version, source.generation) == (3, made.generation.id)
     assert bank.generation(made.generation.id) == made.generation
 
@@ -310,7 +367,9 @@ def test_apply_writes_one_commit_with_provenance(bank):
 def test_operations_that_name_nothing_are_refused_and_counted(bank):
     gone = bank.add("gone")
     bank.remove(gone.id)
-    made = distillation(Update(entry=2, text="x"), Update(entry=1, text="y"), Keep(entry=1), Add(text="good"))
+    made = distillation(
+        Update(entry=2, text="x"), Update(entry=1, text="y"), Keep(entry=1), Add(text="good")
+    )
     written = bank.apply(made, trajectory=Trajectory(task="t"), shown=[gone])
     assert [e.text for e in written] == ["good"]
     assert bank.refused == {"entry_out_of_range": 1, "entry_gone": 1, "not_a_distillation": 1}
@@ -321,7 +380,10 @@ def test_the_same_lesson_again_is_a_new_version_credited_to_its_newest_author(ba
     first = bank.apply(distillation(Add(text="same")), trajectory=trajectory, shown=[])[0]
     made = distillation(Add(text="same"), Add(text="same", kind="warning"))
     second, other = bank.apply(made, trajectory=Trajectory(task="t", instance="i2"), shown=[])
-    assert (second.id, second.version) == (first.id, 2) and second.provenance.generation == made.generation.id
+    assert (second.id, second.version) == (
+        first.id,
+        2,
+    ) and second.provenance.generation == made.generation.id
     assert other.id != first.id and len(bank) == 2
     assert bank.add("same", task="t").id != first.id, "a person's add always adds"
 
@@ -330,10 +392,16 @@ def test_exclude_instance_hides_what_was_made_from_it_through_updates_and_merges
     made = distillation(Add(text="the red door needs a key"))
     [entry] = bank.apply(made, trajectory=Trajectory(task="t", instance="i1"), shown=[])
     other = bank.add("the red door needs a push")
-    assert [h.experience.id for h in bank.search("red door", k=5, exclude_instance="i1")] == [other.id]
+    assert [h.experience.id for h in bank.search("red door", k=5, exclude_instance="i1")] == [
+        other.id
+    ]
     entry = bank.update(entry.id, "the red door needs two keys")
-    assert [h.experience.id for h in bank.search("red door", k=5, exclude_instance="i1")] == [other.id]
-    [merged] = bank.consolidate(distillation(Merge(entries=(1, 2), text="the red door: keys, push")), shown=[entry, other])
+    assert [h.experience.id for h in bank.search("red door", k=5, exclude_instance="i1")] == [
+        other.id
+    ]
+    [merged] = bank.consolidate(
+        distillation(Merge(entries=(1, 2), text="the red door: keys, push")), shown=[entry, other]
+    )
     assert bank.search("red door", k=5, exclude_instance="i1") == []
     assert bank.search("red door", k=5, exclude_instance="i2")[0].experience.id == merged.id
     bank.close()
@@ -354,7 +422,12 @@ def test_a_concurrent_change_loses_only_the_merge_it_touches(bank):
     shown = [bank.add(text) for text in ("a", "b", "c", "d", "e")]
     bank.update(shown[0].id, "a changed meanwhile")
     bank.remove(shown[4].id)
-    made = distillation(Merge(entries=(1, 2), text="x"), Merge(entries=(3, 4), text="cd"), Discard(entry=5), Discard(entry=9))
+    made = distillation(
+        Merge(entries=(1, 2), text="x"),
+        Merge(entries=(3, 4), text="cd"),
+        Discard(entry=5),
+        Discard(entry=9),
+    )
     bank.consolidate(made, shown=shown)
     assert sorted(texts(bank)) == ["a changed meanwhile", "b", "cd"]
     assert bank.refused == {"entry_changed": 2, "entry_out_of_range": 1}
@@ -400,7 +473,10 @@ def test_fork_is_an_independent_copy(bank, tmp_path):
         assert copy.queue.waiting() == bank.queue.waiting()
     with pytest.raises(BankError, match="without a bank"):
         bank.fork(tmp_path / "copy")
-    with ExperienceBank(bank.path, read_only=True) as reader, reader.fork(tmp_path / "other") as copy:
+    with (
+        ExperienceBank(bank.path, read_only=True) as reader,
+        reader.fork(tmp_path / "other") as copy,
+    ):
         assert texts(copy) == ["a"]
 
 
@@ -454,7 +530,9 @@ def test_above_the_limit_chroma_answers_and_sees_every_write_at_once(folder):
         fresh = bank.add("brand new words")
         assert bank.search("brand new words")[0].experience.id == fresh.id
         assert bank.search("something else entirely")[0].experience.version == 2
-        assert entries[32].id not in [hit.experience.id for hit in bank.search("note32 about door32", k=10)]
+        assert entries[32].id not in [
+            hit.experience.id for hit in bank.search("note32 about door32", k=10)
+        ]
         bank.flush_index()
         assert bank.search("something else entirely")[0].experience.version == 2
         assert len(bank.search("note", k=10)) == 10
@@ -463,7 +541,8 @@ def test_above_the_limit_chroma_answers_and_sees_every_write_at_once(folder):
 
 
 @pytest.mark.skipif(
-    __import__("importlib.util").util.find_spec(BUNDLED_PACKAGE) is None, reason="the default model's package is not installed"
+    __import__("importlib.util").util.find_spec(BUNDLED_PACKAGE) is None,
+    reason="the default model's package is not installed",
 )
 def test_the_default_model_finds_by_meaning(folder):
     with ExperienceBank(folder) as bank:

@@ -1,4 +1,6 @@
-"""What goes wrong around a bank ends in a clear error or a recovery, never in silence, and nothing that was acknowledged is lost."""
+"""What goes wrong around a bank ends in a clear error or a recovery, never in silence, and nothing
+that was acknowledged is lost.
+"""
 
 import asyncio
 import contextlib
@@ -64,11 +66,17 @@ def test_an_embedder_that_raises_is_heard_and_leaves_nothing_half_written(folder
             "add": lambda: bank.add("new"),
             "update": lambda: bank.update(entry.id, "new"),
             "apply": lambda: bank.apply(made("new"), trajectory=Trajectory(task="t"), shown=[]),
-            "import_entries": lambda: bank.import_entries([entry.model_copy(update={"id": "x", "text": "new"})], "file"),
+            "import_entries": lambda: bank.import_entries(
+                [entry.model_copy(update={"id": "x", "text": "new"})], "file"
+            ),
         }
         with pytest.raises(ConnectionError, match="went away"):
             calls[write]()
-        assert texts(bank) == ["before"] and bank.head == head and [commit.id for commit in bank.commits()] == [head]
+        assert (
+            texts(bank) == ["before"]
+            and bank.head == head
+            and [commit.id for commit in bank.commits()] == [head]
+        )
         with pytest.raises(ConnectionError, match="went away"):
             bank.search("never asked before")
         embedder.fault = None
@@ -138,14 +146,24 @@ class Stuck(Echo):
 def test_each_time_out_of_an_extractor_is_counted_and_harms_nothing_else(folder):
     with ExperienceBank(folder, embedder="hashing") as bank:
         bank.add_many(["open the door", "shut the door"], task="door")
-        with ExperienceManager(bank, Stuck(), retries=1, backoff=0.01, distill_timeout=0.05) as manager:
+        with ExperienceManager(
+            bank, Stuck(), retries=1, backoff=0.01, distill_timeout=0.05
+        ) as manager:
             manager.submit(Trajectory(id="t", task="t"))
-            assert manager.ask("open the door").text == "open the door", "the entry itself is the answer"
+            assert manager.ask("open the door").text == "open the door", (
+                "the entry itself is the answer"
+            )
             assert manager.merge() == 0
             manager.drain(timeout=60)
             stats = manager.stats()
-            assert stats["failures"] == {"distill: timeout": 2, "refine: timeout": 1, "merge: timeout": 1}
-            assert [(letter.id, letter.reason) for letter in manager.dead_letters()] == [("t", "timeout")]
+            assert stats["failures"] == {
+                "distill: timeout": 2,
+                "refine: timeout": 1,
+                "merge: timeout": 1,
+            }
+            assert [(letter.id, letter.reason) for letter in manager.dead_letters()] == [
+                ("t", "timeout")
+            ]
             assert len(manager.search("open the door")) == 1, "actors are served as before"
         assert texts(bank) == ["open the door", "shut the door"]
 
@@ -168,7 +186,11 @@ def file_limit(size):
 def small_disk(path, size):
     """A file system of ``size`` bytes; the test is skipped where we may not make one."""
     path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
     try:
@@ -189,7 +211,12 @@ def test_a_file_that_may_not_grow_is_a_clear_error_and_the_same_bank_writes_agai
     with ExperienceBank(folder, embedder="hashing") as bank:
         first = bank.add("first")
         bank.note_retrievals([first.id])
-        with file_limit(1_500_000), pytest.raises(BankError, match="Expected to write the journal.*nothing of this write was kept"):
+        with (
+            file_limit(1_500_000),
+            pytest.raises(
+                BankError, match="Expected to write the journal.*nothing of this write was kept"
+            ),
+        ):
             fill(bank, kept)
         assert len(kept) > 10 and len(bank) == len(kept) + 1 == len(bank.at(bank.head))
         assert bank.search("first")[0].experience.id == first.id
@@ -248,7 +275,10 @@ def test_the_manager_waits_for_room_and_then_distils_what_was_submitted(folder):
             manager.submit(Trajectory(id="t", task="t"))
             manager.drain(timeout=60)
             stats = manager.stats()
-            assert stats["failures"] == {"distill: BankError": 2, "queue: BankError": 2} and stats["distilled"] == 1
+            assert (
+                stats["failures"] == {"distill: BankError": 2, "queue: BankError": 2}
+                and stats["distilled"] == 1
+            )
         assert texts(bank) == ["before", "lesson of t"] and bank.queue.state("t") == "done"
 
 
@@ -257,13 +287,22 @@ def test_a_refusal_to_write_reaches_who_submits_and_who_asks(folder):
         async def arefine(self, query, experience):
             return "refined", Generation(text="refined", response_ids=tuple(range(2000)))
 
-    with ExperienceBank(folder, embedder="hashing") as bank, ExperienceManager(bank, Refining()) as manager:
+    with (
+        ExperienceBank(folder, embedder="hashing") as bank,
+        ExperienceManager(bank, Refining()) as manager,
+    ):
         bank.add("open the door")
         with file_limit(1000):
-            for call in (lambda: manager.submit(Trajectory(id="t", task="t")), lambda: manager.ask("open the door")):
+            for call in (
+                lambda: manager.submit(Trajectory(id="t", task="t")),
+                lambda: manager.ask("open the door"),
+            ):
                 with pytest.raises(BankError, match="Expected to write the journal"):
                     call()
-        assert manager.submit(Trajectory(id="t", task="t")) == "t" and manager.ask("open the door").text == "refined"
+        assert (
+            manager.submit(Trajectory(id="t", task="t")) == "t"
+            and manager.ask("open the door").text == "refined"
+        )
         manager.drain(timeout=60)
 
 
@@ -313,15 +352,26 @@ def damage(file, how):
     content = file.read_bytes()
     file.unlink()
     if how != "deleted":
-        file.write_bytes({"reversed": content[::-1], "cut": content[: len(content) // 2], "zero": bytes(len(content))}[how])
+        file.write_bytes(
+            {
+                "reversed": content[::-1],
+                "cut": content[: len(content) // 2],
+                "zero": bytes(len(content)),
+            }[how]
+        )
 
 
 FAST = [("*/header.bin", "cut"), ("*/data_level0.bin", "zero")]
-DAMAGES = [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in itertools.product(FILES, HOWS)]
+DAMAGES = [
+    pytest.param(*one, marks=() if one in FAST else pytest.mark.slow)
+    for one in itertools.product(FILES, HOWS)
+]
 
 
 @pytest.mark.parametrize(("name", "how"), DAMAGES)
-def test_a_damaged_file_of_chroma_is_noticed_and_the_index_made_again(large, tmp_path, caplog, name, how):
+def test_a_damaged_file_of_chroma_is_noticed_and_the_index_made_again(
+    large, tmp_path, caplog, name, how
+):
     folder = tmp_path / "bank"
     shutil.copytree(large, folder)
     [file] = (folder / "chroma").glob(name)
@@ -331,7 +381,9 @@ def test_a_damaged_file_of_chroma_is_noticed_and_the_index_made_again(large, tmp
         assert bank.search("word77 thing15")[0].experience.text == "word77 thing15"
         assert len(bank) == 1100
     is_told = any("set aside" in record.message for record in caplog.records)
-    assert is_told == bool(list(folder.glob("chroma.damaged-*"))) and (is_told or (name, how) == ("chroma.sqlite3", "deleted"))
+    assert is_told == bool(list(folder.glob("chroma.damaged-*"))) and (
+        is_told or (name, how) == ("chroma.sqlite3", "deleted")
+    )
     assert_whole(folder)
 
 
@@ -354,12 +406,18 @@ def test_an_undamaged_folder_is_opened_as_it_is(large, tmp_path):
         bank.flush_index()
         assert bank.search("later77")[0].experience.text == "later77"
     with LargeBank(folder) as bank:
-        assert bank.search("later77")[0].experience.text == "later77" and bank.search("word77 thing15")[0].score > 0.99
+        assert (
+            bank.search("later77")[0].experience.text == "later77"
+            and bank.search("word77 thing15")[0].score > 0.99
+        )
     assert not list(folder.glob("chroma.damaged-*"))
 
 
 def test_namespaces_that_share_the_folder_do_not_break_each_other(tmp_path):
-    with LargeBank(tmp_path, embedder="hashing") as one, LargeBank(tmp_path, namespace="two", embedder="hashing") as two:
+    with (
+        LargeBank(tmp_path, embedder="hashing") as one,
+        LargeBank(tmp_path, namespace="two", embedder="hashing") as two,
+    ):
         for turn in range(3):
             for bank in (one, two):
                 bank.add_many([f"word{turn}x{number}" for number in range(400)])

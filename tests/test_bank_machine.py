@@ -18,19 +18,45 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import HashingEmbedder
 from experiential.errors import BankError, ReadOnlyBankError
-from experiential.types import Add, Condition, Discard, Distillation, Merge, ParsedOperations, Trajectory, Update, Use
+from experiential.types import (
+    Add,
+    Condition,
+    Discard,
+    Distillation,
+    Merge,
+    ParsedOperations,
+    Trajectory,
+    Update,
+    Use,
+)
 
 EXPLORE = "EXPLORE" in os.environ
 TEXTS = st.sampled_from(
-    ["open the red door", "open the red doors", "brass key", "bake bread in the oven", "walk north", "ünï çode", "two\nlines", "well"]
+    [
+        "open the red door",
+        "open the red doors",
+        "brass key",
+        "bake bread in the oven",
+        "walk north",
+        "ünï çode",
+        "two\nlines",
+        "well",
+    ]
 )
-QUERIES = st.sampled_from(["open the red door", "key", "oven bread", "north", "ünï", "castle", "house with a door"])
+QUERIES = st.sampled_from(
+    ["open the red door", "key", "oven bread", "north", "ünï", "castle", "house with a door"]
+)
 TASKS = st.sampled_from([None, "house with a door", "castle"])
 KINDS = st.sampled_from(["lesson", "warning"])
 WORLDS = st.sampled_from(["", "world 1", "world 2"])
 PLACES = st.integers(0, 20)
 """Names one of what there is, by its place modulo their number."""
-FIRST = [("brass key", "castle", "warning"), ("well", "castle", "warning"), ("walk north", None, "lesson"), ("brass key", None, "lesson")]
+FIRST = [
+    ("brass key", "castle", "warning"),
+    ("well", "castle", "warning"),
+    ("walk north", None, "lesson"),
+    ("brass key", None, "lesson"),
+]
 """What each bank starts with, so that the first step has something to change."""
 _EMBED = HashingEmbedder()
 
@@ -68,7 +94,9 @@ def common(values, otherwise):
 
 
 class BankAgainstDict(RuleBasedStateMachine):
-    """A bank in a folder beside a dictionary of items, one of counters, and one of what stood after each commit."""
+    """A bank in a folder beside a dictionary of items, one of counters, and one of what stood after
+    each commit.
+    """
 
     make = ExperienceBank
 
@@ -105,7 +133,10 @@ class BankAgainstDict(RuleBasedStateMachine):
         """Different entries as they stand, or as they were read at some time."""
         if not self.items or (stale and not self.seen):
             return []
-        read = [self.seen[place % len(self.seen)] if stale else self.bank.get(self.pick(place)) for place in places]
+        read = [
+            self.seen[place % len(self.seen)] if stale else self.bank.get(self.pick(place))
+            for place in places
+        ]
         return list({entry.id: entry for entry in read}.values())
 
     def is_stale(self, entry):
@@ -150,7 +181,10 @@ class BankAgainstDict(RuleBasedStateMachine):
     @rule(place=PLACES)
     def change_what_is_gone(self, place):
         gone = sorted(set(self.last) - set(self.items), key=self.born.__getitem__)
-        for attempt in (lambda id: self.bank.remove(id), lambda id: self.bank.update(id, "brass key")):
+        for attempt in (
+            lambda id: self.bank.remove(id),
+            lambda id: self.bank.update(id, "brass key"),
+        ):
             with pytest.raises(BankError, match="Expected the id of a live entry"):
                 attempt(gone[place % len(gone)])
 
@@ -159,19 +193,32 @@ class BankAgainstDict(RuleBasedStateMachine):
     def read(self, place):
         self.seen.append(self.bank.get(self.pick(place)))
 
-    @rule(text=TEXTS, task=TASKS, world=WORLDS, place=PLACES, rewrite=st.booleans(), stale=st.booleans())
+    @rule(
+        text=TEXTS,
+        task=TASKS,
+        world=WORLDS,
+        place=PLACES,
+        rewrite=st.booleans(),
+        stale=st.booleans(),
+    )
     def distil(self, text, task, world, place, rewrite, stale):
         shown = self.shown([place], stale)
         operation = Update(entry=1, text=text) if rewrite else Add(text=text)
         made = Distillation(parsed=ParsedOperations(operations=(operation,)))
-        written = self.bank.apply(made, trajectory=Trajectory(task=task or "", instance=world), shown=shown)
+        written = self.bank.apply(
+            made, trajectory=Trajectory(task=task or "", instance=world), shown=shown
+        )
         origins = frozenset({world} if world else ())
         if rewrite and not (shown and shown[0].id in self.items):
             assert written == []
         elif rewrite:
             self.rewrite(shown[0].id, text, origins)
         else:
-            twins = {id for id, item in self.items.items() if (item.text, item.task, item.kind) == (text, task, "lesson")}
+            twins = {
+                id
+                for id, item in self.items.items()
+                if (item.text, item.task, item.kind) == (text, task, "lesson")
+            }
             assert written[0].id in twins or not twins and written[0].id not in self.last
             if twins:
                 self.rewrite(written[0].id, text, origins)
@@ -181,7 +228,9 @@ class BankAgainstDict(RuleBasedStateMachine):
 
     def rewrite(self, id, text, origins):
         item = self.items[id]
-        self.put(id, replace(item, text=text, version=self.last[id] + 1, origins=item.origins | origins))
+        self.put(
+            id, replace(item, text=text, version=self.last[id] + 1, origins=item.origins | origins)
+        )
 
     @precondition(lambda self: len(self.items) > 2)
     @rule(place=PLACES, text=TEXTS)
@@ -199,21 +248,39 @@ class BankAgainstDict(RuleBasedStateMachine):
         if len(shown) < 2:
             return
         *parents, doomed = shown
-        operations = (Merge(entries=tuple(range(1, len(parents) + 1)), text=text), Discard(entry=len(shown)))
-        written = self.bank.consolidate(Distillation(parsed=ParsedOperations(operations=operations)), shown=shown)
+        operations = (
+            Merge(entries=tuple(range(1, len(parents) + 1)), text=text),
+            Discard(entry=len(shown)),
+        )
+        written = self.bank.consolidate(
+            Distillation(parsed=ParsedOperations(operations=operations)), shown=shown
+        )
         if not any(map(self.is_stale, parents)):
             items = [self.items.pop(parent.id) for parent in parents]
-            task, kind = common((item.task for item in items), None), common((item.kind for item in items), "lesson")
-            self.put(written[0].id, Item(text, task, kind, 1, frozenset().union(*(item.origins for item in items))))
+            task, kind = (
+                common((item.task for item in items), None),
+                common((item.kind for item in items), "lesson"),
+            )
+            self.put(
+                written[0].id,
+                Item(text, task, kind, 1, frozenset().union(*(item.origins for item in items))),
+            )
             self.inherit(written[0].id, [parent.id for parent in parents])
-            assert set(written[0].provenance.parents) == {(parent.id, parent.version) for parent in parents}
+            assert set(written[0].provenance.parents) == {
+                (parent.id, parent.version) for parent in parents
+            }
         else:
             assert written == []
         if not self.is_stale(doomed):
             del self.items[doomed.id]
         self.committed()
 
-    @precondition(lambda self: len({(item.text, item.task, item.kind) for item in self.items.values()}) < len(self.items))
+    @precondition(
+        lambda self: (
+            len({(item.text, item.task, item.kind) for item in self.items.values()})
+            < len(self.items)
+        )
+    )
     @rule()
     def deduplicate(self):
         groups = {}
@@ -222,19 +289,37 @@ class BankAgainstDict(RuleBasedStateMachine):
             groups.setdefault((item.text, item.task, item.kind), []).append(id)
         same = [ids for ids in groups.values() if len(ids) > 1]
         found = self.bank.deduplicate(1.0)
-        assert {(group.survivor.id, *(one.id for one in group.merged)) for group in found} == {tuple(ids) for ids in same}
+        assert {(group.survivor.id, *(one.id for one in group.merged)) for group in found} == {
+            tuple(ids) for ids in same
+        }
         for survivor, *merged in same:
             self.inherit(survivor, [survivor, *merged])
-            self.rewrite(survivor, self.items[survivor].text, frozenset().union(*(self.items.pop(id).origins for id in merged)))
+            self.rewrite(
+                survivor,
+                self.items[survivor].text,
+                frozenset().union(*(self.items.pop(id).origins for id in merged)),
+            )
         if same:
             self.committed()
 
-    @rule(places=st.lists(PLACES, max_size=3), success=st.booleans(), free=st.booleans(), stale=st.booleans())
+    @rule(
+        places=st.lists(PLACES, max_size=3),
+        success=st.booleans(),
+        free=st.booleans(),
+        stale=st.booleans(),
+    )
     def record(self, places, success, free, stale):
         """An episode ends that used entries, some perhaps rewritten or gone by now."""
         used = self.shown(places, stale)
-        uses = tuple(Use(experience_id=entry.id, experience_version=entry.version) for entry in used)
-        trajectory = Trajectory(task="castle", success=success, uses=uses, condition=Condition.FREE if free else Condition.GUIDED)
+        uses = tuple(
+            Use(experience_id=entry.id, experience_version=entry.version) for entry in used
+        )
+        trajectory = Trajectory(
+            task="castle",
+            success=success,
+            uses=uses,
+            condition=Condition.FREE if free else Condition.GUIDED,
+        )
         assert self.bank.record(trajectory) and not self.bank.record(trajectory)
         for entry in () if free else used:
             count = self.counts.setdefault(entry.id, [0, 0])
@@ -256,7 +341,12 @@ class BankAgainstDict(RuleBasedStateMachine):
 
     # What both are asked
 
-    @rule(query=QUERIES, k=st.integers(1, 6), hidden=st.sampled_from([None, "world 1", "world 2"]), kind=st.sampled_from([None, "warning"]))
+    @rule(
+        query=QUERIES,
+        k=st.integers(1, 6),
+        hidden=st.sampled_from([None, "world 1", "world 2"]),
+        kind=st.sampled_from([None, "warning"]),
+    )
     def search(self, query, k, hidden, kind):
         self.check_search(self.bank, self.items, query, k, hidden, kind)
 
@@ -264,7 +354,9 @@ class BankAgainstDict(RuleBasedStateMachine):
         where = {} if kind is None else {"where": {"kind": kind}}
         found = reader.search(query, k=k, exclude_instance=hidden, **where)
         wanted = cosines(query, items, hidden, kind)
-        assert [hit.score for hit in found] == pytest.approx(sorted(wanted.values(), reverse=True)[:k], abs=1e-5)
+        assert [hit.score for hit in found] == pytest.approx(
+            sorted(wanted.values(), reverse=True)[:k], abs=1e-5
+        )
         assert [hit.rank for hit in found] == list(range(len(found)))
         assert len({hit.experience.id for hit in found}) == len(found)
         for hit in found:
@@ -273,7 +365,12 @@ class BankAgainstDict(RuleBasedStateMachine):
 
     @staticmethod
     def check_entry(entry, item):
-        assert (entry.text, entry.task, entry.kind, entry.version) == (item.text, item.task, item.kind, item.version)
+        assert (entry.text, entry.task, entry.kind, entry.version) == (
+            item.text,
+            item.task,
+            item.kind,
+            item.version,
+        )
 
     @precondition(lambda self: len(self.past) > 1)
     @rule(place=PLACES, query=QUERIES)
@@ -293,7 +390,11 @@ class BankAgainstDict(RuleBasedStateMachine):
         """Beside the writer, which goes on; what the reader has is fixed."""
         with ExperienceBank(self.folder.name, read_only=True) as reader:
             self.check_picture(reader, self.items, query)
-            for write in (lambda: reader.add("well"), lambda: reader.rollback(0), lambda: reader.deduplicate(1.0)):
+            for write in (
+                lambda: reader.add("well"),
+                lambda: reader.rollback(0),
+                lambda: reader.deduplicate(1.0),
+            ):
                 with pytest.raises(ReadOnlyBankError):
                     write()
             self.add("brass key", None, "lesson")
@@ -317,13 +418,20 @@ class BankAgainstDict(RuleBasedStateMachine):
     def same(self):
         if not hasattr(self, "bank"):
             return
-        assert [entry.id for entry in self.bank] == sorted(self.items, key=self.born.__getitem__) and len(self.bank) == len(self.items)
+        assert [entry.id for entry in self.bank] == sorted(
+            self.items, key=self.born.__getitem__
+        ) and len(self.bank) == len(self.items)
         for world in ("world 1", "world 2"):
-            found = {hit.experience.id for hit in self.bank.search("castle", k=100, exclude_instance=world)}
+            found = {
+                hit.experience.id
+                for hit in self.bank.search("castle", k=100, exclude_instance=world)
+            }
             assert found == {id for id, item in self.items.items() if world not in item.origins}
         for entry in self.bank:
             self.check_entry(entry, self.items[entry.id])
-            assert [entry.statistics.uses, entry.statistics.successes] == self.counts.get(entry.id, [0, 0])
+            assert [entry.statistics.uses, entry.statistics.successes] == self.counts.get(
+                entry.id, [0, 0]
+            )
 
     def teardown(self):
         if hasattr(self, "bank"):
@@ -360,6 +468,10 @@ class LargeBankAgainstDict(BankAgainstDict):
 
 
 TestBankAgainstDict = BankAgainstDict.TestCase
-TestBankAgainstDict.settings = settings(max_examples=300 if EXPLORE else 20, stateful_step_count=60 if EXPLORE else 25, deadline=None)
+TestBankAgainstDict.settings = settings(
+    max_examples=300 if EXPLORE else 20, stateful_step_count=60 if EXPLORE else 25, deadline=None
+)
 TestLargeBankAgainstDict = LargeBankAgainstDict.TestCase
-TestLargeBankAgainstDict.settings = settings(max_examples=60 if EXPLORE else 5, stateful_step_count=60 if EXPLORE else 25, deadline=None)
+TestLargeBankAgainstDict.settings = settings(
+    max_examples=60 if EXPLORE else 5, stateful_step_count=60 if EXPLORE else 25, deadline=None
+)

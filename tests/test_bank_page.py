@@ -19,13 +19,19 @@ KEY, WALL, TWIN = "08bb2af07917497a8f31728744e1ebb2", "adee825d", "ca59b161"
 
 
 def made(folder: Path) -> dict[str, str]:
-    """The bank of the page; gives the ids that it has for those on the page, by their first eight characters."""
+    """The bank of the page; gives the ids that it has for those on the page, by their first eight
+    characters.
+    """
     with xp.ExperienceBank(folder, embedder="hashing") as bank:
         key = bank.add("The red door needs the brass key.", task="leave the house")
         twin = bank.add("The red door needs the brass key!", task="leave the house")
         wall = bank.add("Push the north wall.", task="leave the house")
         for n in range(6):
-            for name, entry, success in (("key", key, True), ("wall", wall, False), ("free", None, n % 3 == 0)):
+            for name, entry, success in (
+                ("key", key, True),
+                ("wall", wall, False),
+                ("free", None, n % 3 == 0),
+            ):
                 bank.record(episode(f"{n}-{name}", n, entry, success))
         bank.update(wall.id, "Push the north wall twice.")
     return {key.id: KEY[:8], wall.id: WALL, twin.id: TWIN}
@@ -54,7 +60,9 @@ def shown() -> list[tuple[str, str]]:
 
 
 def likened(text: str, ids: dict[str, str]) -> list[str]:
-    """The lines of an output without what differs from run to run: ids, times and the widths of columns."""
+    """The lines of an output without what differs from run to run: ids, times and the widths of
+    columns.
+    """
     text = text.replace(KEY, f"{KEY[:8]}…")
     for real, short in ids.items():
         text = text.replace(real, f"{short}…")
@@ -70,7 +78,9 @@ def test_every_command_of_the_page_gives_what_it_shows(
     ids = made(tmp_path / "house")
     (key,) = (real for real, short in ids.items() if short == KEY[:8])
     steps = shown()
-    assert {shlex.split(command)[2] for command, _ in steps} == {command.name for command in _commands()}
+    assert {shlex.split(command)[2] for command, _ in steps} == {
+        command.name for command in _commands()
+    }
     for command, output in steps:
         assert run_app(main.app, shlex.split(command.replace(KEY, key))[1:]) == 0, command
         real = capsys.readouterr().out

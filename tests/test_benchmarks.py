@@ -19,8 +19,12 @@ from experiential.evaluation.curves import Point
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
 
-def study_cell(recipe: str, seed: int, later: dict[str, float], environment: str = "vault", settings: str = "s") -> study.StudyCell:
-    """Ten worlds, two visits, of which the second succeeds as often as told; a curve that reaches 50 % after 64 episodes."""
+def study_cell(
+    recipe: str, seed: int, later: dict[str, float], environment: str = "vault", settings: str = "s"
+) -> study.StudyCell:
+    """Ten worlds, two visits, of which the second succeeds as often as told; a curve that reaches
+    50 % after 64 episodes.
+    """
     made = tuple(
         Cell(
             run=f"{recipe}-{seed}", recipe=recipe, environment=environment, seed=seed, step=2, arm=arm, checkpoint="", version="0.1.0",
@@ -31,7 +35,8 @@ def study_cell(recipe: str, seed: int, later: dict[str, float], environment: str
         for arm, share in later.items()
     )  # fmt: skip
     points = tuple(
-        Point(step=step, episodes=episodes, success=success) for step, episodes, success in ((0, 0, 0.1), (1, 64, 0.5), (2, 128, 0.7))
+        Point(step=step, episodes=episodes, success=success)
+        for step, episodes, success in ((0, 0, 0.1), (1, 64, 0.5), (2, 128, 0.7))
     )
     return study.StudyCell(
         environment=environment, recipe=recipe, seed=seed, commit="abc", settings=settings, overrides=(), steps=2, episodes=128,
@@ -43,7 +48,9 @@ def study_cell(recipe: str, seed: int, later: dict[str, float], environment: str
 def finished(tmp_path: Path) -> Path:
     """Two recipes with two seeds in one environment."""
     shares = {"off": 0.2, "on": 0.8, "frozen": 0.5, "shuffled": 0.3, "placebo": 0.2}
-    cells = [study_cell("grpo", seed, {"off": 0.4}) for seed in (0, 1)] + [study_cell("complementary", seed, shares) for seed in (0, 1)]
+    cells = [study_cell("grpo", seed, {"off": 0.4}) for seed in (0, 1)] + [
+        study_cell("complementary", seed, shares) for seed in (0, 1)
+    ]
     for cell in cells:
         path = study.cell_path(tmp_path, cell.environment, cell.recipe, cell.seed)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,29 +60,63 @@ def finished(tmp_path: Path) -> Path:
 
 def test_the_study_pairs_recipes_with_grpo_and_arms_with_each_other(finished: Path) -> None:
     grpo, complementary = study.rows(study.read_cells(finished))
-    assert (grpo["recipe"], grpo["used_arm"], grpo["off"], grpo["on"], grpo["minus_grpo"]) == ("grpo", "off", 0.4, None, None)
-    assert (complementary["used_arm"], complementary["on"], complementary["off"], complementary["seeds"]) == ("on", 0.8, 0.2, 2)
+    assert (grpo["recipe"], grpo["used_arm"], grpo["off"], grpo["on"], grpo["minus_grpo"]) == (
+        "grpo",
+        "off",
+        0.4,
+        None,
+        None,
+    )
+    assert (
+        complementary["used_arm"],
+        complementary["on"],
+        complementary["off"],
+        complementary["seeds"],
+    ) == ("on", 0.8, 0.2, 2)
     assert complementary["minus_grpo"] == pytest.approx(0.4)
     found = [complementary[f"on_minus_{arm}"] for arm in ("off", "shuffled", "placebo", "frozen")]
-    assert found == pytest.approx([0.6, 0.5, 0.6, 0.3]) and complementary["frozen_minus_off"] == pytest.approx(0.3)
+    assert found == pytest.approx([0.6, 0.5, 0.6, 0.3]) and complementary[
+        "frozen_minus_off"
+    ] == pytest.approx(0.3)
     assert complementary["on_minus_off_low"] <= 0.6 <= complementary["on_minus_off_high"]
-    assert (complementary["actor_tokens_per_success"], complementary["extractor_tokens_per_success"]) == (10.0, 1.0)  # 160 and 16 over 16
-    assert (complementary["episodes_per_success"], complementary["seconds_per_success"]) == (2.5, 0.25)
-    assert (complementary["reached_50"], complementary["episodes_to_50"], complementary["reached_80"]) == (2, 64.0, 0)
+    assert (
+        complementary["actor_tokens_per_success"],
+        complementary["extractor_tokens_per_success"],
+    ) == (
+        10.0,
+        1.0,
+    )  # 160 and 16 over 16
+    assert (complementary["episodes_per_success"], complementary["seconds_per_success"]) == (
+        2.5,
+        0.25,
+    )
+    assert (
+        complementary["reached_50"],
+        complementary["episodes_to_50"],
+        complementary["reached_80"],
+    ) == (2, 64.0, 0)
     assert complementary["episodes_to_80"] is None
 
 
-def test_the_study_writes_tables_and_a_picture(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_study_writes_tables_and_a_picture(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study.table(finished)
     text = (finished / "table.md").read_text()
-    assert "| complementary | 2 | 128 | 80 % [" in text and "| 64 (2 of 2) | – (0 of 2) |" in text and "+40 [" in text
+    assert (
+        "| complementary | 2 | 128 | 80 % [" in text
+        and "| 64 (2 of 2) | – (0 of 2) |" in text
+        and "+40 [" in text
+    )
     assert (finished / "table.csv").read_text().count("\n") == 3
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "note:" not in capsys.readouterr().out
     other = study_cell("grpo", 2, {"off": 0.4}, settings="other")
     study.cell_path(finished, "vault", "grpo", 2).write_text(other.model_dump_json())
     study.table(finished)
-    assert "note: the cells of vault/grpo were made with different settings" in capsys.readouterr().out
+    assert (
+        "note: the cells of vault/grpo were made with different settings" in capsys.readouterr().out
+    )
 
 
 def test_orderings_are_held_reversed_or_open_by_the_paired_interval(finished: Path) -> None:
@@ -83,7 +124,10 @@ def test_orderings_are_held_reversed_or_open_by_the_paired_interval(finished: Pa
         "grpo": {"off": 0.4}, "complementary": {"off": 0.4, "on": 0.9}, "exp-only": {"off": 0.2, "on": 0.9}, "offline": {"off": 0.4},
         "static-online": {"off": 0.0, "on": 0.0},
     }  # fmt: skip
-    cells = {name: [arm for seed in (0, 1) for arm in study_cell(name, seed, shares).arms] for name, shares in arms.items()}
+    cells = {
+        name: [arm for seed in (0, 1) for arm in study_cell(name, seed, shares).arms]
+        for name, shares in arms.items()
+    }
     found = {(f.ordering.first, f.ordering.second, f.ordering.off): f for f in findings(cells)}
     said = {key: finding.verdict for key, finding in found.items()}
     assert said == {
@@ -92,7 +136,9 @@ def test_orderings_are_held_reversed_or_open_by_the_paired_interval(finished: Pa
         ("static-online", "grpo", False): "reversed", ("grpo", "exp-only", False): "reversed",
     }  # fmt: skip
     assert found["complementary", "grpo", False].interval.mean == pytest.approx(0.5)
-    assert "| `complementary` over `grpo` | Complementary RL, table 1 | " in study.orderings(study.read_cells(finished))
+    assert "| `complementary` over `grpo` | Complementary RL, table 1 | " in study.orderings(
+        study.read_cells(finished)
+    )
 
 
 def test_a_damaged_cell_and_an_empty_study_are_named(finished: Path, tmp_path: Path) -> None:
@@ -105,13 +151,25 @@ def test_a_damaged_cell_and_an_empty_study_are_named(finished: Path, tmp_path: P
 
 def test_a_target_is_reached_by_the_first_evaluation_that_is_there() -> None:
     points = study_cell("grpo", 0, {"off": 0.0}).curve["off"]
-    assert [study.episodes_to_target(points, target) for target in (0.1, 0.5, 0.6, 0.8)] == [0, 64, 128, None]
+    assert [study.episodes_to_target(points, target) for target in (0.1, 0.5, 0.6, 0.8)] == [
+        0,
+        64,
+        128,
+        None,
+    ]
 
 
 def test_cells_come_seed_by_seed_and_all_their_settings_exist() -> None:
     cells = study.order(list(study.ENVIRONMENTS), None, 5)
-    assert len(cells) == len(set(cells)) == 5 * sum(len(setup.recipes) for setup in study.ENVIRONMENTS.values())
-    assert study.order(["vault", "frozen-lake-hidden"], ["dr-grpo"], 1) == [("vault", "dr-grpo", 0), ("frozen-lake-hidden", "dr-grpo", 0)]
+    assert (
+        len(cells)
+        == len(set(cells))
+        == 5 * sum(len(setup.recipes) for setup in study.ENVIRONMENTS.values())
+    )
+    assert study.order(["vault", "frozen-lake-hidden"], ["dr-grpo"], 1) == [
+        ("vault", "dr-grpo", 0),
+        ("frozen-lake-hidden", "dr-grpo", 0),
+    ]
     assert [seed for *_, seed in cells] == sorted(seed for *_, seed in cells)
     study.check(cells[: len(cells) // 5], [])
     with pytest.raises(ConfigError, match="frozen-lake-hidden, got 'moon'"):
@@ -122,7 +180,9 @@ def test_cells_come_seed_by_seed_and_all_their_settings_exist() -> None:
         study.check(cells[:1], ["run.stepz=1"])
 
 
-def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_up(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_up(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[tuple[str, str, int]] = []
 
     def process(results: Path, cell: tuple[str, str, int], more: Any) -> bool:
@@ -137,21 +197,36 @@ def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_u
 
 
 @pytest.mark.slow
-def test_a_cell_of_the_study_trains_and_plays_every_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["run.steps=1", "eval.worlds=3", "eval.visits=2", "eval.every=0", "actor.groups=2", "actor.group_size=4"]
+def test_a_cell_of_the_study_trains_and_plays_every_arm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [
+        "run.steps=1",
+        "eval.worlds=3",
+        "eval.visits=2",
+        "eval.every=0",
+        "actor.groups=2",
+        "actor.group_size=4",
+    ]
     study.finish_cell(tmp_path, "vault", "complementary", 3, small)
-    assert [path.name for path in (tmp_path / "cells" / "vault").iterdir()] == ["complementary-3.json"]
+    assert [path.name for path in (tmp_path / "cells" / "vault").iterdir()] == [
+        "complementary-3.json"
+    ]
     assert "later visits: off" in capsys.readouterr().out
     (cell,) = study.read_cells(tmp_path)
     assert [arm.arm for arm in cell.arms] == ["off", "on", "frozen", "shuffled", "placebo"]
-    assert all(len(arm.outcomes) == 3 and len(arm.outcomes[0]) == 2 and arm.seed == 3 for arm in cell.arms)
+    assert all(
+        len(arm.outcomes) == 3 and len(arm.outcomes[0]) == 2 and arm.seed == 3 for arm in cell.arms
+    )
     assert (cell.steps, cell.episodes, cell.tokens.keys()) == (1, 8, {"actor", "extractor"})
     assert [(point.step, point.episodes) for point in cell.curve["on"]] == [(0, 0), (1, 8)]
     assert study.cell_path(tmp_path, "vault", "complementary", 3).stat().st_size < 6000
 
 
 def test_the_way_told_is_the_way_of_the_layout_on_the_board(tmp_path: Path) -> None:
-    env: Any = gym.make("experiential/FrozenLake-v0", preset="4x4", disable_env_checker=True).unwrapped
+    env: Any = gym.make(
+        "experiential/FrozenLake-v0", preset="4x4", disable_env_checker=True
+    ).unwrapped
     _, info = env.reset(seed=0)
     with ExperienceBank(tmp_path / "bank", embedder="hashing") as kept:
         told = {kind: headroom.advice(kind, env, info["task"], kept) for kind in headroom.KINDS}
@@ -170,38 +245,83 @@ def test_advice_without_a_bank_is_another_lesson_each_time() -> None:
 
 def test_the_overhead_is_the_ratio_of_medians() -> None:
     found = overhead.ratio({"with": [1.1, 1.1, 9.0], "without": [1.0, 1.0, 1.0]})
-    assert found["median"] == pytest.approx(1.1) and found["low"] == pytest.approx(1.1) and found["high"] == pytest.approx(9.0)
+    assert (
+        found["median"] == pytest.approx(1.1)
+        and found["low"] == pytest.approx(1.1)
+        and found["high"] == pytest.approx(9.0)
+    )
 
 
 def test_adaptation_follows_the_changed_worlds_only(tmp_path: Path) -> None:
     def row(world: str, era: int, condition: str, success: bool) -> dict[str, Any]:
-        return {"task_id": world, "instance": f"{world}-{era}#5", "condition": condition, "success": success, "error": None}
+        return {
+            "task_id": world,
+            "instance": f"{world}-{era}#5",
+            "condition": condition,
+            "success": success,
+            "error": None,
+        }
 
     lines = [
         {"step": 1, "rows": [row("a", 0, "guided", False)]},
-        {"step": 2, "rows": [row("a", 0, "guided", True), row("a", 0, "free", True), row("b", 0, "guided", False)]},
-        {"step": 3, "rows": [row("a", 1, "guided", False), row("a", 1, "free", False), row("b", 0, "free", True)]},
-        {"step": 4, "rows": [row("a", 1, "guided", True), row("a", 1, "free", False), row("c", 1, "free", True)]},
+        {
+            "step": 2,
+            "rows": [
+                row("a", 0, "guided", True),
+                row("a", 0, "free", True),
+                row("b", 0, "guided", False),
+            ],
+        },
+        {
+            "step": 3,
+            "rows": [
+                row("a", 1, "guided", False),
+                row("a", 1, "free", False),
+                row("b", 0, "free", True),
+            ],
+        },
+        {
+            "step": 4,
+            "rows": [
+                row("a", 1, "guided", True),
+                row("a", 1, "free", False),
+                row("c", 1, "free", True),
+            ],
+        },
     ]
     (tmp_path / "episodes.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert adaptation.by_visit(tmp_path) == {"guided": [0.0, 1.0], "free": [0.0, 0.5]}
 
 
-def test_early_and_late_entries_are_those_of_the_first_and_last_fifth_in_their_first_version(tmp_path: Path) -> None:
+def test_early_and_late_entries_are_those_of_the_first_and_last_fifth_in_their_first_version(
+    tmp_path: Path,
+) -> None:
     with ExperienceBank(tmp_path / "bank", embedder="hashing") as store:
         store.add("by hand", task="t")
         for i in range(10):
             trajectory = Trajectory(task=f"task {i}")
-            store.apply(Distillation(parsed=ParsedOperations(operations=(Add(text=f"lesson {i}"),))), trajectory=trajectory, shown=[])
+            store.apply(
+                Distillation(parsed=ParsedOperations(operations=(Add(text=f"lesson {i}"),))),
+                trajectory=trajectory,
+                shown=[],
+            )
         first = next(entry for entry in store.entries() if entry.text == "lesson 0")
         store.update(first.id, "changed later")
-        assert {e.text for e in extractor_uplift.written(store, early=True, count=9, seed=0)} == {"lesson 0", "lesson 1"}
-        assert {e.text for e in extractor_uplift.written(store, early=False, count=9, seed=0)} == {"lesson 8", "lesson 9"}
+        assert {e.text for e in extractor_uplift.written(store, early=True, count=9, seed=0)} == {
+            "lesson 0",
+            "lesson 1",
+        }
+        assert {e.text for e in extractor_uplift.written(store, early=False, count=9, seed=0)} == {
+            "lesson 8",
+            "lesson 9",
+        }
 
 
 def test_the_bank_benchmark_runs_small_and_its_arms_find_the_same(tmp_path: Path) -> None:
     found = bank.search(300, tmp_path / "search")
-    assert found["memory_bytes_per_entry"] >= 0 and found["disk_bytes_per_entry"] > 4 * bank.DIMENSION
+    assert (
+        found["memory_bytes_per_entry"] >= 0 and found["disk_bytes_per_entry"] > 4 * bank.DIMENSION
+    )
     assert all(seconds > 0 for seconds in found["seconds"].values())
     lookup = bank.Lookup(40)
     _, exact = bank.exact_search(lookup.table[:30], lookup.table[30:])
@@ -214,7 +334,8 @@ def test_the_bank_benchmark_runs_small_and_its_arms_find_the_same(tmp_path: Path
 async def test_the_accelerator_table_counts_operations_and_measures_both_phases() -> None:
     assert accelerator.operations(10, 3, update=False, adapter=False) == 60
     assert (
-        accelerator.operations(10, 3, update=True, adapter=False) == 180 and accelerator.operations(10, 3, update=True, adapter=True) == 120
+        accelerator.operations(10, 3, update=True, adapter=False) == 180
+        and accelerator.operations(10, 3, update=True, adapter=True) == 120
     )
     small = [
         "--model",

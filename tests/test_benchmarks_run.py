@@ -43,20 +43,36 @@ def evaluate(results: Path, *arguments: str) -> int:
 def bank(tmp_path: Path) -> Path:
     """A bank with one entry that any FrozenLake task finds."""
     with ExperienceBank(tmp_path / "bank", embedder="hashing") as opened:
-        opened.add(ADVICE, task="Win on a grid of the symbols A B C D within 8 moves (Up, Down, Left, Right).")
+        opened.add(
+            ADVICE,
+            task="Win on a grid of the symbols A B C D within 8 moves (Up, Down, Left, Right).",
+        )
     return tmp_path / "bank"
 
 
 def contents(folder: Path) -> dict[str, str]:
     """Digest of every file."""
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 # The suites
 
 
 def test_the_suites_are_those_of_the_issue_and_name_only_registered_environments() -> None:
-    assert set(SUITES) == {"room", "alfworld", "webshop", "hotpotqa", "sokoban", "frozenlake", "three-task", "six-task"}
+    assert set(SUITES) == {
+        "room",
+        "alfworld",
+        "webshop",
+        "hotpotqa",
+        "sokoban",
+        "frozenlake",
+        "three-task",
+        "six-task",
+    }
     assert {task.id for suite in SUITES.values() for task in suite.tasks} <= set(ENVS)
     assert all(suite.source for suite in SUITES.values())
 
@@ -65,11 +81,18 @@ def test_the_mixtures_are_those_of_appendix_c3() -> None:
     three = ["minihack-room", "webshop", "alfworld"]
     assert [task.name for task in SUITES["three-task"].tasks] == three
     extra = {"minihack-maze", "minihack-keyroom", "sokoban-complementary"}
-    assert {task.name for task in SUITES["six-task"].tasks} == {*three, *extra} and len(SUITES["six-task"].tasks) == 6
+    assert {task.name for task in SUITES["six-task"].tasks} == {*three, *extra} and len(
+        SUITES["six-task"].tasks
+    ) == 6
     assert {task.turns for task in SUITES["six-task"].tasks} == {30}
 
 
-@pytest.mark.parametrize("task", {task.name + str(task.turns): task for suite in SUITES.values() for task in suite.tasks}.values())
+@pytest.mark.parametrize(
+    "task",
+    {
+        task.name + str(task.turns): task for suite in SUITES.values() for task in suite.tasks
+    }.values(),
+)
 def test_every_task_of_a_ready_environment_begins(task: SuiteTask) -> None:
     if READINESS[task.id].missing():
         pytest.skip(f"needs {READINESS[task.id].missing()}")
@@ -79,10 +102,19 @@ def test_every_task_of_a_ready_environment_begins(task: SuiteTask) -> None:
     assert info["admissible"], "the random agent draws from these"
 
 
-def test_a_suite_that_is_not_ready_names_the_line_that_installs_it(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    monkeypatch.setitem(READINESS, "experiential/MiniHack-v0", Entry("levels", modules=("no_such_package",), extra="minihack"))
+def test_a_suite_that_is_not_ready_names_the_line_that_installs_it(
+    monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setitem(
+        READINESS,
+        "experiential/MiniHack-v0",
+        Entry("levels", modules=("no_such_package",), extra="minihack"),
+    )
     assert evaluate(tmp_path / "r.json", "--suite", "room", "--agent", "random") == 2
-    assert "experiential/MiniHack-v0: run pip install 'experiential-rl[minihack]'" in capsys.readouterr().err
+    assert (
+        "experiential/MiniHack-v0: run pip install 'experiential-rl[minihack]'"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "r.json").exists()
 
 
@@ -90,12 +122,29 @@ def test_a_suite_that_is_not_ready_names_the_line_that_installs_it(monkeypatch: 
 
 
 @pytest.mark.parametrize("suite", ["sokoban", "frozenlake", "hotpotqa"])
-def test_the_oracle_wins_every_episode_and_random_play_does_not(suite: str, tmp_path: Path, capsys: Any) -> None:
-    assert evaluate(tmp_path / "oracle.json", "--suite", suite, "--agent", "oracle", "--episodes", "10") == 0
-    assert evaluate(tmp_path / "random.json", "--suite", suite, "--agent", "random", "--episodes", "10") == 0
+def test_the_oracle_wins_every_episode_and_random_play_does_not(
+    suite: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert (
+        evaluate(
+            tmp_path / "oracle.json", "--suite", suite, "--agent", "oracle", "--episodes", "10"
+        )
+        == 0
+    )
+    assert (
+        evaluate(
+            tmp_path / "random.json", "--suite", suite, "--agent", "random", "--episodes", "10"
+        )
+        == 0
+    )
     won, drawn = told(tmp_path / "oracle.json"), told(tmp_path / "random.json")
-    assert all(task["success"]["mean"] == 1.0 and task["failed"] == 0 and task["episodes"] == 10 for task in won["report"]["tasks"])
-    assert [task["success"]["mean"] < 1.0 for task in drawn["report"]["tasks"]] == [True] * len(SUITES[suite].tasks)
+    assert all(
+        task["success"]["mean"] == 1.0 and task["failed"] == 0 and task["episodes"] == 10
+        for task in won["report"]["tasks"]
+    )
+    assert [task["success"]["mean"] < 1.0 for task in drawn["report"]["tasks"]] == [True] * len(
+        SUITES[suite].tasks
+    )
     shown = capsys.readouterr().out
     assert "100.0 [72.2, 100.0]" in shown and SUITES[suite].tasks[0].name in shown
 
@@ -103,12 +152,31 @@ def test_the_oracle_wins_every_episode_and_random_play_does_not(suite: str, tmp_
 def test_the_same_seed_plays_the_same_episodes_and_another_plays_others(tmp_path: Path) -> None:
     seen: list[list[Any]] = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        evaluate(tmp_path / f"{name}.json", "--suite", "frozenlake", "--agent", "random", "--episodes", "8", "--seed", seed, "--slots", "3")
-        seen.append([{**one, "seconds": 0} for one in told(tmp_path / f"{name}.json")["cells"][0]["episodes"]])
+        evaluate(
+            tmp_path / f"{name}.json",
+            "--suite",
+            "frozenlake",
+            "--agent",
+            "random",
+            "--episodes",
+            "8",
+            "--seed",
+            seed,
+            "--slots",
+            "3",
+        )
+        seen.append(
+            [
+                {**one, "seconds": 0}
+                for one in told(tmp_path / f"{name}.json")["cells"][0]["episodes"]
+            ]
+        )
     assert seen[0] == seen[1] != seen[2]
 
 
-def test_a_function_of_the_users_plays_and_what_it_raises_is_counted(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_function_of_the_users_plays_and_what_it_raises_is_counted(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     (tmp_path / "mine.py").write_text(
         "def up(observation, info):\n"
         "    if int(info['task_id'].rpartition('-')[2]) % 2:\n"
@@ -118,13 +186,34 @@ def test_a_function_of_the_users_plays_and_what_it_raises_is_counted(tmp_path: P
         "    return None\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert evaluate(tmp_path / "r.json", "--suite", "frozenlake", "--agent", "mine:up", "--episodes", "20") == 0
-    task, episodes = told(tmp_path / "r.json")["report"]["tasks"][0], told(tmp_path / "r.json")["cells"][0]["episodes"]
+    assert (
+        evaluate(
+            tmp_path / "r.json", "--suite", "frozenlake", "--agent", "mine:up", "--episodes", "20"
+        )
+        == 0
+    )
+    task, episodes = (
+        told(tmp_path / "r.json")["report"]["tasks"][0],
+        told(tmp_path / "r.json")["cells"][0]["episodes"],
+    )
     failed = [one for one in episodes if one["world"] % 2]
-    assert 0 < task["failed"] == len(failed) < 20 == task["episodes"] and not any(one["success"] or one["turns"] for one in failed)
+    assert 0 < task["failed"] == len(failed) < 20 == task["episodes"] and not any(
+        one["success"] or one["turns"] for one in failed
+    )
     assert task["failures"] == {"backend: the agent raised ValueError: no odd layouts": len(failed)}
     assert "failed: backend: the agent raised ValueError: no odd layouts" in capsys.readouterr().out
-    assert evaluate(tmp_path / "n.json", "--suite", "frozenlake", "--agent", "mine:nothing", "--episodes", "2") == 1
+    assert (
+        evaluate(
+            tmp_path / "n.json",
+            "--suite",
+            "frozenlake",
+            "--agent",
+            "mine:nothing",
+            "--episodes",
+            "2",
+        )
+        == 1
+    )
     assert "expected text from the agent, got NoneType" in capsys.readouterr().out
 
 
@@ -134,24 +223,56 @@ def test_a_failed_episode_counts_the_least_reward_of_its_task() -> None:
 
     task = SuiteTask("lake", LAKE.id, LAKE.kwargs, LAKE.turns, failure=-1.0)
     cell = asyncio.run(play_cell(task, Plan(episodes=3), lambda: Player(raises), None))
-    assert [one.reward for one in cell.episodes] == [-1.0] * 3 and {one.error for one in cell.episodes} == {
-        "backend: the agent raised RuntimeError: gone"
-    }
+    assert [one.reward for one in cell.episodes] == [-1.0] * 3 and {
+        one.error for one in cell.episodes
+    } == {"backend: the agent raised RuntimeError: gone"}
 
 
 def test_a_scripted_backend_plays_from_a_file_of_replies(tmp_path: Path) -> None:
     (tmp_path / "replies.txt").write_text("<action>Down</action>\n\n<action>Right</action>\n")
     replies = ("--backend", "scripted", "--replies", str(tmp_path / "replies.txt"))
-    assert evaluate(tmp_path / "r.json", "--suite", "frozenlake", *replies, "--episodes", "3", "--slots", "1") == 0
-    assert all(one["turns"] >= 1 and one["error"] is None for one in told(tmp_path / "r.json")["cells"][0]["episodes"])
+    assert (
+        evaluate(
+            tmp_path / "r.json",
+            "--suite",
+            "frozenlake",
+            *replies,
+            "--episodes",
+            "3",
+            "--slots",
+            "1",
+        )
+        == 0
+    )
+    assert all(
+        one["turns"] >= 1 and one["error"] is None
+        for one in told(tmp_path / "r.json")["cells"][0]["episodes"]
+    )
 
 
 @pytest.mark.slow
-def test_the_tiny_model_plays_with_and_without_a_bank_and_its_tokens_are_counted(tmp_path: Path, bank: Path) -> None:
-    arguments = ("--suite", "frozenlake", "--agent", "llm", "--model", "tiny", "--episodes", "3", "--bank", str(bank))
+def test_the_tiny_model_plays_with_and_without_a_bank_and_its_tokens_are_counted(
+    tmp_path: Path, bank: Path
+) -> None:
+    arguments = (
+        "--suite",
+        "frozenlake",
+        "--agent",
+        "llm",
+        "--model",
+        "tiny",
+        "--episodes",
+        "3",
+        "--bank",
+        str(bank),
+    )
     assert evaluate(tmp_path / "r.json", *arguments) == 0
     off, frozen = told(tmp_path / "r.json")["report"]["tasks"]
-    assert off["tokens"]["mean"] > 0 and off["failed"] == frozen["failed"] == 0 and frozen["seconds"]["mean"] > 0
+    assert (
+        off["tokens"]["mean"] > 0
+        and off["failed"] == frozen["failed"] == 0
+        and frozen["seconds"]["mean"] > 0
+    )
 
 
 # With a bank
@@ -162,33 +283,70 @@ def prompts_of(llm: ScriptedLLM) -> list[str]:
     return ["\n".join(message["content"] for message in call) for call in llm.calls]
 
 
-def test_the_arms_play_the_same_episodes_and_only_one_sees_the_bank_which_stays_as_it_is(bank: Path) -> None:
+def test_the_arms_play_the_same_episodes_and_only_one_sees_the_bank_which_stays_as_it_is(
+    bank: Path,
+) -> None:
     before = contents(bank)
     plan, llm = Plan(episodes=6, visits=2, seed=3), ScriptedLLM(["<action>Down</action>"])
-    cells = [asyncio.run(play_cell(LAKE, plan, lambda: ActorAgent(llm), one)) for one in (None, Experience(str(bank)))]
+    cells = [
+        asyncio.run(play_cell(LAKE, plan, lambda: ActorAgent(llm), one))
+        for one in (None, Experience(str(bank)))
+    ]
     off, frozen = cells
     named = [[(one.world, one.visit, one.task_id) for one in cell.episodes] for cell in cells]
-    assert named[0] == named[1] and len(named[0]) == 6 and len({world for world, _, _ in named[0]}) == 3
+    assert (
+        named[0] == named[1]
+        and len(named[0]) == 6
+        and len({world for world, _, _ in named[0]}) == 3
+    )
     assert (off.arm, off.entries, frozen.arm, frozen.entries) == ("off", None, "frozen", (1, 1))
-    assert [one.shown for one in off.episodes] == [0] * 6 and all(one.shown == 1 for one in frozen.episodes)
+    assert [one.shown for one in off.episodes] == [0] * 6 and all(
+        one.shown == 1 for one in frozen.episodes
+    )
     turns = sum(one.turns for one in off.episodes)
-    assert not any(ADVICE in text for text in prompts_of(llm)[:turns]) and all(ADVICE in text for text in prompts_of(llm)[turns:])
+    assert not any(ADVICE in text for text in prompts_of(llm)[:turns]) and all(
+        ADVICE in text for text in prompts_of(llm)[turns:]
+    )
     assert contents(bank) == before
 
 
-def test_both_arms_and_their_paired_difference_are_told(tmp_path: Path, bank: Path, capsys: Any) -> None:
-    assert evaluate(tmp_path / "r.json", "--suite", "frozenlake", "--agent", "random", "--episodes", "5", "--bank", str(bank)) == 0
+def test_both_arms_and_their_paired_difference_are_told(
+    tmp_path: Path, bank: Path, capsys: Any
+) -> None:
+    assert (
+        evaluate(
+            tmp_path / "r.json",
+            "--suite",
+            "frozenlake",
+            "--agent",
+            "random",
+            "--episodes",
+            "5",
+            "--bank",
+            str(bank),
+        )
+        == 0
+    )
     found = told(tmp_path / "r.json")
-    assert [(cell["task"], cell["arm"]) for cell in found["cells"]] == [("frozenlake", "off"), ("frozenlake", "frozen")]
+    assert [(cell["task"], cell["arm"]) for cell in found["cells"]] == [
+        ("frozenlake", "off"),
+        ("frozenlake", "frozen"),
+    ]
     (difference,) = found["report"]["differences"]
-    assert difference["arms"] == ["frozen", "off"] and difference["success"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert difference["arms"] == ["frozen", "off"] and difference["success"] == {
+        "mean": 0.0,
+        "low": 0.0,
+        "high": 0.0,
+    }
     assert "frozen − off" in capsys.readouterr().out
 
 
 def test_with_learn_the_bank_grows_and_later_episodes_see_it(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     lessons = [f"{ADVICE} Lesson {number}." for number in range(4)]
-    extractor = ExtractorAgent(ScriptedLLM([f'<answer>[{{"op": "add", "text": "{text}"}}]</answer>' for text in lessons]))
+    extractor = ExtractorAgent(
+        ScriptedLLM([f'<answer>[{{"op": "add", "text": "{text}"}}]</answer>' for text in lessons])
+    )
     learning = Experience(str(folder), embedder="hashing", extractor=extractor)
     llm = ScriptedLLM(["<action>Down</action>"])
     cell = asyncio.run(play_cell(LAKE, Plan(episodes=4), lambda: ActorAgent(llm), learning))
@@ -202,20 +360,43 @@ def test_with_learn_the_bank_grows_and_later_episodes_see_it(tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (("--suite", "nothing"), "Expected a suite among room, "),
-        (("--suite", "sokoban", "--tasks", "lake"), "Expected tasks of suite sokoban among sokoban-erl"),
-        (("--suite", "frozenlake", "--agent", "random", "--learn"), "Expected --bank FOLDER with --learn"),
-        (("--suite", "frozenlake", "--agent", "random", "--search-and-ask", "1"), "Expected --bank FOLDER with --search-and-ask"),
-        (("--suite", "frozenlake", "--agent", "random", "--episodes", "2", "--visits", "3"), "Expected at most as many --visits"),
-        (("--suite", "frozenlake", "--agent", "random", "--bank", "no/such/bank"), "Expected an existing bank"),
+        (
+            ("--suite", "sokoban", "--tasks", "lake"),
+            "Expected tasks of suite sokoban among sokoban-erl",
+        ),
+        (
+            ("--suite", "frozenlake", "--agent", "random", "--learn"),
+            "Expected --bank FOLDER with --learn",
+        ),
+        (
+            ("--suite", "frozenlake", "--agent", "random", "--search-and-ask", "1"),
+            "Expected --bank FOLDER with --search-and-ask",
+        ),
+        (
+            ("--suite", "frozenlake", "--agent", "random", "--episodes", "2", "--visits", "3"),
+            "Expected at most as many --visits",
+        ),
+        (
+            ("--suite", "frozenlake", "--agent", "random", "--bank", "no/such/bank"),
+            "Expected an existing bank",
+        ),
         (("--suite", "frozenlake", "--agent", "random", "--split", "dev"), "Expected split to be"),
         (("--suite", "frozenlake", "--agent", "nobody"), "Expected an agent as module:function"),
-        (("--suite", "frozenlake", "--agent", "json:nothing"), "Expected an agent as module:function"),
-        (("--suite", "frozenlake", "--backend", "openai"), "Expected --model NAME with --backend openai"),
+        (
+            ("--suite", "frozenlake", "--agent", "json:nothing"),
+            "Expected an agent as module:function",
+        ),
+        (
+            ("--suite", "frozenlake", "--backend", "openai"),
+            "Expected --model NAME with --backend openai",
+        ),
         (("--suite", "frozenlake", "--backend", "scripted"), "Expected --replies FILE"),
         (("--suite", "frozenlake", "--model", "./no/such/model"), "./no/such/model"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_two(arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: Any) -> None:
+def test_bad_input_is_one_line_and_exit_code_two(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: Any
+) -> None:
     assert evaluate(tmp_path / "r.json", *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
@@ -225,7 +406,9 @@ def test_bad_input_is_one_line_and_exit_code_two(arguments: tuple[str, ...], mes
 # Results
 
 
-def test_finished_tasks_are_kept_and_other_settings_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_finished_tasks_are_kept_and_other_settings_are_refused(
+    tmp_path: Path, capsys: Any
+) -> None:
     results = tmp_path / "r.json"
     arguments = ("--suite", "sokoban", "--agent", "random", "--episodes", "3")
     assert evaluate(results, *arguments) == 0
@@ -234,23 +417,44 @@ def test_finished_tasks_are_kept_and_other_settings_are_refused(tmp_path: Path, 
     half["cells"][0]["episodes"][0]["seconds"] = 99.0  # to be known again
     results.write_text(json.dumps(half))
     assert evaluate(results, *arguments) == 0
-    assert told(results)["cells"][0]["episodes"][0]["seconds"] == 99.0 and len(told(results)["cells"]) == 2
+    assert (
+        told(results)["cells"][0]["episodes"][0]["seconds"] == 99.0
+        and len(told(results)["cells"]) == 2
+    )
     assert evaluate(results, *arguments, "--seed", "1") == 2
     assert "got seed 0 and not 1; use --overwrite" in capsys.readouterr().err
-    assert evaluate(results, *arguments, "--seed", "1", "--overwrite") == 0 and told(results)["settings"]["seed"] == 1
+    assert (
+        evaluate(results, *arguments, "--seed", "1", "--overwrite") == 0
+        and told(results)["settings"]["seed"] == 1
+    )
     results.write_text("{}")
     assert evaluate(results, *arguments) == 2 and "use --overwrite" in capsys.readouterr().err
 
 
-def test_a_bank_that_changed_since_is_another_setting(tmp_path: Path, bank: Path, capsys: Any) -> None:
-    arguments = ("--suite", "frozenlake", "--agent", "random", "--episodes", "2", "--bank", str(bank))
+def test_a_bank_that_changed_since_is_another_setting(
+    tmp_path: Path, bank: Path, capsys: Any
+) -> None:
+    arguments = (
+        "--suite",
+        "frozenlake",
+        "--agent",
+        "random",
+        "--episodes",
+        "2",
+        "--bank",
+        str(bank),
+    )
     assert evaluate(tmp_path / "r.json", *arguments) == 0
     with ExperienceBank(bank) as opened:
         opened.add("Something new.")
-    assert evaluate(tmp_path / "r.json", *arguments) == 2 and "got commit" in capsys.readouterr().err
+    assert (
+        evaluate(tmp_path / "r.json", *arguments) == 2 and "got commit" in capsys.readouterr().err
+    )
 
 
-def test_an_environment_with_fewer_worlds_is_played_as_often_as_it_has_worlds(tmp_path: Path) -> None:
+def test_an_environment_with_fewer_worlds_is_played_as_often_as_it_has_worlds(
+    tmp_path: Path,
+) -> None:
     arguments = ("--suite", "frozenlake", "--agent", "oracle", "--episodes", "150")
     assert evaluate(tmp_path / "r.json", *arguments) == 0
     assert told(tmp_path / "r.json")["report"]["tasks"][0]["episodes"] == 100
@@ -266,7 +470,13 @@ def played(world: int, visit: int, success: bool) -> PlayedEpisode:
 
 def cell(task: str, arm: Any, outcomes: list[list[int]]) -> Cell:
     """A cell by outcomes per world and visit."""
-    return Cell(task=task, arm=arm, episodes=tuple(played(w, v, bool(one)) for w, row in enumerate(outcomes) for v, one in enumerate(row)))
+    return Cell(
+        task=task,
+        arm=arm,
+        episodes=tuple(
+            played(w, v, bool(one)) for w, row in enumerate(outcomes) for v, one in enumerate(row)
+        ),
+    )
 
 
 def test_the_report_counts_tasks_alike_and_pairs_worlds() -> None:
@@ -275,10 +485,16 @@ def test_the_report_counts_tasks_alike_and_pairs_worlds() -> None:
         cell("b", "off", [[1], [1]]), cell("b", "frozen", [[1], [1]]),
     ]  # fmt: skip
     found = report(cells)
-    assert [row["success"]["mean"] for row in found["overall"]] == [0.625, 0.875]  # (1/4 + 1) / 2 and (3/4 + 1) / 2
+    assert [row["success"]["mean"] for row in found["overall"]] == [
+        0.625,
+        0.875,
+    ]  # (1/4 + 1) / 2 and (3/4 + 1) / 2
     assert [row["success"]["mean"] for row in found["differences"]] == [0.5, 0.0, 0.25]
     assert found["tasks"][0]["tokens"] == {"mean": 15.0, "low": 15.0, "high": 15.0}
-    low, high = found["differences"][0]["success"]["low"], found["differences"][0]["success"]["high"]
+    low, high = (
+        found["differences"][0]["success"]["low"],
+        found["differences"][0]["success"]["high"],
+    )
     assert 0.0 <= low <= 0.5 <= high <= 1.0 and found["overall"][0]["episodes"] == 6
 
 
@@ -290,7 +506,11 @@ def test_visits_to_a_world_are_one_cluster() -> None:
 
 
 def test_the_mean_over_tasks_needs_tasks_with_worlds() -> None:
-    assert over_tasks([np.ones(3), np.zeros(5)]).model_dump() == {"mean": 0.5, "low": 0.5, "high": 0.5}
+    assert over_tasks([np.ones(3), np.zeros(5)]).model_dump() == {
+        "mean": 0.5,
+        "low": 0.5,
+        "high": 0.5,
+    }
     with pytest.raises(ValueError, match="Expected tasks with worlds"):
         over_tasks([])
 

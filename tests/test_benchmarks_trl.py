@@ -21,7 +21,10 @@ def test_rewards_spread() -> None:
 
 
 def test_the_ratio_is_that_of_the_rates_and_its_interval_comes_from_paired_steps() -> None:
-    ours = [{"rollout": 1.0, "update": 1.0 + i, "prompt": 90, "response": 10, "responses": 4} for i in range(3)]
+    ours = [
+        {"rollout": 1.0, "update": 1.0 + i, "prompt": 90, "response": 10, "responses": 4}
+        for i in range(3)
+    ]
     theirs = [s | {"rollout": 2 * s["rollout"], "update": 3 * s["update"]} for s in ours]
     found = summary({"local": ours, "trl": theirs}, choose=False)
     assert found["rollout"]["local"] == pytest.approx(100.0)

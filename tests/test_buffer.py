@@ -1,4 +1,6 @@
-"""The extractor's buffer: unique samples, mean rewards, eq. 7 for real, bounded age and size, exact restore."""
+"""The extractor's buffer: unique samples, mean rewards, eq. 7 for real, bounded age and size, exact
+restore.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,29 @@ from experiential.types import Generation
 
 def wrote(name: str, version: int = 0) -> Generation:
     """A response of the extractor at one version."""
-    return Generation(id=name, text=name, prompt_ids=(1, 2), response_ids=(3,), logprobs=(-0.1 / 3,), policy_version=version)
+    return Generation(
+        id=name,
+        text=name,
+        prompt_ids=(1, 2),
+        response_ids=(3,),
+        logprobs=(-0.1 / 3,),
+        policy_version=version,
+    )
 
 
 def buffer(capacity: int = 16, **kwargs: Any) -> ExtractorBuffer:
     """A buffer with batches of two, a short memory and a cooldown of one step."""
-    return ExtractorBuffer(capacity, **({"batch_size": 2, "max_staleness": 3, "cooldown": 1, "decay": 0.5} | kwargs))
+    return ExtractorBuffer(
+        capacity, **({"batch_size": 2, "max_staleness": 3, "cooldown": 1, "decay": 0.5} | kwargs)
+    )
 
 
 def test_one_sample_per_version_with_the_mean_reward_and_the_advantage_by_hand() -> None:
     store = buffer(batch_size=3)
-    for step_rewards in ([("a", 1), ("b", -1)], [("a", 1), ("a", -1), ("c", -1)]):  # two collection steps
+    for step_rewards in (
+        [("a", 1), ("b", -1)],
+        [("a", 1), ("a", -1), ("c", -1)],
+    ):  # two collection steps
         for name, reward in step_rewards:
             store.add_use((name, 1), reward, wrote(name), (2, 5))
     assert len(store) == 3
@@ -44,7 +58,10 @@ def test_versions_of_one_entry_and_entries_of_one_response_are_separate_samples(
     response = wrote("r")
     store.add_use(("a", 1), 1, response, (0, 4))
     store.add_use(("a", 2), -1, response, (5, 9))
-    assert [(s.key, s.span, s.reward) for s in store.take(0, 0)] == [(("a", 1), (0, 4), 1.0), (("a", 2), (5, 9), -1.0)]
+    assert [(s.key, s.span, s.reward) for s in store.take(0, 0)] == [
+        (("a", 1), (0, 4), 1.0),
+        (("a", 2), (5, 9), -1.0),
+    ]
 
 
 def test_nothing_is_taken_before_a_batch_is_full() -> None:
@@ -62,7 +79,9 @@ def test_a_malformed_response_is_a_sample_with_the_lowest_reward() -> None:
     good, bad = store.take(0, 0)
     assert (bad.key, bad.span, bad.reward, bad.generation.id) == (None, None, -1.0, "bad")
     assert bad.advantage == -1.0 and good.advantage == 1.0 and "history" in store.state_dict()
-    assert len(store.state_dict()["history"]) == 1, "responses that never come back are not remembered"
+    assert len(store.state_dict()["history"]) == 1, (
+        "responses that never come back are not remembered"
+    )
 
 
 def test_training_counts_are_kept_over_takes_and_weigh_the_next_samples() -> None:
@@ -85,10 +104,15 @@ def test_a_cooling_sample_stays_and_fills_no_batch() -> None:
     store.add_use(("c", 1), 1, wrote("c"), None)
     assert not store.ready(6, 1) and store.take(6, 1) == [] and len(store) == 2
     store.add_use(("d", 1), 1, wrote("d"), None)
-    assert [s.key for s in store.take(6, 1)] == [("c", 1), ("d", 1)], "the cooling sample is passed over"
+    assert [s.key for s in store.take(6, 1)] == [
+        ("c", 1),
+        ("d", 1),
+    ], "the cooling sample is passed over"
     store.add_use(("e", 1), 1, wrote("e"), None)
     later = store.take(7, 2)
-    assert [s.key for s in later] == [("a", 1), ("e", 1)] and [s.weight for s in later] == pytest.approx([2**-0.5, 1.0])
+    assert [s.key for s in later] == [("a", 1), ("e", 1)] and [
+        s.weight for s in later
+    ] == pytest.approx([2**-0.5, 1.0])
 
 
 def test_samples_of_a_policy_too_old_are_dropped_and_counted() -> None:
@@ -119,7 +143,9 @@ def test_a_full_buffer_gives_up_its_oldest_sample_and_says_so() -> None:
 
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("use"), st.sampled_from("abcdef"), st.sampled_from([-1, 1]), st.integers(0, 3)),
+        st.tuples(
+            st.just("use"), st.sampled_from("abcdef"), st.sampled_from([-1, 1]), st.integers(0, 3)
+        ),
         st.tuples(st.just("bad"), st.sampled_from("xyz"), st.just(-1), st.integers(0, 3)),
         st.tuples(st.just("take"), st.just(""), st.integers(0, 6), st.integers(0, 6)),
     ),
@@ -144,7 +170,9 @@ def play(store: ExtractorBuffer, actions: list[tuple[str, str, int, int]]) -> li
 
 @settings(deadline=None, max_examples=80)
 @given(before=ACTIONS, after=ACTIONS)
-def test_a_buffer_restored_from_json_goes_on_exactly_as_the_original(before: Any, after: Any) -> None:
+def test_a_buffer_restored_from_json_goes_on_exactly_as_the_original(
+    before: Any, after: Any
+) -> None:
     original, restored = buffer(capacity=5, cooldown=2), buffer(capacity=5, cooldown=2)
     play(original, before)
     restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
@@ -165,7 +193,14 @@ def test_batches_are_whole_centred_unique_and_every_sample_is_accounted_for(acti
     assert store.counters.trained == 2 * len(batches) and len(store) <= 5
 
 
-@pytest.mark.parametrize("state", [{}, {"waiting": 3, "history": [], "counters": {}}, {"waiting": [], "history": [], "counters": {"x": 1}}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"waiting": 3, "history": [], "counters": {}},
+        {"waiting": [], "history": [], "counters": {"x": 1}},
+    ],
+)
 def test_a_wrong_state_is_refused_and_leaves_the_buffer_as_it_was(state: dict[str, Any]) -> None:
     store = buffer()
     store.add_use(("a", 1), 1, wrote("a"), None)
@@ -175,7 +210,10 @@ def test_a_wrong_state_is_refused_and_leaves_the_buffer_as_it_was(state: dict[st
     assert store.state_dict() == before
 
 
-@pytest.mark.parametrize("kwargs", [{"capacity": 1}, {"batch_size": 0}, {"max_staleness": -1}, {"cooldown": -1}, {"decay": -0.1}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"capacity": 1}, {"batch_size": 0}, {"max_staleness": -1}, {"cooldown": -1}, {"decay": -0.1}],
+)
 def test_a_wrong_argument_says_what_was_expected(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Expected"):
         buffer(**kwargs)
@@ -187,7 +225,9 @@ def test_malformed_responses_fill_their_share_of_a_batch_and_the_newest_are_take
         store.add_malformed(wrote(name), -1.0)
     store.add_use(("a", 1), 1, wrote("a"), None)
     store.add_use(("b", 1), 1, wrote("b"), None)
-    assert not store.ready(0, 0) and store.take(0, 0) == [], "three more of them would leave no advantage"
+    assert not store.ready(0, 0) and store.take(0, 0) == [], (
+        "three more of them would leave no advantage"
+    )
     store.add_use(("c", 1), -1, wrote("c"), None)
     batch = store.take(0, 0)
     assert sorted(s.generation.id for s in batch) == ["a", "b", "c", "z"]

@@ -1,4 +1,6 @@
-"""Banks as files: exact round trips in both formats, damage is noticed, pages written by hand are read."""
+"""Banks as files: exact round trips in both formats, damage is noticed, pages written by hand are
+read.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from hypothesis import strategies as st
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.storage import bundle
 from experiential.errors import BankError
-from experiential.types import Add, Distillation, Experience, Generation, ParsedOperations, Provenance, Statistics, Trajectory, Use
+from experiential.types import (
+    Add,
+    Distillation,
+    Experience,
+    Generation,
+    ParsedOperations,
+    Provenance,
+    Statistics,
+    Trajectory,
+    Use,
+)
 
 SUFFIXES = (".jsonl", ".md")
 AWKWARD = (
@@ -26,7 +38,11 @@ AWKWARD = (
 ANY = st.lists(st.one_of(st.text(max_size=5), st.sampled_from(AWKWARD)), max_size=6).map("".join)
 TEXT = ANY.filter(lambda text: bool(text.strip()))
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | ANY,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | ANY,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(ANY, inner, max_size=2),
     max_leaves=4,
 )
@@ -46,7 +62,12 @@ ENTRY = st.builds(
         parents=st.just((("a", 1),)),
         commit=st.none() | st.integers(0, 9),
     ),
-    statistics=st.builds(Statistics, retrievals=st.integers(0, 9), uses=st.integers(0, 9), successes=st.integers(0, 9)),
+    statistics=st.builds(
+        Statistics,
+        retrievals=st.integers(0, 9),
+        uses=st.integers(0, 9),
+        successes=st.integers(0, 9),
+    ),
 )
 
 
@@ -62,15 +83,22 @@ def suffix(request: Any) -> str:
 
 
 def filled(bank: ExperienceBank) -> ExperienceBank:
-    """A bank with an entry of two versions that was used, one of another task, one of none, and one that an extractor wrote."""
+    """A bank with an entry of two versions that was used, one of another task, one of none, and one
+    that an extractor wrote.
+    """
     a = bank.add("Pull the red lever.", task="Open the vault", metadata={"x": [1, {"y": None}]})
-    bank.add("Knead the dough.\n\n  Then wait:\n- an hour\n- or two", task="Bake bread", kind="recipe")
+    bank.add(
+        "Knead the dough.\n\n  Then wait:\n- an hour\n- or two", task="Bake bread", kind="recipe"
+    )
     bank.update(a.id, "Pull the red lever twice.")
     bank.add("Look first.")
     use = Use(experience_id=a.id, experience_version=2)
     play = Trajectory(task="Open the vault", instance="vault-7", uses=(use,), success=True)
     bank.record(play)
-    made = Distillation(parsed=ParsedOperations(operations=(Add(text="The clerk lies.", span=(2, 8)),)), generation=Generation(text="raw"))
+    made = Distillation(
+        parsed=ParsedOperations(operations=(Add(text="The clerk lies.", span=(2, 8)),)),
+        generation=Generation(text="raw"),
+    )
     bank.apply(made, trajectory=play, shown=[])
     return bank
 
@@ -85,8 +113,15 @@ def plain(bank: ExperienceBank) -> list[dict[str, Any]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(entries=st.lists(ENTRY, max_size=5), namespace=TEXT, embedder=ANY, suffix=st.sampled_from(SUFFIXES))
-def test_a_round_trip_is_exact_for_any_characters(entries: list[Experience], namespace: str, embedder: str, suffix: str) -> None:
+@given(
+    entries=st.lists(ENTRY, max_size=5),
+    namespace=TEXT,
+    embedder=ANY,
+    suffix=st.sampled_from(SUFFIXES),
+)
+def test_a_round_trip_is_exact_for_any_characters(
+    entries: list[Experience], namespace: str, embedder: str, suffix: str
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"bank{suffix}"
         assert bundle.write(file, entries, namespace, embedder) == len(entries)
@@ -98,7 +133,9 @@ def test_a_round_trip_is_exact_for_any_characters(entries: list[Experience], nam
 
 @settings(max_examples=60, deadline=None)
 @given(entries=st.lists(ENTRY, min_size=1, max_size=4))
-def test_markdown_survives_an_editor_that_strips_line_ends_and_writes_crlf(entries: list[Experience]) -> None:
+def test_markdown_survives_an_editor_that_strips_line_ends_and_writes_crlf(
+    entries: list[Experience],
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bank.md"
         bundle.write(file, entries, "default", "hashing-256")
@@ -107,18 +144,25 @@ def test_markdown_survives_an_editor_that_strips_line_ends_and_writes_crlf(entri
         assert bundle.read(file) == entries
 
 
-def test_a_bank_goes_through_a_file_whole(bank: ExperienceBank, tmp_path: Path, suffix: str) -> None:
+def test_a_bank_goes_through_a_file_whole(
+    bank: ExperienceBank, tmp_path: Path, suffix: str
+) -> None:
     file = tmp_path / "out" / f"bank{suffix}"
     assert filled(bank).export(file) == 4
     with opened(tmp_path / "second") as second:
         assert second.import_(file) == 4 and plain(second) == plain(bank)
         assert [entry.statistics.uses for entry in second] == [1, 0, 0, 0]
-        assert second.search("The clerk lies.", exclude_instance="vault-7")[0].experience.text != "The clerk lies."
+        assert (
+            second.search("The clerk lies.", exclude_instance="vault-7")[0].experience.text
+            != "The clerk lies."
+        )
         assert second.import_(file) == 0, "what is known is not imported again"
         assert second.export(tmp_path / f"again{suffix}") == 4
 
 
-def test_import_merges_by_content_into_a_bank_that_holds_something(bank: ExperienceBank, tmp_path: Path, suffix: str) -> None:
+def test_import_merges_by_content_into_a_bank_that_holds_something(
+    bank: ExperienceBank, tmp_path: Path, suffix: str
+) -> None:
     file = tmp_path / f"bank{suffix}"
     filled(bank).export(file)
     with opened(tmp_path / "second") as second:
@@ -137,15 +181,26 @@ def test_the_header_says_what_is_inside(bank: ExperienceBank, tmp_path: Path) ->
     bank.export(tmp_path / "bank.jsonl")
     bank.export(tmp_path / "bank.md")
     header = json.loads((tmp_path / "bank.jsonl").read_text("utf-8").split("\n")[0])
-    assert header.pop("sha256") in (tmp_path / "bank.md").read_text("utf-8"), "both formats have the same hash"
-    assert header == {"format": "experiential-bank", "version": 1, "namespace": "default", "embedder": "hashing-256", "entries": 4}
+    assert header.pop("sha256") in (tmp_path / "bank.md").read_text("utf-8"), (
+        "both formats have the same hash"
+    )
+    assert header == {
+        "format": "experiential-bank",
+        "version": 1,
+        "namespace": "default",
+        "embedder": "hashing-256",
+        "entries": 4,
+    }
 
 
 def test_markdown_reads_as_a_page(tmp_path: Path) -> None:
     entries = [
         Experience(id="a1", text="Pull the red lever.", task="Open the vault"),
         Experience(
-            id="b2", text="Knead the dough.\n\nThen wait <b>long</b>.", task="Bake bread", statistics=Statistics(uses=2, successes=1)
+            id="b2",
+            text="Knead the dough.\n\nThen wait <b>long</b>.",
+            task="Bake bread",
+            statistics=Statistics(uses=2, successes=1),
         ),
         Experience(id="c3", text="Look first."),
         Experience(id="d4", text="Ask the clerk.", task="Open the vault"),
@@ -159,8 +214,10 @@ def test_markdown_reads_as_a_page(tmp_path: Path) -> None:
         f'  <!-- {{"n": 1, "id": "a1", "check": "{checks[0]}"}} -->\n\n- Ask the clerk.\n'
         f'  <!-- {{"n": 4, "id": "d4", "check": "{checks[3]}"}} -->\n\n'
         "## Bake bread\n\n- Knead the dough.\n\n  Then wait <b>long</b>.\n"
-        f'  <!-- {{"n": 2, "id": "b2", "statistics": {{"uses": 2, "successes": 1}}, "check": "{checks[1]}"}} -->\n\n'
-        f'## (any task)\n\n- Look first.\n  <!-- {{"n": 3, "id": "c3", "check": "{checks[2]}"}} -->\n'
+        '  <!-- {"n": 2, "id": "b2", "statistics": {"uses": 2, "successes": 1}, "check":'
+        f' "{checks[1]}"}} -->\n\n'
+        f'## (any task)\n\n- Look first.\n  <!-- {{"n": 3, "id": "c3", "check": "{checks[2]}"}}'
+        " -->\n"
     )
 
 
@@ -182,19 +239,27 @@ def test_a_changed_file_is_refused_with_what_differs(
     assert old in text
     file.write_text(text.replace(old, new, 1), "utf-8")
     with opened(tmp_path / "second") as second:
-        with pytest.raises(BankError, match=f"differs from its hash: {what}; nothing was imported.*edited=True"):
+        with pytest.raises(
+            BankError, match=f"differs from its hash: {what}; nothing was imported.*edited=True"
+        ):
             second.import_(file)
         assert len(second) == 0 and second.head == 0
         assert second.import_(file, edited=True) == 4
 
 
-def test_missing_added_and_reordered_entries_are_noticed(bank: ExperienceBank, tmp_path: Path) -> None:
+def test_missing_added_and_reordered_entries_are_noticed(
+    bank: ExperienceBank, tmp_path: Path
+) -> None:
     file = tmp_path / "bank.jsonl"
     filled(bank).export(file)
     header, *lines = file.read_text("utf-8").rstrip("\n").split("\n")
     cases = {
         "it should hold 4 entries and holds 3": [header, *lines[:3]],
-        "line 6 was added; it should hold 4 entries and holds 5": [header, *lines, '{"text": "mine"}'],
+        "line 6 was added; it should hold 4 entries and holds 5": [
+            header,
+            *lines,
+            '{"text": "mine"}',
+        ],
         "its entries or its header are not those that were written": [header, *reversed(lines)],
         "its header is missing": lines,
         "it should hold 4 entries and holds 8": [header, *lines, header, *lines],
@@ -209,7 +274,9 @@ def test_missing_added_and_reordered_entries_are_noticed(bank: ExperienceBank, t
         bundle.read(file)
 
 
-def test_a_cut_file_is_refused_wherever_it_was_cut(bank: ExperienceBank, tmp_path: Path, suffix: str) -> None:
+def test_a_cut_file_is_refused_wherever_it_was_cut(
+    bank: ExperienceBank, tmp_path: Path, suffix: str
+) -> None:
     """But for the white space at its end."""
     file = tmp_path / f"bank{suffix}"
     filled(bank).export(file)
@@ -221,7 +288,9 @@ def test_a_cut_file_is_refused_wherever_it_was_cut(bank: ExperienceBank, tmp_pat
         except BankError:
             continue
         assert read == [], f"cut at {end}"
-        assert suffix == ".md" and b"\n---\n" not in whole[4:end], "only a page without its front matter's end is no bank at all"
+        assert suffix == ".md" and b"\n---\n" not in whole[4:end], (
+            "only a page without its front matter's end is no bank at all"
+        )
 
 
 def test_a_page_edited_by_hand_is_taken_as_edited(bank: ExperienceBank, tmp_path: Path) -> None:
@@ -229,31 +298,59 @@ def test_a_page_edited_by_hand_is_taken_as_edited(bank: ExperienceBank, tmp_path
     filled(bank).export(file)
     text = file.read_text("utf-8")
     text = text.replace("- The clerk lies.", "- The clerk always lies.\n  Ask her twice.")
-    text = text.replace("## Bake bread\n", "## Bake bread\n\n* Heat the oven\n  before you begin.\n\n- Buy flour.\n").replace(
-        "- Look first.", "- Look first!"
-    )
+    text = text.replace(
+        "## Bake bread\n", "## Bake bread\n\n* Heat the oven\n  before you begin.\n\n- Buy flour.\n"
+    ).replace("- Look first.", "- Look first!")
     file.write_text(text, "utf-8")
     with pytest.raises(BankError, match="was changed"):
         bank.import_(file)
     with opened(tmp_path / "second") as second:
         assert second.import_(file, edited=True) == 6
         found = {entry.text: entry for entry in second}
-        clerk, oven = found["The clerk always lies.\nAsk her twice."], found["Heat the oven\nbefore you begin."]
-        assert (clerk.provenance.author, clerk.provenance.generation, clerk.provenance.instance) == ("human", None, "vault-7")
+        clerk, oven = (
+            found["The clerk always lies.\nAsk her twice."],
+            found["Heat the oven\nbefore you begin."],
+        )
+        assert (
+            clerk.provenance.author,
+            clerk.provenance.generation,
+            clerk.provenance.instance,
+        ) == ("human", None, "vault-7")
         assert (oven.task, oven.kind, oven.provenance.author) == ("Bake bread", "lesson", "human")
-        assert found["Pull the red lever twice."].statistics.uses == 1 and found["Look first!"].task is None
+        assert (
+            found["Pull the red lever twice."].statistics.uses == 1
+            and found["Look first!"].task is None
+        )
 
 
 def test_a_file_without_a_hash_still_works(bank: ExperienceBank, tmp_path: Path) -> None:
-    old = Experience(id="e" * 32, text="From an older version.", task="t", statistics=Statistics(uses=3))
-    header = {"format": "experiential-bank", "version": 1, "namespace": "default", "embedder": "hashing-256", "entries": 1}
+    old = Experience(
+        id="e" * 32, text="From an older version.", task="t", statistics=Statistics(uses=3)
+    )
+    header = {
+        "format": "experiential-bank",
+        "version": 1,
+        "namespace": "default",
+        "embedder": "hashing-256",
+        "entries": 1,
+    }
     (tmp_path / "old.jsonl").write_text(json.dumps(header) + "\n" + old.model_dump_json() + "\n")
-    (tmp_path / "plain.jsonl").write_text('{"text": "Plain."}\n\n{"text": "With a task.", "task": "t"}\n')
-    (tmp_path / "plain.md").write_text("My notes\n\n- First.\n-   Second,\n\n  longer.\n\n## Open the vault\n- Pull.\n")
+    (tmp_path / "plain.jsonl").write_text(
+        '{"text": "Plain."}\n\n{"text": "With a task.", "task": "t"}\n'
+    )
+    (tmp_path / "plain.md").write_text(
+        "My notes\n\n- First.\n-   Second,\n\n  longer.\n\n## Open the vault\n- Pull.\n"
+    )
     assert bank.import_(tmp_path / "old.jsonl") == 1 and bank.get(old.id).statistics.uses == 3  # type: ignore[union-attr]
     assert bank.import_(tmp_path / "plain.jsonl") == 2
     assert bank.import_(tmp_path / "plain.md") == 3
-    expected = [("Plain.", None), ("With a task.", "t"), ("First.", None), ("Second,\n\nlonger.", None), ("Pull.", "Open the vault")]
+    expected = [
+        ("Plain.", None),
+        ("With a task.", "t"),
+        ("First.", None),
+        ("Second,\n\nlonger.", None),
+        ("Pull.", "Open the vault"),
+    ]
     assert [(entry.text, entry.task) for entry in bank][1:] == expected
 
 
@@ -265,17 +362,27 @@ def test_a_file_without_a_hash_still_works(bank: ExperienceBank, tmp_path: Path)
         ("a.jsonl", '{"text": " "}\n', r"line 1 of a\.jsonl"),
         ("a.jsonl", '{"text": "\\ud800"}\n', r"line 1 of a\.jsonl"),
         ("a.jsonl", "[" * 100_000, r"line 1 of a\.jsonl"),
-        ("a.jsonl", '{"format": "experiential-bank", "version": 9}\n', "version 1 in a.jsonl, got 'experiential-bank' version 9"),
+        (
+            "a.jsonl",
+            '{"format": "experiential-bank", "version": 9}\n',
+            "version 1 in a.jsonl, got 'experiential-bank' version 9",
+        ),
         ("a.md", "---\nformat: other\n---\n- x\n", "'other' version None"),
         ("a.md", "---\nformat: other\n", "front matter"),
-        ("a.md", "## t\n- x\nlost words\n", r"indented by two spaces in line 3 of a\.md, got 'lost words'"),
+        (
+            "a.md",
+            "## t\n- x\nlost words\n",
+            r"indented by two spaces in line 3 of a\.md, got 'lost words'",
+        ),
         ("a.md", "## t\n-\n", r"line 2 of a\.md"),
         ("a.md", '- x\n  <!-- {"id": } -->\n', r"JSON in the comment in line 2 of a\.md"),
         ("a.md", '- x\n  <!-- {"id": 5} -->\n', r"line 1 of a\.md"),
         ("a.md", '- x\n  <!-- {"n": "5"} -->\n', "whole number, got '5'"),
     ],
 )
-def test_what_is_no_entry_is_refused_with_its_place(bank: ExperienceBank, tmp_path: Path, name: str, text: str, what: str) -> None:
+def test_what_is_no_entry_is_refused_with_its_place(
+    bank: ExperienceBank, tmp_path: Path, name: str, text: str, what: str
+) -> None:
     (tmp_path / name).write_text(text)
     for edited in (False, True):
         with pytest.raises(BankError, match=what):
@@ -290,7 +397,9 @@ def test_unreadable_files_are_an_error(bank: ExperienceBank, tmp_path: Path) -> 
             bank.import_(tmp_path / name)
 
 
-def test_a_failed_export_leaves_the_old_file(bank: ExperienceBank, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_the_old_file(
+    bank: ExperienceBank, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / f"bank{suffix}"
     filled(bank).export(file)
     before = file.read_bytes()
@@ -298,4 +407,6 @@ def test_a_failed_export_leaves_the_old_file(bank: ExperienceBank, tmp_path: Pat
     monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         bundle.write(file, list(bank), "default", "hashing-256")
-    assert file.read_bytes() == before and [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
+    assert file.read_bytes() == before and [
+        path.name for path in tmp_path.iterdir() if path.is_file()
+    ] == [file.name]

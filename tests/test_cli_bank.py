@@ -1,4 +1,6 @@
-"""`experiential bank` over a real bank: what it shows, what it changes and asks before, and what its doctor finds."""
+"""`experiential bank` over a real bank: what it shows, what it changes and asks before, and what
+its doctor finds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from experiential.cli import main
 from experiential.cli.errors import run_app
 
 Run = Callable[..., tuple[int, str, str]]
-TEXTS = ["The red key opens the north door.", "Wait for the guard to leave.", "Copper coins sink in the well."]
+TEXTS = [
+    "The red key opens the north door.",
+    "Wait for the guard to leave.",
+    "Copper coins sink in the well.",
+]
 
 
 @pytest.fixture
@@ -63,7 +69,10 @@ def test_search_finds_the_entry_and_counts_nothing(folder: Path, run: Run) -> No
 
 
 def test_search_can_weigh_words(folder: Path, run: Run) -> None:
-    plain, worded = (json.loads(run("search", folder, "red key", "--hybrid", weight, "--json")[1]) for weight in (0, 1))
+    plain, worded = (
+        json.loads(run("search", folder, "red key", "--hybrid", weight, "--json")[1])
+        for weight in (0, 1)
+    )
     assert [row["text"] for row in worded][0] == TEXTS[0]
     assert worded[0]["score"] == 1.0 != plain[0]["score"]
     code, _, error = run("search", folder, "red key", "--hybrid", 1.5)
@@ -127,7 +136,9 @@ def by_text(run: Run, folder: Path) -> dict[str, str]:
 
 
 def fail_with(folder: Path, text: str, times: int) -> str:
-    """Episodes that used one entry and failed, each beside a free one that did not; gives the id of the last."""
+    """Episodes that used one entry and failed, each beside a free one that did not; gives the id of
+    the last.
+    """
     with xp.ExperienceBank(folder) as bank:
         entry = next(entry for entry in bank if entry.text == text)
         trajectory = None
@@ -135,7 +146,11 @@ def fail_with(folder: Path, text: str, times: int) -> str:
             use = xp.Use(experience_id=entry.id, experience_version=entry.version, score=0.5)
             trajectory = xp.Trajectory(task="castle", group=str(group), uses=(use,))
             bank.record(trajectory)
-            bank.record(xp.Trajectory(task="castle", group=str(group), success=True, condition=xp.Condition.FREE))
+            bank.record(
+                xp.Trajectory(
+                    task="castle", group=str(group), success=True, condition=xp.Condition.FREE
+                )
+            )
     assert trajectory is not None
     return trajectory.id
 
@@ -161,9 +176,19 @@ def test_history_lists_commits_and_those_of_one_entry(folder: Path, run: Run) ->
         bank.remove(id)
     log = told(run, "history", folder)
     assert [row["cause"] for row in log] == ["add", "add", "add", "update", "remove"]
-    assert set(log[0]) == {"id", "time", "author", "cause", "ref", "changes"} and log[0]["changes"] == 1
-    assert [row["id"] for row in told(run, "history", folder, "--limit", 2)] == [log[-2]["id"], log[-1]["id"]]
-    assert [(row["cause"], row["version"]) for row in told(run, "history", folder, id)] == [("add", 1), ("update", 2), ("remove", None)]
+    assert (
+        set(log[0]) == {"id", "time", "author", "cause", "ref", "changes"}
+        and log[0]["changes"] == 1
+    )
+    assert [row["id"] for row in told(run, "history", folder, "--limit", 2)] == [
+        log[-2]["id"],
+        log[-1]["id"],
+    ]
+    assert [(row["cause"], row["version"]) for row in told(run, "history", folder, id)] == [
+        ("add", 1),
+        ("update", 2),
+        ("remove", None),
+    ]
     assert " removed " in run("history", folder, id)[1]
     assert run("history", folder, "nobody")[0] == 2
 
@@ -176,7 +201,10 @@ def test_diff_has_old_and_new_text(folder: Path, run: Run) -> None:
         bank.remove(ids[TEXTS[1]])
         bank.add("Fourth.")
     rows = {row["what"]: row for row in told(run, "diff", folder, head)}
-    assert (rows["changed"]["old"], rows["changed"]["new"]) == (TEXTS[0], "The brass key opens the north door.")
+    assert (rows["changed"]["old"], rows["changed"]["new"]) == (
+        TEXTS[0],
+        "The brass key opens the north door.",
+    )
     assert (rows["removed"]["old"], rows["removed"]["new"]) == (TEXTS[1], None)
     assert rows["added"]["new"] == "Fourth."
     assert len(told(run, "diff", folder, head, head + 1)) == 1
@@ -186,10 +214,15 @@ def test_diff_has_old_and_new_text(folder: Path, run: Run) -> None:
 # Changing
 
 
-def test_rollback_shows_asks_and_goes_back(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_shows_asks_and_goes_back(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = told(run, "history", folder)[0]["id"]
     before = journal_digest(folder)
-    assert len(told(run, "rollback", folder, first, "--dry-run")) == 2 and journal_digest(folder) == before
+    assert (
+        len(told(run, "rollback", folder, first, "--dry-run")) == 2
+        and journal_digest(folder) == before
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     code, _, error = run("rollback", folder, first)
     assert code == 2 and "--yes" in error
@@ -199,7 +232,10 @@ def test_rollback_shows_asks_and_goes_back(folder: Path, run: Run, monkeypatch: 
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert run("rollback", folder, first)[0] == 0
     assert set(by_text(run, folder)) == {TEXTS[0]}
-    assert len(told(run, "rollback", folder, first + 2, "--yes")) == 2 and len(by_text(run, folder)) == 3
+    assert (
+        len(told(run, "rollback", folder, first + 2, "--yes")) == 2
+        and len(by_text(run, folder)) == 3
+    )
 
 
 def test_rollback_to_no_commit_is_a_user_error(folder: Path, run: Run) -> None:
@@ -208,7 +244,9 @@ def test_rollback_to_no_commit_is_a_user_error(folder: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("bound", [("--score", 0.3), ("--uplift", -0.5)])
-def test_prune_takes_out_what_did_not_help(folder: Path, run: Run, bound: tuple[str, float]) -> None:
+def test_prune_takes_out_what_did_not_help(
+    folder: Path, run: Run, bound: tuple[str, float]
+) -> None:
     fail_with(folder, TEXTS[2], 6)
     assert [row["text"] for row in told(run, "prune", folder, *bound, "--dry-run")] == [TEXTS[2]]
     assert told(run, "prune", folder, *bound, "--min-uses", 7, "--yes") == []
@@ -238,7 +276,9 @@ def test_merge_with_a_model_runs_one_pass(folder: Path, run: Run) -> None:
     planned = told(run, "merge", folder, "--model", "tiny", "--dry-run")
     assert digests(folder) == before
     changed = told(run, "merge", folder, "--model", "tiny")
-    assert [(row["what"], row["new"]) for row in changed] == [(row["what"], row["new"]) for row in planned]
+    assert [(row["what"], row["new"]) for row in changed] == [
+        (row["what"], row["new"]) for row in planned
+    ]
     assert "merge" in {row["cause"] for row in told(run, "history", folder)}
 
 
@@ -249,17 +289,33 @@ def test_merge_with_an_unknown_model_is_a_user_error(folder: Path, run: Run) -> 
 
 def test_import_makes_a_bank_and_adds_nothing_twice(folder: Path, run: Run, tmp_path: Path) -> None:
     run("export", folder, tmp_path / "bank.md")
-    assert told(run, "import", tmp_path / "new", tmp_path / "bank.md", "--embedder", "hashing") == [{"added": 3, "entries": 3}]
-    assert told(run, "import", tmp_path / "new", tmp_path / "bank.md") == [{"added": 0, "entries": 3}]
+    assert told(run, "import", tmp_path / "new", tmp_path / "bank.md", "--embedder", "hashing") == [
+        {"added": 3, "entries": 3}
+    ]
+    assert told(run, "import", tmp_path / "new", tmp_path / "bank.md") == [
+        {"added": 0, "entries": 3}
+    ]
     assert run("import", folder, tmp_path / "none.jsonl")[0] == 2
-    (tmp_path / "bank.md").write_text((tmp_path / "bank.md").read_text().replace("red key", "blue key"))
+    (tmp_path / "bank.md").write_text(
+        (tmp_path / "bank.md").read_text().replace("red key", "blue key")
+    )
     code, _, error = run("import", folder, tmp_path / "bank.md")
     assert code == 2 and error.count("\n") == 1
     assert told(run, "import", folder, tmp_path / "bank.md", "--edited")[0]["added"] == 1
 
 
-@pytest.mark.parametrize("command", [("rollback", 0, "--yes"), ("prune", "--score", 0.5, "--yes"), ("merge",), ("rebuild", "--yes")])
-def test_a_bank_that_another_process_writes_is_not_changed(folder: Path, run: Run, command: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("rollback", 0, "--yes"),
+        ("prune", "--score", 0.5, "--yes"),
+        ("merge",),
+        ("rebuild", "--yes"),
+    ],
+)
+def test_a_bank_that_another_process_writes_is_not_changed(
+    folder: Path, run: Run, command: tuple[object, ...]
+) -> None:
     with xp.ExperienceBank(folder):
         code, _, error = run(command[0], folder, *command[1:])
     assert code == 2 and "already open" in error and error.count("\n") == 1
@@ -345,7 +401,9 @@ def garble(folder: Path) -> None:
         (garble, "Chroma cannot"),
     ],
 )
-def test_doctor_finds_a_harmed_index_and_its_command_mends_it(folder: Path, run: Run, harm: Callable[[Path], None], says: str) -> None:
+def test_doctor_finds_a_harmed_index_and_its_command_mends_it(
+    folder: Path, run: Run, harm: Callable[[Path], None], says: str
+) -> None:
     harm(folder)
     found = ill(run, folder)
     assert list(found) == ["default: index"] and says in found["default: index"]["found"]
@@ -371,7 +429,10 @@ def test_doctor_counts_dead_letters_and_finds_lost_queue_items(folder: Path, run
             bank.submit(xp.Trajectory(id=name, task="castle"))
         bank.queue.fail("dead", "timeout", last=True)
     findings = {row["what"]: row for row in told(run, "doctor", folder)}
-    assert findings["default: dead letters"]["status"] == "note" and "1 trajectories" in findings["default: dead letters"]["found"]
+    assert (
+        findings["default: dead letters"]["status"] == "note"
+        and "1 trajectories" in findings["default: dead letters"]["found"]
+    )
     assert findings["default: queue"]["found"].startswith("1 queued")
     with sqlite3.connect(folder / "journal.sqlite") as connection:
         connection.execute("DELETE FROM trajectories WHERE id = 'lost'")

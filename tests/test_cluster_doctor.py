@@ -46,12 +46,18 @@ class TestVersions:
         assert about_version("ray", "2.55.0", "2.55.0") == "2.55.0"
 
     def test_another_and_none_get_the_command(self) -> None:
-        assert about_version("ray", "2.55.0", "2.60.0").startswith("2.60.0, and the cluster engine wants 2.55.0: run pip install")
-        assert about_version("openrlhf", "0.11.2", "").startswith("missing: run pip install --no-deps openrlhf==0.11.2")
+        assert about_version("ray", "2.55.0", "2.60.0").startswith(
+            "2.60.0, and the cluster engine wants 2.55.0: run pip install"
+        )
+        assert about_version("openrlhf", "0.11.2", "").startswith(
+            "missing: run pip install --no-deps openrlhf==0.11.2"
+        )
 
     def test_flash_attention_has_a_way_to_get_it_and_a_way_without(self) -> None:
         assert about_flash_attention("2.8.3") == "2.8.3"
-        assert "--no-build-isolation" in about_flash_attention("") and "attention=sdpa" in about_flash_attention("")
+        assert "--no-build-isolation" in about_flash_attention(
+            ""
+        ) and "attention=sdpa" in about_flash_attention("")
 
 
 class TestGpus:
@@ -60,7 +66,9 @@ class TestGpus:
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        assert about_gpus().startswith("none by nvidia-smi") and "CUDA_VISIBLE_DEVICES" in about_gpus()
+        assert (
+            about_gpus().startswith("none by nvidia-smi") and "CUDA_VISIBLE_DEVICES" in about_gpus()
+        )
 
 
 class TestPorts:
@@ -72,22 +80,35 @@ class TestPorts:
         said = about_port(listener, "Ray's dashboard")
         assert f"(process {os.getpid()})" in said and "--dashboard-port" in said
 
-    def test_taken_by_somebody_who_may_not_be_seen(self, listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_taken_by_somebody_who_may_not_be_seen(
+        self, listener: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(cluster, "_listening", lambda port: iter(()))
-        assert about_port(listener, "Ray's dashboard").startswith("taken by a process of another user")
+        assert about_port(listener, "Ray's dashboard").startswith(
+            "taken by a process of another user"
+        )
 
 
 class TestRay:
     def test_nothing_running(self) -> None:
-        assert about_ray(None).startswith("none running here") and about_ray("auto").startswith("none running here")
+        assert about_ray(None).startswith("none running here") and about_ray("auto").startswith(
+            "none running here"
+        )
 
-    def test_an_address_that_answers_and_one_that_does_not(self, listener: int, free_port: int) -> None:
-        assert about_ray(f"127.0.0.1:{listener}") == f"127.0.0.1:{listener} answers; join it with cluster.address=127.0.0.1:{listener}"
+    def test_an_address_that_answers_and_one_that_does_not(
+        self, listener: int, free_port: int
+    ) -> None:
+        assert (
+            about_ray(f"127.0.0.1:{listener}")
+            == f"127.0.0.1:{listener} answers; join it with cluster.address=127.0.0.1:{listener}"
+        )
         assert f"ray start --head --port={free_port}" in about_ray(f"127.0.0.1:{free_port}")
 
     def test_the_one_started_here_is_found(self, listener: int, no_ray_here: Path) -> None:
         no_ray_here.write_text(f"127.0.0.1:{listener}\n")
-        assert about_ray("auto") == f"127.0.0.1:{listener} answers; join it with cluster.address=auto"
+        assert (
+            about_ray("auto") == f"127.0.0.1:{listener} answers; join it with cluster.address=auto"
+        )
 
     def test_one_that_has_ended_is_none(self, free_port: int, no_ray_here: Path) -> None:
         no_ray_here.write_text(f"127.0.0.1:{free_port}\n")
@@ -100,9 +121,13 @@ class TestRay:
 
 class TestSharedMemory:
     def test_enough(self, tmp_path: Path) -> None:
-        assert "Ray wants 2.0: 30% of 1 GB, at least 2 and at most 10" in about_shared_memory(str(tmp_path), 1.0)
+        assert "Ray wants 2.0: 30% of 1 GB, at least 2 and at most 10" in about_shared_memory(
+            str(tmp_path), 1.0
+        )
 
-    def test_too_small_names_both_ways(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_small_names_both_ways(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(cluster, "STORE_LEAST_GB", 1e6)
         said = about_shared_memory(str(tmp_path), 16.0)
         assert "mount -o remount,size=1000000G" in said and "--shm-size=1000000g" in said

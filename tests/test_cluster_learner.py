@@ -1,7 +1,9 @@
-"""What a rank of the cluster engine adds to OpenRLHF's training loop: the gradient of the local runtime, to rounding.
+"""What a rank of the cluster engine adds to OpenRLHF's training loop: the gradient of the local
+runtime, to rounding.
 
-The loop itself is OpenRLHF's and needs its packages; here it is played by one that calls the same things in the same order and divides as
-DeepSpeed does: every backward pass by the accumulated micro-batches, gradients by the ranks. tests/cluster runs the real one.
+The loop itself is OpenRLHF's and needs its packages; here it is played by one that calls the same
+things in the same order and divides as DeepSpeed does: every backward pass by the accumulated
+micro-batches, gradients by the ranks. tests/cluster runs the real one.
 """
 
 from __future__ import annotations
@@ -52,22 +54,34 @@ class Actor(torch.nn.Module):
         self.model = Wrapped(model)
 
     def forward(self, *rest: Any, **options: Any) -> Any:
-        raise AssertionError("OpenRLHF's own forward pass knows neither temperatures nor constraints of a sample")
+        raise AssertionError(
+            "OpenRLHF's own forward pass knows neither temperatures nor constraints of a sample"
+        )
 
 
 class Rank:
     """One rank: a replay buffer, and a loop over it in micro-batches that are padded on the right."""
 
     def __init__(self, model: Any, tokenizer: Any, ranks: int, accumulated: int) -> None:
-        self.actor, self.tokenizer, self.micro_train_batch_size, self.max_epochs = Actor(model), tokenizer, MICRO, 1
+        self.actor, self.tokenizer, self.micro_train_batch_size, self.max_epochs = (
+            Actor(model),
+            tokenizer,
+            MICRO,
+            1,
+        )
         self.actor_loss_fn: Any = None
         self.buffer: list[SimpleNamespace] = []
         self.tokens = 0.0
         self._ranks, self._accumulated = ranks, accumulated
 
-    def training_step(self, experience: Any, kl_ctl: float, step: int, info: dict[str, Any]) -> dict[str, Any]:
+    def training_step(
+        self, experience: Any, kl_ctl: float, step: int, info: dict[str, Any]
+    ) -> dict[str, Any]:
         log_probs, _ = self.actor(
-            experience.sequences, experience.action_mask, attention_mask=experience.attention_mask, return_output=True
+            experience.sequences,
+            experience.action_mask,
+            attention_mask=experience.attention_mask,
+            return_output=True,
         )
         loss, *rest = self.actor_loss_fn(
             log_probs,
@@ -82,9 +96,15 @@ class Rank:
         return {"num_action_tokens": float(experience.action_mask.sum())}
 
     def fit(self) -> dict[str, Any]:
-        info = {"dp_size": self._ranks, "batch_num_tokens": self.tokens / self._accumulated, "global_batch_size": 0.0}
+        info = {
+            "dp_size": self._ranks,
+            "batch_num_tokens": self.tokens / self._accumulated,
+            "global_batch_size": 0.0,
+        }
         for start in range(0, len(self.buffer), MICRO):
-            status = self.training_step(stacked(self.buffer[start : start + MICRO]), 0.0, start, info)
+            status = self.training_step(
+                stacked(self.buffer[start : start + MICRO]), 0.0, start, info
+            )
             assert status["num_action_tokens"] >= 1, "OpenRLHF divides by it"
         self.buffer.clear()
         return {"actor_grad_norm": 1.5}
@@ -92,36 +112,58 @@ class Rank:
 
 def stacked(experiences: Sequence[SimpleNamespace]) -> SimpleNamespace:
     def padded(name: str) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([getattr(e, name)[0] for e in experiences], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(
+            [getattr(e, name)[0] for e in experiences], batch_first=True
+        )
 
-    fields = {name: padded(name) for name in ("sequences", "attention_mask", "action_mask", "action_log_probs", "advantages")}
-    return SimpleNamespace(**fields, info={"sample": torch.tensor([e.info["sample"][0] for e in experiences])})
+    fields = {
+        name: padded(name)
+        for name in ("sequences", "attention_mask", "action_mask", "action_log_probs", "advantages")
+    }
+    return SimpleNamespace(
+        **fields, info={"sample": torch.tensor([e.info["sample"][0] for e in experiences])}
+    )
 
 
 def local() -> LocalRuntime:
     model, tokenizer = tiny_random_model()
-    runtime = LocalRuntime(TransformersLLM(model, tokenizer), OptimSettings(lr=1e-9, max_grad_norm=1e9), reference=True)
+    runtime = LocalRuntime(
+        TransformersLLM(model, tokenizer), OptimSettings(lr=1e-9, max_grad_norm=1e9), reference=True
+    )
     return runtime
 
 
 async def drawn(runtime: LocalRuntime) -> list[Sample]:
-    """Free, at a temperature, among choices, and under a schema; of weights and advantages of their own, off-policy by a little."""
-    sampling = [SamplingParams(max_tokens=7, seed=1), SamplingParams(max_tokens=4, temperature=0.6, seed=2)]
+    """Free, at a temperature, among choices, and under a schema; of weights and advantages of their
+    own, off-policy by a little.
+    """
+    sampling = [
+        SamplingParams(max_tokens=7, seed=1),
+        SamplingParams(max_tokens=4, temperature=0.6, seed=2),
+    ]
     sampling += [
         SamplingParams(choices=("go north", "go south", "wait"), seed=3),
         SamplingParams(json_schema=SCHEMA, max_tokens=40, seed=4),
     ]
     prompts = [[5, 9, 30 + i, 77] for i in range(2)]
     found = await asyncio.gather(*(runtime.generate(p, s) for p in prompts for s in sampling))
-    samples = [sample_from_generation(g, (-1.0) ** i * (1 + i), weight=0.05 * (1 + i)) for i, g in enumerate(found)]
+    samples = [
+        sample_from_generation(g, (-1.0) ** i * (1 + i), weight=0.05 * (1 + i))
+        for i, g in enumerate(found)
+    ]
     teacher = [tuple(x - 0.3 * (i % 3) for i, x in enumerate(s.logprobs)) for s in samples]
     off = [tuple(x + 0.05 * (-1) ** i for i, x in enumerate(s.logprobs)) for s in samples]
-    return [replace(s, logprobs=values, teacher=told) for s, values, told in zip(samples, off, teacher, strict=True)]
+    return [
+        replace(s, logprobs=values, teacher=told)
+        for s, values, told in zip(samples, off, teacher, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["ppo", "cispo", "sft", "reverse_kl", "mixed"])
-async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtime(kind: str, ranks: int) -> None:
+async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtime(
+    kind: str, ranks: int
+) -> None:
     here = local()
     samples = await drawn(here)
     if kind == "mixed":
@@ -161,9 +203,18 @@ async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtim
 
 async def test_scores_are_the_log_probabilities_of_each_sample_in_the_order_given() -> None:
     here = local()
-    samples = [replace(s, logprobs=tuple(x - 0.05 * (-1) ** i for i, x in enumerate(s.logprobs))) for s in await drawn(here)]
+    samples = [
+        replace(s, logprobs=tuple(x - 0.05 * (-1) ** i for i, x in enumerate(s.logprobs)))
+        for s in await drawn(here)
+    ]
     rank = Rank(here.llm.model, here.tokenizer, 1, 1)
-    learner = Learner(rank, fit=rank.fit, append=rank.buffer.append, make_experience=SimpleNamespace, accumulated=1)
+    learner = Learner(
+        rank,
+        fit=rank.fit,
+        append=rank.buffer.append,
+        make_experience=SimpleNamespace,
+        accumulated=1,
+    )
     for sample in [*samples, BLANK]:
         learner.take(sample)
     scored = learner.score()

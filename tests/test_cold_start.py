@@ -1,4 +1,6 @@
-"""Supervised training on demonstrations: what is read, which tokens are learnt, that it learns, and that a resumed run skips it."""
+"""Supervised training on demonstrations: what is read, which tokens are learnt, that it learns, and
+that a resumed run skips it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from experiential.errors import ConfigError
 from experiential.llm.models import load_model
 from experiential.recipe import load_experiment
 from experiential.training.local import LocalRuntime, build_runtimes
-from experiential.training.methods.cold_start import Demonstration, cold_start, demonstration_samples, read_demonstrations
+from experiential.training.methods.cold_start import (
+    Demonstration,
+    cold_start,
+    demonstration_samples,
+    read_demonstrations,
+)
 from experiential.training.trainer import Trainer
 
 CHAT = [
@@ -44,7 +51,13 @@ def tokenizer() -> Any:
 
 
 def test_chats_are_read_and_other_fields_and_blank_lines_do_not_matter(tmp_path: Path) -> None:
-    path = written(tmp_path, json.dumps({"messages": CHAT, "success": True}), "", chat("user", "assistant"), chat("tool", "assistant"))
+    path = written(
+        tmp_path,
+        json.dumps({"messages": CHAT, "success": True}),
+        "",
+        chat("user", "assistant"),
+        chat("tool", "assistant"),
+    )
     assert [len(one.messages) for one in read_demonstrations(path)] == [5, 2, 2]
 
 
@@ -60,8 +73,24 @@ def test_chats_are_read_and_other_fields_and_blank_lines_do_not_matter(tmp_path:
         (chat("system", "user", "assistant", "user"), "must be last"),
         (chat("user", "assistant", "system", "assistant"), "can only be the first"),
         (chat("robot", "assistant"), "messages.0.role"),
-        (json.dumps({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}), "messages.0.content"),
-        ('{"messages": [{"role": "user", "content": "x", "name": "y"}, {"role": "assistant", "content": "x"}]}', "messages.0.name"),
+        (
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": ""},
+                        {"role": "assistant", "content": "x"},
+                    ]
+                }
+            ),
+            "messages.0.content",
+        ),
+        (
+            (
+                '{"messages": [{"role": "user", "content": "x", "name": "y"}, {"role": "assistant",'
+                ' "content": "x"}]}'
+            ),
+            "messages.0.name",
+        ),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, told: str) -> None:
@@ -82,7 +111,9 @@ def test_only_the_assistants_tokens_are_learnt_each_reply_with_its_end(tokenizer
     learnt = tokenizer.decode([sample.tokens[p] for p in sample.positions])
     end = tokenizer.eos_token
     assert learnt == f"<search_experience>door</search_experience>{end}pull red{end}"
-    assert tokenizer.decode(sample.tokens).startswith(tokenizer.apply_chat_template(CHAT[:2], tokenize=False))
+    assert tokenizer.decode(sample.tokens).startswith(
+        tokenizer.apply_chat_template(CHAT[:2], tokenize=False)
+    )
 
 
 def test_the_prompts_are_those_that_an_actor_meets(tokenizer: Any) -> None:
@@ -96,29 +127,44 @@ def test_the_prompts_are_those_that_an_actor_meets(tokenizer: Any) -> None:
             agent.act(message["content"])
     (sample,) = demonstration_samples(Demonstration.model_validate({"messages": CHAT}), tokenizer)
     (played,) = agent.dialogue.sequences()  # type: ignore[union-attr]
-    assert list(sample.tokens) == played.tokens and [i for i, m in enumerate(played.mask) if m] == list(sample.positions)
+    assert list(sample.tokens) == played.tokens and [
+        i for i, m in enumerate(played.mask) if m
+    ] == list(sample.positions)
 
 
 def runtime(tokenizer: Any, lora: LoraSettings | None = None) -> LocalRuntime:
     optim = OptimSettings(lr=2e-3 if lora is None else 2e-2)
-    return build_runtimes(ModelSettings(lora=lora), None, (optim, optim), references=(True, False))[0]
+    return build_runtimes(ModelSettings(lora=lora), None, (optim, optim), references=(True, False))[
+        0
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)], ids=["full", "lora"])
-def test_demonstrations_become_likely_and_the_reference_follows(tmp_path: Path, tokenizer: Any, lora: LoraSettings | None) -> None:
+def test_demonstrations_become_likely_and_the_reference_follows(
+    tmp_path: Path, tokenizer: Any, lora: LoraSettings | None
+) -> None:
     path = written(tmp_path, *[json.dumps({"messages": CHAT})] * 8)
     policy, events = runtime(tokenizer, lora), list[dict[str, Any]]()
     (sample,) = demonstration_samples(Demonstration.model_validate({"messages": CHAT}), tokenizer)
 
     async def run() -> tuple[list[float], list[float]]:
         before = (await policy.score([sample]))[0]
-        await cold_start(policy, ColdStartSettings(demonstrations=str(path), epochs=6, batch_size=4), 0, events.append)
+        await cold_start(
+            policy,
+            ColdStartSettings(demonstrations=str(path), epochs=6, batch_size=4),
+            0,
+            events.append,
+        )
         return list(before), list((await policy.score([sample]))[0])
 
     before, after = asyncio.run(run())
     (event,) = events
-    assert (event["updates"], event["demonstrations"], event["tokens"]) == (12, 8, 6 * 8 * len(sample.positions))
+    assert (event["updates"], event["demonstrations"], event["tokens"]) == (
+        12,
+        8,
+        6 * 8 * len(sample.positions),
+    )
     assert sum(after) > sum(before) / 2 and event["loss"] < event["first_loss"]
     assert policy.version == 12
     if lora is None:
@@ -154,26 +200,68 @@ def test_demonstrations_of_vault_ask_and_follow(tmp_path: Path) -> None:
     rows = list(demonstrations(experiment, 20, ask=1.0, follow=1.0, seed=1))
     assert len(read_demonstrations(written(tmp_path, *map(json.dumps, rows)))) == 20
     calls = [row["messages"][2]["content"] for row in rows]
-    worlds = [call.removeprefix("<search_experience>Open the vault of ").removesuffix(".</search_experience>") for call in calls]
-    noted = [row for row, world in zip(rows, worlds, strict=True) if world in row["messages"][3]["content"]]
-    assert 0 < len(noted) < 20 and all(row["success"] and len(row["messages"]) == 5 for row in noted)  # one pull, the right one
+    worlds = [
+        call.removeprefix("<search_experience>Open the vault of ").removesuffix(
+            ".</search_experience>"
+        )
+        for call in calls
+    ]
+    noted = [
+        row
+        for row, world in zip(rows, worlds, strict=True)
+        if world in row["messages"][3]["content"]
+    ]
+    assert 0 < len(noted) < 20 and all(
+        row["success"] and len(row["messages"]) == 5 for row in noted
+    )  # one pull, the right one
     silent = demonstrations(experiment, 3, ask=0.0, follow=1.0, seed=1)
     assert all("<search_experience>" not in json.dumps(row) for row in silent)
 
 
 def test_demonstrations_of_hotpotqa_answer_rightly(tmp_path: Path) -> None:
-    env = ["env.id=experiential/HotpotQA-v0", "env.kwargs={choices: true, style: tags}", "env.train={questions: 9}"]
-    rows = list(demonstrations(load_experiment("evolver", ["bank.embedder=hashing", *env]), 4, ask=1.0, follow=1.0, seed=1))
-    assert all(row["success"] for row in rows) and all("<answer>" in row["messages"][-1]["content"] for row in rows)
+    env = [
+        "env.id=experiential/HotpotQA-v0",
+        "env.kwargs={choices: true, style: tags}",
+        "env.train={questions: 9}",
+    ]
+    rows = list(
+        demonstrations(
+            load_experiment("evolver", ["bank.embedder=hashing", *env]),
+            4,
+            ask=1.0,
+            follow=1.0,
+            seed=1,
+        )
+    )
+    assert all(row["success"] for row in rows) and all(
+        "<answer>" in row["messages"][-1]["content"] for row in rows
+    )
     assert all("Nothing found." in row["messages"][3]["content"] for row in rows)
 
 
 @pytest.mark.slow
 def test_a_run_begins_with_it_and_a_resumed_one_does_not(tmp_path: Path) -> None:
     path = written(tmp_path, json.dumps({"messages": CHAT}))
-    small = ["actor.groups=1", "actor.group_size=2", "eval.before=false", "eval.after=false", "bank.embedder=hashing"]
+    small = [
+        "actor.groups=1",
+        "actor.group_size=2",
+        "eval.before=false",
+        "eval.after=false",
+        "bank.embedder=hashing",
+    ]
     overrides = [*small, f"cold_start={{demonstrations: {path}}}"]
     for steps, resume in ((1, False), (2, True)):
-        Trainer(load_experiment("evolver", [*overrides, f"run.steps={steps}"]), tmp_path / "run", resume=resume).run()
-    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert events.count("cold_start") == 1 and events.count("step") == 2 and events.index("cold_start") < events.index("step")
+        Trainer(
+            load_experiment("evolver", [*overrides, f"run.steps={steps}"]),
+            tmp_path / "run",
+            resume=resume,
+        ).run()
+    events = [
+        json.loads(line)["event"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert (
+        events.count("cold_start") == 1
+        and events.count("step") == 2
+        and events.index("cold_start") < events.index("step")
+    )

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from experiential.cli.reference import configuration_page
 from experiential.config import Experiment
 from experiential.errors import ConfigError
-from experiential.recipe import RECIPES, describe_recipe, dump_experiment, load_experiment, recipe_names, settings_reference
+from experiential.recipe import (
+    RECIPES,
+    describe_recipe,
+    dump_experiment,
+    load_experiment,
+    recipe_names,
+    settings_reference,
+)
 
 KEYS = [setting.key for setting in settings_reference()]
 
@@ -22,8 +29,19 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_the_recipes_of_the_paper_are_there() -> None:
-    baselines = {"grpo", "dr-grpo", "rloo", "reinforce-baseline", "offline", "static-online", "exp-only"}
-    ablations = {f"complementary-{name}" for name in ("all-guided", "pooled", "critic", "self-distill", "perplexity")}
+    baselines = {
+        "grpo",
+        "dr-grpo",
+        "rloo",
+        "reinforce-baseline",
+        "offline",
+        "static-online",
+        "exp-only",
+    }
+    ablations = {
+        f"complementary-{name}"
+        for name in ("all-guided", "pooled", "critic", "self-distill", "perplexity")
+    }
     others = {"complementary", "evolver", "erl", "erl-no-memory", "erl-no-reflection"}
     assert baselines | ablations | others <= set(recipe_names())
 
@@ -39,7 +57,12 @@ def test_recipes_differ_in_who_learns_and_who_sees_the_bank() -> None:
     kinds = {}
     for name in ("complementary", "exp-only", "grpo", "static-online"):
         experiment = load_experiment(name)
-        kinds[name] = (experiment.actor.train, experiment.actor.guided, experiment.extractor.enabled, experiment.extractor.train)
+        kinds[name] = (
+            experiment.actor.train,
+            experiment.actor.guided,
+            experiment.extractor.enabled,
+            experiment.extractor.train,
+        )
     assert kinds["complementary"] == (True, "half", True, True)
     assert kinds["static-online"][2:] == (True, False)
     assert kinds["grpo"][1:] == ("none", False, False)
@@ -47,8 +70,14 @@ def test_recipes_differ_in_who_learns_and_who_sees_the_bank() -> None:
 
 
 def test_overrides_apply_from_left_to_right_over_the_recipe() -> None:
-    experiment = load_experiment("complementary", ["run.steps=5", "run.steps=7", "model.name=smollm2", "actor.optim.lr=1e-4"])
-    assert (experiment.run.steps, experiment.model.name, experiment.actor.optim.lr) == (7, "smollm2", 1e-4)
+    experiment = load_experiment(
+        "complementary", ["run.steps=5", "run.steps=7", "model.name=smollm2", "actor.optim.lr=1e-4"]
+    )
+    assert (experiment.run.steps, experiment.model.name, experiment.actor.optim.lr) == (
+        7,
+        "smollm2",
+        1e-4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +91,10 @@ def test_overrides_apply_from_left_to_right_over_the_recipe() -> None:
         ("run.minutes=null", lambda e: e.run.minutes is None),
         ("actor.train=false", lambda e: e.actor.train is False),
         ("env.changes=[{step: 3, worlds: 9}]", lambda e: e.env.changes[0].worlds == 9),
-        ("extractor_model.name=smollm2", lambda e: e.extractor_model is not None and e.extractor_model.name == "smollm2"),
+        (
+            "extractor_model.name=smollm2",
+            lambda e: e.extractor_model is not None and e.extractor_model.name == "smollm2",
+        ),
         ("model.name=a=b", lambda e: e.model.name == "a=b"),
     ],
 )
@@ -94,12 +126,18 @@ def test_unknown_key_is_refused_with_the_nearest(override: str, hint: str) -> No
     [
         ("run.steps=abc", "Expected run.steps to be a valid integer, got 'abc'"),
         ("actor.group_size=-3", "Expected actor.group_size to be greater than 0, got -3"),
-        ("actor.guided=sometimes", "Expected actor.guided to be 'half', 'all' or 'none', got 'sometimes'"),
+        (
+            "actor.guided=sometimes",
+            "Expected actor.guided to be 'half', 'all' or 'none', got 'sometimes'",
+        ),
         ("actor.group_size=1", "Expected actor.group_size of at least 2"),
         ("model.lora=16", "Expected model.lora to be a valid mapping"),
         ("seed.x=1", "Expected seed to be a value of type int"),
         ("env.changes=[{step: 3}]", "Expected a value for env.changes.0.worlds"),
-        ("env.changes=[{step: 3, worlds: 2, erra: 1}]", "Expected a known setting, got 'env.changes.0.erra'"),
+        (
+            "env.changes=[{step: 3, worlds: 2, erra: 1}]",
+            "Expected a known setting, got 'env.changes.0.erra'",
+        ),
         ("run.steps", "of the form key=value"),
         ("=3", "of the form key=value"),
         ("run.steps=[1", "Expected a YAML value"),
@@ -122,7 +160,12 @@ def test_a_file_extends_a_bundled_recipe_and_its_neighbours(tmp_path: Path) -> N
     mine = write(tmp_path / "mine.yaml", "extends: base.yaml\nactor: {groups: 2}\n")
     experiment = load_experiment(mine)
     assert experiment.recipe == "mine"
-    assert (experiment.run.steps, experiment.actor.group_size, experiment.actor.groups, experiment.actor.guided) == (3, 4, 2, "none")
+    assert (
+        experiment.run.steps,
+        experiment.actor.group_size,
+        experiment.actor.groups,
+        experiment.actor.guided,
+    ) == (3, 4, 2, "none")
 
 
 @pytest.mark.parametrize(
@@ -156,9 +199,13 @@ PRINTABLE = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")),
 @given(steps=st.integers(0, 10**6), lr=st.floats(1e-9, 1.0), name=PRINTABLE)
 @example(steps=0, lr=1.0, name="0E0")
 @example(steps=0, lr=1.0, name="1e-4")
-def test_dump_reads_back_to_an_equal_experiment(tmp_path_factory: pytest.TempPathFactory, steps: int, lr: float, name: str) -> None:
+def test_dump_reads_back_to_an_equal_experiment(
+    tmp_path_factory: pytest.TempPathFactory, steps: int, lr: float, name: str
+) -> None:
     experiment = load_experiment("complementary", [f"run.steps={steps}", f"actor.optim.lr={lr!r}"])
-    experiment = experiment.model_copy(update={"model": experiment.model.model_copy(update={"name": name})})
+    experiment = experiment.model_copy(
+        update={"model": experiment.model.model_copy(update={"name": name})}
+    )
     path = write(tmp_path_factory.mktemp("dump") / "config.yaml", dump_experiment(experiment))
     assert load_experiment(path) == experiment
 

@@ -1,4 +1,5 @@
-"""A bank whose writer is killed -9 at random points, hundreds of times: what was promised is there, once, and the bank opens.
+"""A bank whose writer is killed -9 at random points, hundreds of times: what was promised is there,
+once, and the bank opens.
 
 ``make crash KILLS=2000`` does it for longer; ``SEED`` draws other points.
 """
@@ -53,11 +54,15 @@ class Promises:
 def killed(folder, seed, promises, point, rng):
     """Let a writer work until it is dead; gives whether it died at the point named for it."""
     ours, theirs = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=write, args=(str(folder), seed, theirs, point, rng.randint(1, 6)), daemon=True)
+    process = CONTEXT.Process(
+        target=write, args=(str(folder), seed, theirs, point, rng.randint(1, 6)), daemon=True
+    )
     process.start()
     theirs.close()
     if point is None:
-        assert os.read(ours.fileno(), 1) == b"{", "the writer could not open the bank; its error is above"
+        assert os.read(ours.fileno(), 1) == b"{", (
+            "the writer could not open the bank; its error is above"
+        )
         time.sleep(rng.uniform(0.0, 0.35))
         os.kill(process.pid, signal.SIGKILL)
     said = ("{" if point is None else "") + everything(ours, 30.0)
@@ -86,7 +91,9 @@ def wait_or_kill(process):
     if alive:
         process.kill()
         process.join()
-    assert process.exitcode == -signal.SIGKILL, f"the writer failed by itself with {process.exitcode}; its error is above"
+    assert process.exitcode == -signal.SIGKILL, (
+        f"the writer failed by itself with {process.exitcode}; its error is above"
+    )
     return not alive
 
 
@@ -97,12 +104,18 @@ def check(folder, promises):
         for (id, version), text in promises.versions.items():
             assert bank.version(id, version).text == text, "an acknowledged version is lost"
         for head, state in list(promises.states.items())[-3:]:
-            assert head in commits | {0} and digest(bank.at(head).entries()) == state, "an acknowledged state is lost"
+            assert head in commits | {0} and digest(bank.at(head).entries()) == state, (
+                "an acknowledged state is lost"
+            )
         for id in promises.submitted:
-            assert bank.queue.state(id) in ("queued", "done") and bank.trajectory(id) is not None, "a submission is lost"
+            assert bank.queue.state(id) in ("queued", "done") and bank.trajectory(id) is not None, (
+                "a submission is lost"
+            )
         for id in promises.distilled:
             assert bank.queue.state(id) == "done", "a finished item came back"
-        assert [entry.id for entry in bank.entries()] == [entry.id for entry in bank.at(bank.head).entries()]
+        assert [entry.id for entry in bank.entries()] == [
+            entry.id for entry in bank.at(bank.head).entries()
+        ]
         bank.flush_index()
         assert len(bank._follower.opened()) == len(bank), "the index did not catch up"
     wrong = [finding for finding in examine(folder) if finding.status == "wrong"]
@@ -118,10 +131,17 @@ def check_credit(bank):
     refs = [commit.ref for commit in bank.commits() if commit.cause == "trajectory"]
     assert len(refs) == len(set(refs)), "a trajectory was distilled twice"
     with sqlite3.connect(bank.path / "journal.sqlite") as journal:
-        uses = dict(journal.execute("SELECT experience, COUNT(*) FROM uses GROUP BY experience").fetchall())
+        uses = dict(
+            journal.execute("SELECT experience, COUNT(*) FROM uses GROUP BY experience").fetchall()
+        )
     for entry in bank.entries():
-        if not any(bank.version(entry.id, version).provenance.parents for version in range(1, entry.version + 1)):
-            assert entry.statistics.uses == uses.get(entry.id, 0), "a use was counted twice, or never"
+        if not any(
+            bank.version(entry.id, version).provenance.parents
+            for version in range(1, entry.version + 1)
+        ):
+            assert entry.statistics.uses == uses.get(entry.id, 0), (
+                "a use was counted twice, or never"
+            )
 
 
 def crash(tmp_path, kills, seed):
@@ -155,4 +175,6 @@ def test_hundreds_of_kills_lose_nothing(tmp_path):
     died = crash(tmp_path, kills, seed=int(os.environ.get("SEED", "1")))
     print(died)
     assert sum(died.values()) == kills
-    assert kills < 200 or sum(1 for count in died.values() if count) > len(POINTS) // 2, f"kills fell on too few points: {died}"
+    assert kills < 200 or sum(1 for count in died.values() if count) > len(POINTS) // 2, (
+        f"kills fell on too few points: {died}"
+    )

@@ -20,7 +20,9 @@ def used(*entries, success=True, **fields):
 
 def merge(bank, *entries, text="merged text"):
     operation = Merge(entries=tuple(range(1, len(entries) + 1)), text=text)
-    return bank.consolidate(Distillation(parsed=ParsedOperations(operations=(operation,))), shown=entries)[0]
+    return bank.consolidate(
+        Distillation(parsed=ParsedOperations(operations=(operation,))), shown=entries
+    )[0]
 
 
 def test_record_counts_each_use_and_its_outcome(bank):
@@ -80,4 +82,9 @@ def test_lineage_reaches_every_ancestor_through_two_merges_and_survives_reopenin
 
 def test_lineage_visits_a_shared_ancestor_once():
     family = {("d", 1): [("b", 1), ("c", 1)], ("b", 1): [("a", 1)], ("c", 1): [("a", 1)]}
-    assert lineage("d", 1, lambda id, version: family.get((id, version), [])) == [("d", 1), ("b", 1), ("c", 1), ("a", 1)]
+    assert lineage("d", 1, lambda id, version: family.get((id, version), [])) == [
+        ("d", 1),
+        ("b", 1),
+        ("c", 1),
+        ("a", 1),
+    ]

@@ -1,4 +1,6 @@
-"""Near-duplicates: block by block as a brute-force search finds them, and merged with everything that belongs to them."""
+"""Near-duplicates: block by block as a brute-force search finds them, and merged with everything
+that belongs to them.
+"""
 
 import numpy as np
 import pytest
@@ -9,7 +11,15 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.consolidation import dedupe
 from experiential.bank.index.embed import normalise
 from experiential.errors import ReadOnlyBankError
-from experiential.types import Add, Distillation, Experience, Generation, ParsedOperations, Trajectory, Use
+from experiential.types import (
+    Add,
+    Distillation,
+    Experience,
+    Generation,
+    ParsedOperations,
+    Trajectory,
+    Use,
+)
 
 KEY = "Use the small brass key that hangs behind the kitchen stove to open the red door."
 NEAR = "Use the small brass key that hangs behind the kitchen stove to open the red doors."
@@ -33,7 +43,9 @@ def use(bank, entry, *outcomes):
 
 
 def brute_force(vectors, threshold, accept):
-    """Each row in order joins the survivor most like it that is accepted, the whole matrix in memory."""
+    """Each row in order joins the survivor most like it that is accepted, the whole matrix in
+    memory.
+    """
     cosines = vectors @ vectors.T
     joins = {}
     for i in range(len(vectors)):
@@ -43,7 +55,13 @@ def brute_force(vectors, threshold, accept):
     return joins
 
 
-@given(seed=st.integers(0, 2**32), n=st.integers(1, 60), block=st.integers(1, 17), columns=st.integers(1, 13), judged=st.booleans())
+@given(
+    seed=st.integers(0, 2**32),
+    n=st.integers(1, 60),
+    block=st.integers(1, 17),
+    columns=st.integers(1, 13),
+    judged=st.booleans(),
+)
 @settings(max_examples=150, deadline=None)
 def test_blocks_of_any_size_find_what_brute_force_finds(seed, n, block, columns, judged):
     rng = np.random.default_rng(seed)
@@ -61,7 +79,9 @@ def test_blocks_of_any_size_find_what_brute_force_finds(seed, n, block, columns,
     before = dedupe.BLOCK, dedupe._COLUMNS
     dedupe.BLOCK, dedupe._COLUMNS = block, columns
     try:
-        found = dedupe.answered(dedupe.leaders(vectors, threshold, range(n)), lambda pair: accept(*pair))
+        found = dedupe.answered(
+            dedupe.leaders(vectors, threshold, range(n)), lambda pair: accept(*pair)
+        )
         assert found == brute_force(vectors, threshold, accept)
     finally:
         dedupe.BLOCK, dedupe._COLUMNS = before
@@ -76,7 +96,9 @@ def test_no_array_grows_with_the_square_of_the_entries(monkeypatch):
     vectors = normalise(np.random.default_rng(0).normal(size=(6000, 16)))
     tracemalloc.start()
     try:
-        joins = dedupe.answered(dedupe.leaders(vectors, 0.999, range(len(vectors))), lambda pair: True)
+        joins = dedupe.answered(
+            dedupe.leaders(vectors, 0.999, range(len(vectors))), lambda pair: True
+        )
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -94,8 +116,15 @@ def test_near_duplicates_are_merged_into_the_oldest_with_all_that_is_known(bank)
     survivor = bank.get(old.id)
     assert found.survivor.id == old.id and [entry.id for entry in found.merged] == [new.id]
     assert (survivor.text, survivor.task, survivor.version) == (KEY, "house", 2)
-    assert survivor.provenance.parents == ((old.id, 1), (new.id, 1)) and survivor.provenance.cause == "dedupe"
-    assert (survivor.statistics.retrievals, survivor.statistics.uses, survivor.statistics.successes) == (3, 5, 3)
+    assert (
+        survivor.provenance.parents == ((old.id, 1), (new.id, 1))
+        and survivor.provenance.cause == "dedupe"
+    )
+    assert (
+        survivor.statistics.retrievals,
+        survivor.statistics.uses,
+        survivor.statistics.successes,
+    ) == (3, 5, 3)
     assert bank.get(new.id) is None and [entry.id for entry in bank] == [old.id, far.id]
     assert bank.lineage(old.id, 2) == [(old.id, 2), (old.id, 1), (new.id, 1)]
     assert (bank.head, bank.commits()[-1].cause) == (head + 1, "dedupe")
@@ -103,7 +132,9 @@ def test_near_duplicates_are_merged_into_the_oldest_with_all_that_is_known(bank)
     with ExperienceBank(bank.path, read_only=True) as again:
         assert again.get(old.id).statistics.uses == 5 and len(again) == 2
     bank.rollback(head)
-    assert [(entry.id, entry.version, entry.text) for entry in bank] == [(e.id, 1, e.text) for e in (old, far, new)]
+    assert [(entry.id, entry.version, entry.text) for entry in bank] == [
+        (e.id, 1, e.text) for e in (old, far, new)
+    ]
 
 
 def test_uplift_of_the_survivor_reaches_what_was_merged_into_it(bank):
@@ -120,10 +151,16 @@ def test_uplift_of_the_survivor_reaches_what_was_merged_into_it(bank):
 def test_credit_of_the_survivor_goes_to_each_generation_once(bank):
     """The survivor names no generation itself: those of its parents earn what it earns, by lineage."""
     for text in (KEY, NEAR):
-        distilled = Distillation(parsed=ParsedOperations(operations=(Add(text=text),)), generation=Generation(text=text))
-        bank.apply(distilled, trajectory=Trajectory(task="house", instance=f"world-{len(bank)}"), shown=[])
+        distilled = Distillation(
+            parsed=ParsedOperations(operations=(Add(text=text),)), generation=Generation(text=text)
+        )
+        bank.apply(
+            distilled, trajectory=Trajectory(task="house", instance=f"world-{len(bank)}"), shown=[]
+        )
     (found,) = bank.deduplicate(0.9)
-    versions = [bank.version(*one) for one in bank.lineage(found.survivor.id, found.survivor.version)]
+    versions = [
+        bank.version(*one) for one in bank.lineage(found.survivor.id, found.survivor.version)
+    ]
     generations = [entry.provenance.generation for entry in versions]
     assert generations[0] is None and len(set(generations[1:])) == 2 and None not in generations[1:]
     assert found.survivor.provenance.instance is None
@@ -217,7 +254,9 @@ def test_a_batch_is_compared_within_itself_first_then_with_older_entries(bank):
     assert found.survivor.id == old.id
     assert [entry.id for entry in found.merged] == [first.id, second.id]
     assert asked == [(old.id, first.id)]  # the second had joined the first already
-    assert bank.get(other_old.id) is not None  # the bank's own entries are not compared with each other
+    assert (
+        bank.get(other_old.id) is not None
+    )  # the bank's own entries are not compared with each other
     assert bank.get(alone.id) is not None
 
 

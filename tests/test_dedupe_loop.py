@@ -1,4 +1,6 @@
-"""Two-level deduplication while a run goes on: in the manager, with an extractor's judgement, over a real bank."""
+"""Two-level deduplication while a run goes on: in the manager, with an extractor's judgement, over
+a real bank.
+"""
 
 import asyncio
 import threading
@@ -20,7 +22,9 @@ FAR = "Copper coins sink in the well."
 
 
 class Judge:
-    """Writes each trajectory's first observation down as a lesson; judges as it is told and remembers what it was asked."""
+    """Writes each trajectory's first observation down as a lesson; judges as it is told and
+    remembers what it was asked.
+    """
 
     version = 0
 
@@ -35,7 +39,9 @@ class Judge:
         return experience.text, None
 
     async def amerge(self, experiences):
-        operation = Merge(entries=tuple(range(1, len(experiences) + 1)), text="merged: " + experiences[0].text)
+        operation = Merge(
+            entries=tuple(range(1, len(experiences) + 1)), text="merged: " + experiences[0].text
+        )
         return Distillation(parsed=ParsedOperations(operations=(operation,)))
 
     async def ajudge(self, a, b):
@@ -67,7 +73,10 @@ def test_lessons_of_a_run_are_merged_within_their_batch_and_then_into_older_entr
         assert manager.deduplicate() == 0 and extractor.asked == []
         distilled(manager, NEAR, FAR, THIRD)
         assert manager.deduplicate() == 2
-        assert extractor.asked == [(NEAR, THIRD), (KEY, NEAR)], "within the batch first, then what is left with the bank"
+        assert extractor.asked == [
+            (NEAR, THIRD),
+            (KEY, NEAR),
+        ], "within the batch first, then what is left with the bank"
         assert texts(bank) == [KEY, FAR]
         assert manager.stats()["deduplicated"] == 2
     survivor = bank.get(old.id)
@@ -126,7 +135,9 @@ def test_what_a_deduplication_wrote_is_no_news_but_what_a_merge_wrote_is(bank):
     extractor = Judge(verdict=lambda a, b: b.text == NEAR)
     with ExperienceManager(bank, extractor) as manager:
         assert manager.deduplicate() == 1 and extractor.asked == [(KEY, NEAR), (KEY, THIRD)]
-        assert manager.deduplicate() == 0 and len(extractor.asked) == 2, "KEY has a new version with its old text"
+        assert manager.deduplicate() == 0 and len(extractor.asked) == 2, (
+            "KEY has a new version with its old text"
+        )
         bank.remove(next(entry.id for entry in bank if entry.text == THIRD))
         bank.add(FAR, task="house")
         assert manager.merge() == 1 and texts(bank) == ["merged: " + KEY]
@@ -146,10 +157,18 @@ def test_tasks_and_kinds_stay_apart(bank):
 def test_uses_and_credit_go_to_the_survivor(bank):
     a, b = bank.add_many([KEY, NEAR])
     for entry in (a, b):
-        bank.record(Trajectory(task="t", success=True, uses=(Use(experience_id=entry.id, experience_version=1),)))
+        bank.record(
+            Trajectory(
+                task="t", success=True, uses=(Use(experience_id=entry.id, experience_version=1),)
+            )
+        )
     with ExperienceManager(bank, Judge()) as manager:
         assert manager.deduplicate() == 1
-    assert bank.get(a.id).statistics.uses == 2 and set(bank.lineage(a.id, 2)) == {(a.id, 2), (a.id, 1), (b.id, 1)}
+    assert bank.get(a.id).statistics.uses == 2 and set(bank.lineage(a.id, 2)) == {
+        (a.id, 2),
+        (a.id, 1),
+        (b.id, 1),
+    }
 
 
 def test_a_failing_judge_loses_its_own_task_only_and_is_asked_again(bank):
@@ -195,7 +214,9 @@ def test_an_entry_that_changed_while_the_judge_thought_stays(bank):
 
 
 def test_a_pass_cut_off_keeps_what_it_wrote_and_the_next_manager_does_the_rest(bank):
-    """Closed in the middle of a pass: the task that is judged is merged, the one that still waits is whole."""
+    """Closed in the middle of a pass: the task that is judged is merged, the one that still waits
+    is whole.
+    """
     bank.add_many([KEY, NEAR], task="quick")
     bank.add_many([KEY, NEAR], task="hanging")
     merged, waiting = threading.Event(), threading.Event()

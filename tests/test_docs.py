@@ -13,7 +13,13 @@ from experiential.recipe import recipe_names, settings_reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-NAMES = sorted(set(re.findall(r"`(experiential[\w.]*:\w+)`", (ROOT / "docs" / "paper_index.md").read_text("utf-8"))))
+NAMES = sorted(
+    set(
+        re.findall(
+            r"`(experiential[\w.]*:\w+)`", (ROOT / "docs" / "paper_index.md").read_text("utf-8")
+        )
+    )
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,13 +37,20 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 def anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as mkdocs makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_anchors_of_links_exist(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text("utf-8"))
-    assert [(target, anchor) for target, anchor in links if anchor not in anchors(page.parent / target if target else page)] == []
+    assert [
+        (target, anchor)
+        for target, anchor in links
+        if anchor not in anchors(page.parent / target if target else page)
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -50,9 +63,13 @@ def test_files_of_results_that_a_page_names_exist(page: Path) -> None:
 def test_tests_and_benchmarks_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     tests = set(re.findall(r"\btests/[\w/]*\w\.py\b(?!::)", text))
-    modules = {name.replace(".", "/") for name in re.findall(r"python -m (benchmarks[\w.]*\w)", text)}
+    modules = {
+        name.replace(".", "/") for name in re.findall(r"python -m (benchmarks[\w.]*\w)", text)
+    }
     assert [name for name in tests if not (ROOT / name).is_file()] == []
-    assert [name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file())] == []
+    assert [
+        name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file())
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -63,12 +80,19 @@ def test_python_blocks_are_python(page: Path) -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     listed = (ROOT / "mkdocs.yml").read_text("utf-8")
-    assert [page.name for page in (ROOT / "docs").rglob("*.md") if str(page.relative_to(ROOT / "docs")) not in listed] == []
+    assert [
+        page.name
+        for page in (ROOT / "docs").rglob("*.md")
+        if str(page.relative_to(ROOT / "docs")) not in listed
+    ] == []
 
 
 def test_every_make_target_of_the_readme_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    assert set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text("utf-8"))) <= targets
+    assert (
+        set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text("utf-8")))
+        <= targets
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -80,14 +104,22 @@ def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_extra_that_a_page_names_exists(page: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    named = {extra for extras in re.findall(r"experiential-rl\[([a-z,]+)\]", page.read_text("utf-8")) for extra in extras.split(",")}
+    named = {
+        extra
+        for extras in re.findall(r"experiential-rl\[([a-z,]+)\]", page.read_text("utf-8"))
+        for extra in extras.split(",")
+    }
     assert named <= set(project["optional-dependencies"])
 
 
 def index_rows() -> list[tuple[str, list[str]]]:
     """The rows of the paper index that name something of ours: what they index, and their cells."""
     lines = (ROOT / "docs" / "paper_index.md").read_text("utf-8").splitlines()
-    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    tables = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ")
+    ]
     return [(cells[0], cells) for cells in tables if "`" in "".join(cells)]
 
 

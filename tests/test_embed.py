@@ -20,16 +20,27 @@ from experiential.bank.index.embed import (
 )
 from experiential.errors import BankError
 
-default_model = pytest.mark.skipif(importlib.util.find_spec(BUNDLED_PACKAGE) is None, reason="the default model's package is not installed")
+default_model = pytest.mark.skipif(
+    importlib.util.find_spec(BUNDLED_PACKAGE) is None,
+    reason="the default model's package is not installed",
+)
 
 
 @default_model
 def test_calls_from_many_threads_get_the_vectors_of_their_own_texts() -> None:
     embedder = resolve_embedder(None)
-    texts = [f"The {colour} lever is number {i}." for i, colour in enumerate(("red", "blue", "jade", "plum") * 6)]
+    texts = [
+        f"The {colour} lever is number {i}."
+        for i, colour in enumerate(("red", "blue", "jade", "plum") * 6)
+    ]
     alone = np.asarray(embedder(texts))
     with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(lambda pair: np.asarray(embedder(list(pair))), zip(texts[::2], texts[1::2], strict=True)))
+        together = list(
+            pool.map(
+                lambda pair: np.asarray(embedder(list(pair))),
+                zip(texts[::2], texts[1::2], strict=True),
+            )
+        )
     assert np.allclose(np.concatenate(together), alone, atol=1e-4)
 
 
@@ -45,7 +56,9 @@ def test_an_entry_is_twice_its_task_and_once_its_text() -> None:
     embedder = HashingEmbedder()
     task, text = embedder(["open the door"])[0], embedder(["pull the jade lever"])[0]
     expected = TASK_WEIGHT * task + text
-    found = embed_entries(lambda texts: embedder(list(texts)), [EntryKey("pull the jade lever", "open the door")])
+    found = embed_entries(
+        lambda texts: embedder(list(texts)), [EntryKey("pull the jade lever", "open the door")]
+    )
     assert np.allclose(found[0], expected / np.linalg.norm(expected), atol=1e-6)
     alone = embed_entries(lambda texts: embedder(list(texts)), [EntryKey("pull the jade lever")])
     assert np.allclose(alone[0], text, atol=1e-6)
@@ -69,7 +82,9 @@ def test_the_cache_asks_for_each_text_once_and_forgets_the_oldest() -> None:
 
 
 @pytest.mark.parametrize(
-    "vectors", [[[1.0]], [[1.0, float("nan")], [1.0, 0.0]], [[], []], [1.0, 2.0]], ids=["too few", "not finite", "empty", "flat"]
+    "vectors",
+    [[[1.0]], [[1.0, float("nan")], [1.0, 0.0]], [[], []], [1.0, 2.0]],
+    ids=["too few", "not finite", "empty", "flat"],
 )
 def test_what_is_no_embedding_is_refused_by_name(vectors: list[list[float]]) -> None:
     cache = CachedEmbedder(lambda texts: vectors)

@@ -1,4 +1,6 @@
-"""The bonus for certainty, measured on a real model: the entropy over the observation with an entry and without."""
+"""The bonus for certainty, measured on a real model: the entropy over the observation with an entry
+and without.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,21 @@ def entropy_of_observation(runtime: LocalRuntime, text: str | None) -> float:
     return float(-(p * p.log()).sum(dim=1).mean())
 
 
-def trajectory(*uses: Use, condition: Condition = Condition.GUIDED, error: str | None = None) -> Trajectory:
-    return Trajectory(task="t", turns=(Turn(observation=OBSERVATION, action="a"),), uses=uses, condition=condition, error=error)
+def trajectory(
+    *uses: Use, condition: Condition = Condition.GUIDED, error: str | None = None
+) -> Trajectory:
+    return Trajectory(
+        task="t",
+        turns=(Turn(observation=OBSERVATION, action="a"),),
+        uses=uses,
+        condition=condition,
+        error=error,
+    )
 
 
-async def test_a_bonus_is_the_share_of_entropy_that_the_entry_takes_away(runtime: LocalRuntime, bank: xp.ExperienceBank) -> None:
+async def test_a_bonus_is_the_share_of_entropy_that_the_entry_takes_away(
+    runtime: LocalRuntime, bank: xp.ExperienceBank
+) -> None:
     entry, other = bank.add("Pull the jade lever."), bank.add("Quite another thing.")
     uses = [Use(experience_id=e.id, experience_version=e.version) for e in (entry, entry, other)]
     late = Use(experience_id=entry.id, experience_version=1, how="search_and_ask")
@@ -57,16 +69,33 @@ async def test_a_bonus_is_the_share_of_entropy_that_the_entry_takes_away(runtime
     settings = EntropyBonusSettings(kind="relative", weight=2.0)
     made = EntropyBonus(runtime, ActorAgent(runtime, prompts="brief"), bank, settings)
     given = await made.bonuses(
-        [trajectory(use) for use in uses] + [trajectory(uses[2], late), trajectory(gone), trajectory(late, error="x")]
+        [trajectory(use) for use in uses]
+        + [trajectory(uses[2], late), trajectory(gone), trajectory(late, error="x")]
     )
     before = entropy_of_observation(runtime, None)
     for use, text in zip(uses, (entry.text, entry.text, other.text), strict=True):
-        assert given[use.id] == pytest.approx(2 * (before - entropy_of_observation(runtime, text)) / before, rel=1e-3, abs=1e-5)
-    assert set(given) == {use.id for use in uses} and given[uses[0].id] == given[uses[1].id] != given[uses[2].id]
+        assert given[use.id] == pytest.approx(
+            2 * (before - entropy_of_observation(runtime, text)) / before, rel=1e-3, abs=1e-5
+        )
+    assert (
+        set(given) == {use.id for use in uses}
+        and given[uses[0].id] == given[uses[1].id] != given[uses[2].id]
+    )
     assert made.mean == pytest.approx(sum(given.values()) / 3)
 
 
-async def test_free_and_failed_episodes_have_no_bonus(runtime: LocalRuntime, bank: xp.ExperienceBank) -> None:
+async def test_free_and_failed_episodes_have_no_bonus(
+    runtime: LocalRuntime, bank: xp.ExperienceBank
+) -> None:
     use = Use(experience_id=bank.add("Pull it.").id, experience_version=1)
     made = EntropyBonus(runtime, ActorAgent(runtime, prompts="brief"), bank, EntropyBonusSettings())
-    assert await made.bonuses([trajectory(use, condition=Condition.FREE), trajectory(use, error="env: gone"), Trajectory(task="t")]) == {}
+    assert (
+        await made.bonuses(
+            [
+                trajectory(use, condition=Condition.FREE),
+                trajectory(use, error="env: gone"),
+                Trajectory(task="t"),
+            ]
+        )
+        == {}
+    )

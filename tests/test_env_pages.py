@@ -1,4 +1,6 @@
-"""The pages of the environments: one form, every argument, transcripts that can be played again, and what the commands print."""
+"""The pages of the environments: one form, every argument, transcripts that can be played again,
+and what the commands print.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from tests.transcripts import DATA, Transcript, rewritten, transcripts
 
 FOLDER = Path(__file__).parent.parent / "docs" / "envs"
 INDEX = (FOLDER / "index.md").read_text("utf-8")
-PAGES = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.md")) if path.name != "index.md"}
+PAGES = {
+    path.stem: path.read_text("utf-8")
+    for path in sorted(FOLDER.glob("*.md"))
+    if path.name != "index.md"
+}
 FORM = (
     "Source", "Observation", "Actions", "Reward and end", "Splits, worlds and seeds", "Presets and arguments",
     "Oracle", "Limits", "Licence", "Transcript",
@@ -42,14 +48,20 @@ def test_every_environment_has_a_page_and_a_row_of_the_index() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_has_the_form_of_all(name: str) -> None:
-    headings = [heading for heading in re.findall(r"^## (.+)$", PAGES[name], re.MULTILINE) if heading in FORM]
+    headings = [
+        heading
+        for heading in re.findall(r"^## (.+)$", PAGES[name], re.MULTILINE)
+        if heading in FORM
+    ]
     assert headings == list(FORM)
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_names_every_argument(name: str) -> None:
     given = inspect.signature(load_env_creator(ENVS[env_id(PAGES[name])])).parameters
-    rows = set(re.findall(r"^\| `(\w+)` \|", PAGES[name], re.MULTILINE)) | set(re.findall(r"^\| `(\w+)=` \|", PAGES[name], re.MULTILINE))
+    rows = set(re.findall(r"^\| `(\w+)` \|", PAGES[name], re.MULTILINE)) | set(
+        re.findall(r"^\| `(\w+)=` \|", PAGES[name], re.MULTILINE)
+    )
     assert [argument for argument in given if argument not in rows] == []
 
 
@@ -58,21 +70,32 @@ def test_a_page_shows_a_whole_episode_that_succeeds(name: str) -> None:
     page = PAGES[name]
     played = transcripts(page)
     assert played and {one.env_id for one in played} == {env_id(page)}
-    assert any(re.search(r"^= reward 1\.0, terminated, success\Z", one.text, re.MULTILINE) for one in played)
-    assert len(re.findall("^env = gym.make", page, re.MULTILINE)) == len(played) + page.split("## Source")[0].count("\nenv = gym.make")
+    assert any(
+        re.search(r"^= reward 1\.0, terminated, success\Z", one.text, re.MULTILINE)
+        for one in played
+    )
+    assert len(re.findall("^env = gym.make", page, re.MULTILINE)) == len(played) + page.split(
+        "## Source"
+    )[0].count("\nenv = gym.make")
 
 
 def every_transcript() -> list[Any]:
     """All transcripts; that of a software task is slow, since it fetches and builds the task."""
     return [
-        pytest.param(one, id=f"{name}-{number}", marks=[pytest.mark.slow, pytest.mark.timeout(900)] if name == "swe" else [])
+        pytest.param(
+            one,
+            id=f"{name}-{number}",
+            marks=[pytest.mark.slow, pytest.mark.timeout(900)] if name == "swe" else [],
+        )
         for name, page in PAGES.items()
         for number, one in enumerate(transcripts(page))
     ]
 
 
 @pytest.mark.parametrize("transcript", every_transcript())
-def test_a_transcript_is_what_the_environment_gives(transcript: Transcript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transcript_is_what_the_environment_gives(
+    transcript: Transcript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needed = READINESS[transcript.env_id].missing()
     if needed:
         pytest.skip(f"needs {' && '.join(needed)}")
@@ -87,7 +110,9 @@ def test_a_transcript_is_what_the_environment_gives(transcript: Transcript, tmp_
             pytest.skip(f"the package index cannot be reached: {error}")
         raise
     if transcript.env_id == "experiential/SWE-v0" and "There is no network." not in again:
-        pytest.skip("the page's episode is played behind namespaces, which this platform does not give")
+        pytest.skip(
+            "the page's episode is played behind namespaces, which this platform does not give"
+        )
     assert again == transcript.text
 
 
@@ -100,17 +125,26 @@ def test_a_changed_observation_is_found_and_put_right() -> None:
 
 def test_lines_of_one_action_stand_together() -> None:
     first = 'env = gym.make("experiential/Vault-v0", levers=3); env.reset(seed=1)'
-    assert Transcript(f"{first}\nseen\n> pull\n>   red\nshown\n> pull blue").actions == ["pull\n  red", "pull blue"]
+    assert Transcript(f"{first}\nseen\n> pull\n>   red\nshown\n> pull blue").actions == [
+        "pull\n  red",
+        "pull blue",
+    ]
 
 
 def console(command: str) -> list[str]:
     """What the index says that a command prints, without blanks at the ends of lines."""
-    block = next(block for block in re.findall(r"```console\n(.*?)\n```", INDEX, re.DOTALL) if block.startswith(f"$ {command}\n"))
+    block = next(
+        block
+        for block in re.findall(r"```console\n(.*?)\n```", INDEX, re.DOTALL)
+        if block.startswith(f"$ {command}\n")
+    )
     return block.splitlines()[1:]
 
 
 @pytest.mark.parametrize("command", ["experiential envs list", "experiential envs show vault"])
-def test_the_index_shows_what_the_command_prints(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_shows_what_the_command_prints(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable in DATA:
         monkeypatch.delenv(variable, raising=False)
     for package in ("alfworld", "textworld", "minihack", "nle"):

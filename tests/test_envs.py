@@ -1,4 +1,6 @@
-"""What every registered text environment promises: Gymnasium's own checks, vector twins, seeding, pickling, an oracle."""
+"""What every registered text environment promises: Gymnasium's own checks, vector twins, seeding,
+pickling, an oracle.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,17 @@ from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import split_of
 
 NAMES = sorted(set(envs.ENVS) - {"experiential/SWE-v0"})
-"""All but SWE, whose episodes are folders and processes: test_swe.py looks at the same things there."""
+"""All but SWE, whose episodes are folders and processes: test_swe.py looks at the same things
+there.
+"""
 GIVEN: dict[str, dict[str, Any]] = {
     "experiential/ALFWorld-v0": {"data": "made", "turns": 30},
     "experiential/HotpotQA-v0": {"choices": True},
     "experiential/MiniHack-v0": {"preset": "maze"},
 }
-"""What an environment is made with here, so that it needs no data, names admissible actions and ends."""
+"""What an environment is made with here, so that it needs no data, names admissible actions and
+ends.
+"""
 EPISODES = {"experiential/ALFWorld-v0": 2, "experiential/MiniHack-v0": 10}
 """How many are played of those that take long."""
 
@@ -41,8 +47,12 @@ EPISODES = {"experiential/ALFWorld-v0": 2, "experiential/MiniHack-v0": 10}
 def listed(name: str, *more: Any) -> Any:
     """A parameter that is skipped where a package is missing."""
     missing = " && ".join(READINESS[name].missing())
-    slow = [pytest.mark.slow] if name == "experiential/ALFWorld-v0" else []  # each environment starts a process
-    return pytest.param(name, *more, marks=[pytest.mark.skipif(bool(missing), reason=f"needs {missing}"), *slow])
+    slow = (
+        [pytest.mark.slow] if name == "experiential/ALFWorld-v0" else []
+    )  # each environment starts a process
+    return pytest.param(
+        name, *more, marks=[pytest.mark.skipif(bool(missing), reason=f"needs {missing}"), *slow]
+    )
 
 
 IDS = [listed(name) for name in NAMES]
@@ -50,11 +60,25 @@ VARIANTS: list[Any] = [
     *(listed(name, {"split": split}) for name in NAMES for split in ("train", "eval")),
     ("experiential/FrozenLake-v0", {"preset": "4x4"}),
     ("experiential/FrozenLake-v0", {"preset": "8x8"}),
-    ("experiential/FrozenLake-v0", {"sizes": [5, 5], "budget": 12, "symbols": "wxyz", "feedback": "neutral"}),
+    (
+        "experiential/FrozenLake-v0",
+        {"sizes": [5, 5], "budget": 12, "symbols": "wxyz", "feedback": "neutral"},
+    ),
     ("experiential/Sokoban-v0", {"preset": "complementary"}),
-    ("experiential/Sokoban-v0", {"sizes": [5, 6], "boxes": 2, "max_solution": 12, "budget": 14, "feedback": False}),
+    (
+        "experiential/Sokoban-v0",
+        {"sizes": [5, 6], "boxes": 2, "max_solution": 12, "budget": 14, "feedback": False},
+    ),
 ]
-INFO = {"task": str, "task_id": str, "instance": str, "admissible": list, "success": bool, "invalid": bool, "feedback": str}
+INFO = {
+    "task": str,
+    "task_id": str,
+    "instance": str,
+    "admissible": list,
+    "success": bool,
+    "invalid": bool,
+    "feedback": str,
+}
 
 
 def make(name: str, **kwargs: Any) -> gym.Env[Any, Any]:
@@ -62,7 +86,9 @@ def make(name: str, **kwargs: Any) -> gym.Env[Any, Any]:
     return gym.make(name, **(GIVEN.get(name, {}) | kwargs))
 
 
-def play(env: gym.Env[Any, Any], agent: Callable[[str, dict[str, Any]], str], **reset: Any) -> list[tuple[Any, ...]]:
+def play(
+    env: gym.Env[Any, Any], agent: Callable[[str, dict[str, Any]], str], **reset: Any
+) -> list[tuple[Any, ...]]:
     """One episode: the reset, then every step, as tuples."""
     log: list[tuple[Any, ...]] = [env.reset(**reset)]
     while len(log) < 2 or not (log[-1][2] or log[-1][3]):
@@ -72,10 +98,10 @@ def play(env: gym.Env[Any, Any], agent: Callable[[str, dict[str, Any]], str], **
 
 def test_importing_registers_every_id_without_importing_an_environment_or_a_heavy_package() -> None:
     code = (
-        "import sys, experiential.envs, gymnasium\n"
-        f"assert set({sorted(envs.ENVS)!r}) <= set(gymnasium.registry), list(gymnasium.registry)\n"
-        "heavy = {'torch', 'transformers', 'chromadb', 'experiential.envs.vault', 'experiential.envs.sokoban'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        f"import sys, experiential.envs, gymnasium\nassert set({sorted(envs.ENVS)!r}) <="
+        " set(gymnasium.registry), list(gymnasium.registry)\nheavy = {'torch', 'transformers',"
+        " 'chromadb', 'experiential.envs.vault', 'experiential.envs.sokoban'} &"
+        " set(sys.modules)\nassert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
@@ -102,16 +128,25 @@ def test_the_oracle_wins_every_episode_within_the_budget(name: str, kwargs: dict
     agent = envs.oracle(env)
     for seed in range(EPISODES.get(name, 60)):
         log = play(env, agent, seed=seed)
-        assert log[-1][1] == 1.0 and log[-1][2] and not log[-1][3] and log[-1][4]["success"], (seed, log)
+        assert log[-1][1] == 1.0 and log[-1][2] and not log[-1][3] and log[-1][4]["success"], (
+            seed,
+            log,
+        )
         assert [entry[-1]["success"] for entry in log[:-1]] == [False] * (len(log) - 1)
     env.close()
 
 
 @pytest.mark.parametrize(("name", "kwargs"), VARIANTS)
-def test_every_info_has_the_promised_keys_and_every_admissible_action_is_valid(name: str, kwargs: dict[str, Any]) -> None:
+def test_every_info_has_the_promised_keys_and_every_admissible_action_is_valid(
+    name: str, kwargs: dict[str, Any]
+) -> None:
     env = make(name, **kwargs)
     for seed in range(min(8, EPISODES.get(name, 8))):
-        log = play(env, lambda _, info, turn=seed: info["admissible"][turn % len(info["admissible"])], seed=seed)
+        log = play(
+            env,
+            lambda _, info, turn=seed: info["admissible"][turn % len(info["admissible"])],
+            seed=seed,
+        )
         for entry in log:
             info = entry[-1]
             assert {key: type(info[key]) for key in INFO} == INFO
@@ -132,7 +167,9 @@ def test_the_same_seed_gives_the_same_episode_and_other_seeds_give_others(name: 
     first, second = make(name), make(name)
     agent = envs.oracle(first), envs.oracle(second)
     seeds = range(min(5, EPISODES.get(name, 5)))
-    assert [play(first, agent[0], seed=s) for s in seeds] == [play(second, agent[1], seed=s) for s in seeds]
+    assert [play(first, agent[0], seed=s) for s in seeds] == [
+        play(second, agent[1], seed=s) for s in seeds
+    ]
     assert len({first.reset(seed=s)[0] for s in range(4 * len(seeds))}) > 2 * len(seeds)
 
 
@@ -149,7 +186,10 @@ def test_the_option_world_picks_a_world_whatever_the_seed(name: str) -> None:
     env = make(name, split="eval")
     worlds = env.unwrapped.worlds
     assert worlds == list(range(len(worlds)))
-    ids = [{env.reset(seed=seed, options={"world": world})[1]["task_id"] for seed in (0, 1)} for world in worlds[:10]]
+    ids = [
+        {env.reset(seed=seed, options={"world": world})[1]["task_id"] for seed in (0, 1)}
+        for world in worlds[:10]
+    ]
     assert all(len(found) == 1 for found in ids) and len(set.union(*ids)) == 10
     with pytest.raises(ValueError, match="Expected"):
         env.reset(options={"world": len(worlds)})
@@ -182,8 +222,12 @@ def test_ansi_rendering_is_text_and_no_mode_renders_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IDS)
-@pytest.mark.parametrize("vector", [gym.vector.SyncVectorEnv, partial(gym.vector.AsyncVectorEnv, shared_memory=False)])
-def test_vector_environments_give_what_single_ones_give(name: str, vector: Callable[..., gym.vector.VectorEnv[Any, Any, Any]]) -> None:
+@pytest.mark.parametrize(
+    "vector", [gym.vector.SyncVectorEnv, partial(gym.vector.AsyncVectorEnv, shared_memory=False)]
+)
+def test_vector_environments_give_what_single_ones_give(
+    name: str, vector: Callable[..., gym.vector.VectorEnv[Any, Any, Any]]
+) -> None:
     singles = [make(name) for _ in range(2)]
     batch = vector([partial(make, name)] * 2)
     try:
@@ -194,13 +238,17 @@ def test_vector_environments_give_what_single_ones_give(name: str, vector: Calla
         actions = [envs.oracle(env)("", {}) for env in singles]
         after, rewards, *_ = batch.step(tuple(actions))
         expected = [env.step(action) for env, action in zip(singles, actions, strict=True)]
-        assert list(after) == [step[0] for step in expected] and list(rewards) == [step[1] for step in expected]
+        assert list(after) == [step[0] for step in expected] and list(rewards) == [
+            step[1] for step in expected
+        ]
     finally:
         batch.close()
 
 
 @pytest.mark.parametrize("name", IDS)
-@pytest.mark.parametrize("vector", [gym.vector.SyncVectorEnv, partial(gym.vector.AsyncVectorEnv, shared_memory=False)])
+@pytest.mark.parametrize(
+    "vector", [gym.vector.SyncVectorEnv, partial(gym.vector.AsyncVectorEnv, shared_memory=False)]
+)
 def test_hostile_text_is_an_invalid_turn_of_one_member_of_a_vector(
     name: str, vector: Callable[..., gym.vector.VectorEnv[Any, Any, Any]]
 ) -> None:
@@ -223,10 +271,20 @@ def test_the_oracle_of_an_environment_without_one_is_refused() -> None:
 
 
 @settings(deadline=None)
-@given(name=st.sampled_from(list(MOVES)), case=st.sampled_from([str.lower, str.upper, str.title]), tail=st.text(" .,!\n\t", max_size=4))
-def test_an_action_is_read_bare_tagged_or_fenced_whatever_its_case_and_tail(name: str, case: Callable[[str], str], tail: str) -> None:
+@given(
+    name=st.sampled_from(list(MOVES)),
+    case=st.sampled_from([str.lower, str.upper, str.title]),
+    tail=st.text(" .,!\n\t", max_size=4),
+)
+def test_an_action_is_read_bare_tagged_or_fenced_whatever_its_case_and_tail(
+    name: str, case: Callable[[str], str], tail: str
+) -> None:
     word = case(name) + tail
-    tagged = (f"<action>{word}</action>", f"left? <ACTION>{word}</Action> so", f"right <action>down</action><action> {word}</action>")
+    tagged = (
+        f"<action>{word}</action>",
+        f"left? <ACTION>{word}</Action> so",
+        f"right <action>down</action><action> {word}</action>",
+    )
     for text in (word, *tagged):
         assert parse_action(text, MOVES) == name
     assert parse_action(f"I think so.\n```{word}```", MOVES) == name
@@ -240,7 +298,17 @@ def test_reading_an_action_never_fails_and_only_gives_members(text: str) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "go up", "up down", "<action></action>", "<action>jump</action> up", "<action>up", "upp", "up</action>"]
+    "text",
+    [
+        "",
+        "go up",
+        "up down",
+        "<action></action>",
+        "<action>jump</action> up",
+        "<action>up",
+        "upp",
+        "up</action>",
+    ],
 )
 def test_anything_else_is_no_action(text: str) -> None:
     assert parse_action(text, MOVES) is None
@@ -255,25 +323,48 @@ def test_reading_a_long_hostile_text_is_fast() -> None:
 def test_a_content_belongs_to_exactly_one_split_for_ever(content: str) -> None:
     assert split_of(content) == split_of(content)
     assert split_of(content) in ("train", "eval")
-    assert (split_of("S/FG"), split_of("SG"), split_of("GS")) == tuple(map(split_of, ("S/FG", "SG", "GS")))
+    assert (split_of("S/FG"), split_of("SG"), split_of("GS")) == tuple(
+        map(split_of, ("S/FG", "SG", "GS"))
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(edges=st.dictionaries(st.integers(0, 7), st.lists(st.integers(0, 7), max_size=3), max_size=8), goal=st.integers(0, 7))
-def test_search_agrees_with_bellman_ford_on_small_graphs(edges: dict[int, list[int]], goal: int) -> None:
+@given(
+    edges=st.dictionaries(st.integers(0, 7), st.lists(st.integers(0, 7), max_size=3), max_size=8),
+    goal=st.integers(0, 7),
+)
+def test_search_agrees_with_bellman_ford_on_small_graphs(
+    edges: dict[int, list[int]], goal: int
+) -> None:
     distance = {0: 0}
     for _ in range(8):
         for node, after in edges.items():
             for other in after:
                 if node in distance:
                     distance[other] = min(distance.get(other, 99), distance[node] + 1)
-    path = shortest_path(0, lambda node: ((str(other), other) for other in edges.get(node, [])), lambda node: node == goal)
+    path = shortest_path(
+        0,
+        lambda node: ((str(other), other) for other in edges.get(node, [])),
+        lambda node: node == goal,
+    )
     assert (None if path is None else len(path)) == distance.get(goal)
     if path:
-        assert shortest_path(0, lambda n: ((str(o), o) for o in edges.get(n, [])), lambda n: n == goal, len(path) - 1) is None
+        assert (
+            shortest_path(
+                0,
+                lambda n: ((str(o), o) for o in edges.get(n, [])),
+                lambda n: n == goal,
+                len(path) - 1,
+            )
+            is None
+        )
 
 
-READY = [name for name in sorted(envs.ENVS) if not READINESS[name].missing() and not READINESS[name].costly]
+READY = [
+    name
+    for name in sorted(envs.ENVS)
+    if not READINESS[name].missing() and not READINESS[name].costly
+]
 
 
 @pytest.mark.parametrize("name", READY)
@@ -290,14 +381,29 @@ class UnrulyEnv(gym.Env[Any, Any]):
     action_space = gym.spaces.Text(5)
     count = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         self.count += 1
-        return self.count, {"task": "", "task_id": 7, "instance": "a", "success": True, "invalid": False, "admissible": []}
+        return self.count, {
+            "task": "",
+            "task_id": 7,
+            "instance": "a",
+            "success": True,
+            "invalid": False,
+            "admissible": [],
+        }
 
     def step(self, action: str) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         if len(action) > 100:
             raise MemoryError("too long")
-        return "text", float("nan"), 1, False, {"task": "x", "task_id": "x", "instance": "a", "success": False, "invalid": False}
+        return (
+            "text",
+            float("nan"),
+            1,
+            False,
+            {"task": "x", "task_id": "x", "instance": "a", "success": False, "invalid": False},
+        )
 
     def oracle_action(self) -> int:
         return 3
@@ -326,26 +432,49 @@ def test_the_checker_lists_every_fault_and_does_not_stop_at_the_first() -> None:
 
 def test_the_checker_survives_an_environment_that_only_raises() -> None:
     class Broken(UnrulyEnv):
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        def reset(
+            self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        ) -> tuple[Any, dict[str, Any]]:
             raise RuntimeError("no")
 
     faults = envs.check_text_env(Broken())
-    assert {"resets: raised RuntimeError: no", "plays: raised RuntimeError: no", "oracle: raised RuntimeError: no"} < set(faults)
+    assert {
+        "resets: raised RuntimeError: no",
+        "plays: raised RuntimeError: no",
+        "oracle: raised RuntimeError: no",
+    } < set(faults)
 
 
-def test_every_registered_environment_has_a_row_that_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_registered_environment_has_a_row_that_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert set(READINESS) == set(envs.ENVS)
-    entry = Entry("x", modules=("json", "no_such_package"), extra="some", variable="SOME_DATA", data_step="get it", data_needed=True)
-    assert entry.missing() == ["pip install 'experiential-rl[some]'", "get it"] and not entry.has_data()
+    entry = Entry(
+        "x",
+        modules=("json", "no_such_package"),
+        extra="some",
+        variable="SOME_DATA",
+        data_step="get it",
+        data_needed=True,
+    )
+    assert (
+        entry.missing() == ["pip install 'experiential-rl[some]'", "get it"]
+        and not entry.has_data()
+    )
     monkeypatch.setenv("SOME_DATA", str(tmp_path / "gone"))
     assert replace(entry, modules=("json",)).missing() == ["get it"]
     monkeypatch.setenv("SOME_DATA", str(tmp_path))
     assert replace(entry, modules=()).missing() == [] and entry.optional() == ""
     monkeypatch.delenv("SOME_DATA")
-    assert replace(entry, modules=(), data_needed=False).missing() == [] and replace(entry, data_needed=False).optional() == "get it"
+    assert (
+        replace(entry, modules=(), data_needed=False).missing() == []
+        and replace(entry, data_needed=False).optional() == "get it"
+    )
 
 
-def test_the_empty_folder_that_alfworld_makes_for_itself_is_no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_empty_folder_that_alfworld_makes_for_itself_is_no_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     usual = tmp_path / ".cache" / "alfworld"
     usual.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -356,5 +485,7 @@ def test_the_empty_folder_that_alfworld_makes_for_itself_is_no_data(monkeypatch:
 
 
 def test_the_extra_of_every_row_exists() -> None:
-    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert {entry.extra for entry in READINESS.values()} - {""} <= set(extras)

@@ -19,17 +19,28 @@ REWARDS, GROUP, FREE = [1.0, 0.0, 0.0, 0.0, 3.0, 1.0], [0, 0, 0, 0, 1, 1], [Fals
 
 def test_advantages_by_hand() -> None:
     # group 0: 1 0 0 0, mean 1/4; group 1: 3 1, mean 2
-    np.testing.assert_allclose(cell_advantages(REWARDS, GROUP, FREE, estimator="dr_grpo"), [0.75, -0.25, -0.25, -0.25, 1, -1])
+    np.testing.assert_allclose(
+        cell_advantages(REWARDS, GROUP, FREE, estimator="dr_grpo"),
+        [0.75, -0.25, -0.25, -0.25, 1, -1],
+    )
     # against the mean of the others: 1 - 0, 0 - 1/3 three times; 3 - 1, 1 - 3
-    np.testing.assert_allclose(cell_advantages(REWARDS, GROUP, FREE, estimator="rloo"), [1, -1 / 3, -1 / 3, -1 / 3, 2, -2], rtol=1e-6)
+    np.testing.assert_allclose(
+        cell_advantages(REWARDS, GROUP, FREE, estimator="rloo"),
+        [1, -1 / 3, -1 / 3, -1 / 3, 2, -2],
+        rtol=1e-6,
+    )
     # squares of what is centred: 9/16 + 3/16 + 2 = 11/4 over 6 members
     wanted = np.array([0.75, -0.25, -0.25, -0.25, 1, -1]) / np.sqrt(11 / 24)
-    np.testing.assert_allclose(cell_advantages(REWARDS, GROUP, FREE, estimator="reinforce++"), wanted, rtol=1e-6)
+    np.testing.assert_allclose(
+        cell_advantages(REWARDS, GROUP, FREE, estimator="reinforce++"), wanted, rtol=1e-6
+    )
 
 
 def test_each_half_of_a_group_is_a_cell_of_its_own() -> None:
     guided = [True, True, False, False]
-    np.testing.assert_allclose(cell_advantages([1, 0, 5, 1], [0] * 4, guided, estimator="rloo"), [1, -1, 4, -4])
+    np.testing.assert_allclose(
+        cell_advantages([1, 0, 5, 1], [0] * 4, guided, estimator="rloo"), [1, -1, 4, -4]
+    )
 
 
 def test_an_unknown_estimator_is_refused() -> None:
@@ -38,10 +49,14 @@ def test_an_unknown_estimator_is_refused() -> None:
 
 
 @given(
-    rows=st.lists(st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 3)), min_size=1, max_size=30),
+    rows=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 3)), min_size=1, max_size=30
+    ),
     estimator=st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce++"]),
 )
-def test_every_cell_sums_to_zero_whatever_the_estimator(rows: list[tuple[float, int]], estimator: str) -> None:
+def test_every_cell_sums_to_zero_whatever_the_estimator(
+    rows: list[tuple[float, int]], estimator: str
+) -> None:
     rewards, group = (np.array(column) for column in zip(*rows, strict=True))
     found = cell_advantages(rewards, group, np.zeros(len(rows), bool), estimator=estimator)  # type: ignore[arg-type]
     for label in set(group.tolist()):
@@ -52,13 +67,21 @@ def test_every_cell_sums_to_zero_whatever_the_estimator(rows: list[tuple[float, 
 
 def episodes() -> list[Episode]:
     """Group a: rewards 1 and 0, of 1 and 3 tokens; group b: both 1, of 2 tokens each."""
-    made = {n: Generation(text="x" * n, prompt_ids=(1, 2), response_ids=(3,) * n, logprobs=(-0.5,) * n) for n in (1, 2, 3)}
+    made = {
+        n: Generation(text="x" * n, prompt_ids=(1, 2), response_ids=(3,) * n, logprobs=(-0.5,) * n)
+        for n in (1, 2, 3)
+    }
     members = [("a", 1.0, 1), ("a", 0.0, 3), ("b", 1.0, 2), ("b", 1.0, 2)]
-    return [Episode(Trajectory(task="t", group=g, condition=Condition.FREE, reward=r), (made[n],)) for g, r, n in members]
+    return [
+        Episode(Trajectory(task="t", group=g, condition=Condition.FREE, reward=r), (made[n],))
+        for g, r, n in members
+    ]
 
 
 def weights(**settings: object) -> list[float]:
-    samples = actor_samples(episodes(), ActorSettings.model_validate({"advantage": "pooled", **settings}))
+    samples = actor_samples(
+        episodes(), ActorSettings.model_validate({"advantage": "pooled", **settings})
+    )
     assert [len(s.positions) for s in samples] == [1, 3], "group b has nothing to teach"
     return [s.weight for s in samples]
 
@@ -97,4 +120,6 @@ def test_recipes_of_the_baselines(recipe: str, wanted: tuple[str, str, float, bo
 
 def test_a_penalty_holds_episodes_without_an_advantage_too() -> None:
     samples = actor_samples(episodes(), ActorSettings(advantage="pooled", kl=0.1))
-    assert [len(s.positions) for s in samples] == [1, 3, 2, 2] and [s.advantages[0] for s in samples[2:]] == [0.0, 0.0]
+    assert [len(s.positions) for s in samples] == [1, 3, 2, 2] and [
+        s.advantages[0] for s in samples[2:]
+    ] == [0.0, 0.0]

@@ -17,7 +17,14 @@ from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
 from experiential.training.actor_samples import actor_samples, env_reward
 from experiential.training.methods.evolver import form, prune, worth
-from experiential.training.rewards import ALL_PARTS, evolver_reward, exact_match, format_reward, search_score, think_score
+from experiential.training.rewards import (
+    ALL_PARTS,
+    evolver_reward,
+    exact_match,
+    format_reward,
+    search_score,
+    think_score,
+)
 from experiential.training.rollout import Episode
 from experiential.training.trainer import Trainer
 from experiential.types import Generation, Trajectory, Use
@@ -62,7 +69,11 @@ def test_search_scores_by_hand(experience: int, knowledge: int, kinds: int, scor
         ([THINK + ASK, LOOK, ANSWER], ALL_PARTS, (0.2 + 0.5) / 2),
         ([THINK + ASK, THINK + LOOK, THINK + LOOK, ANSWER], ALL_PARTS, (0.4 + 0.6) / 2),
         ([THINK + LOOK, ANSWER], ALL_PARTS, (0.2 + 0.2) / 2),
-        ([THINK + "search[b]", "answer[c]"], ALL_PARTS, (0.2 + 0.2) / 2),  # the other form of the same actions
+        (
+            [THINK + "search[b]", "answer[c]"],
+            ALL_PARTS,
+            (0.2 + 0.2) / 2,
+        ),  # the other form of the same actions
         ([ASK, LOOK, ANSWER], ALL_PARTS, 0.0),  # no thought
         ([THINK, ANSWER], ALL_PARTS, 0.0),  # no search
         ([THINK + ASK, LOOK], ALL_PARTS, 0.0),  # no answer
@@ -76,7 +87,9 @@ def test_search_scores_by_hand(experience: int, knowledge: int, kinds: int, scor
         ([THINK + ASK, "go"], ("think", "search_experience"), (0.2 + 0.5) / 2),
     ],
 )
-def test_the_format_reward_by_hand(responses: list[str], parts: Sequence[Any], reward: float) -> None:
+def test_the_format_reward_by_hand(
+    responses: list[str], parts: Sequence[Any], reward: float
+) -> None:
     assert format_reward(responses, parts) == pytest.approx(reward)
 
 
@@ -86,8 +99,15 @@ def test_a_format_of_answers_alone_is_refused() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.sampled_from([THINK, ASK, LOOK, ANSWER, "x"]), max_size=12).map("".join), max_size=4))
-def test_the_format_reward_stays_within_bounds_and_never_beats_an_outcome(responses: list[str]) -> None:
+@given(
+    st.lists(
+        st.lists(st.sampled_from([THINK, ASK, LOOK, ANSWER, "x"]), max_size=12).map("".join),
+        max_size=4,
+    )
+)
+def test_the_format_reward_stays_within_bounds_and_never_beats_an_outcome(
+    responses: list[str],
+) -> None:
     reward = format_reward(responses)
     assert 0.0 <= reward <= 1.0
     assert evolver_reward(0.0, reward) < evolver_reward(1.0, 0.0)
@@ -104,12 +124,17 @@ def test_the_weighted_reward_by_hand() -> None:
 
 def episode(group: str, reward: float, *texts: str) -> Episode:
     """A finished episode of these responses, two tokens each."""
-    said = tuple(Generation(text=t, prompt_ids=(1,), response_ids=(2, 3), logprobs=(-1.0, -1.0)) for t in texts)
+    said = tuple(
+        Generation(text=t, prompt_ids=(1,), response_ids=(2, 3), logprobs=(-1.0, -1.0))
+        for t in texts
+    )
     return Episode(Trajectory(task="t", group=group, reward=reward, success=reward > 0), said)
 
 
 def test_advantages_follow_the_weighted_reward_and_the_record_keeps_the_environments() -> None:
-    """Two failures of one group differ by their format alone: with the weight the better form gains, without it neither learns."""
+    """Two failures of one group differ by their format alone: with the weight the better form
+    gains, without it neither learns.
+    """
     batch = [episode("g", 0.0, ASK, "pull red"), episode("g", 0.0, "pull red")]
     off = ActorSettings(guided="all", advantage="pooled", format_parts=("search_experience",))
     on = off.model_copy(update={"format_reward": 0.1})
@@ -140,7 +165,15 @@ def test_two_ways_to_ask_at_once_are_refused() -> None:
         load_experiment("evolver", ["actor.search_and_ask=1"])
 
 
-SMALL = ["run.steps=2", "run.drain=true", "actor.groups=2", "actor.group_size=4", "eval.worlds=3", "eval.visits=2", "eval.before=false"]
+SMALL = [
+    "run.steps=2",
+    "run.drain=true",
+    "actor.groups=2",
+    "actor.group_size=4",
+    "eval.worlds=3",
+    "eval.visits=2",
+    "eval.before=false",
+]
 ENVS = {
     "vault": ["env.train={split: train, worlds: 4}", "bank.prune_every=1", "bank.dedupe_every=1"],
     "hotpotqa": [
@@ -157,11 +190,15 @@ ENVS = {
 @pytest.mark.parametrize("env", list(ENVS))
 def test_the_recipe_runs_with_one_set_of_weights(env: str, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
-    trainer = Trainer(load_experiment("evolver", [*SMALL, *ENVS[env]]), tmp_path, observer=events.append)
+    trainer = Trainer(
+        load_experiment("evolver", [*SMALL, *ENVS[env]]), tmp_path, observer=events.append
+    )
     trainer.run()
     assert trainer.actor is trainer.extractor and trainer.actor.version > 0
     steps = [event for event in events if event["event"] == "step"]
-    assert len(steps) == 2 and all(event["errors"] == 0 and event["success_free"] is None for event in steps)
+    assert len(steps) == 2 and all(
+        event["errors"] == 0 and event["success_free"] is None for event in steps
+    )
     assert steps[-1]["extractor_updates"] == 0  # distillation is not rewarded
     with ExperienceBank(tmp_path / "bank", read_only=True) as bank:
         assert {entry.kind for entry in bank.entries()} <= {"guiding", "cautionary"}

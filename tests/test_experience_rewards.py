@@ -1,4 +1,6 @@
-"""What a use of an entry is worth beside the outcome: the actor's verdict, the gain over free members, a bonus for certainty."""
+"""What a use of an entry is worth beside the outcome: the actor's verdict, the gain over free
+members, a bonus for certainty.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from experiential.training.rewards import BonusKind, critic_reward, entropy_bonu
 
 @pytest.mark.parametrize(
     ("verdict", "outcome", "wanted"),
-    [("accept", 1, 2.0), ("accept", -1, 0.0), ("refine", 1, 1.5), ("refine", -1, -0.5), ("reject", 1, 1.0), ("reject", -1, -1.0)],
+    [
+        ("accept", 1, 2.0),
+        ("accept", -1, 0.0),
+        ("refine", 1, 1.5),
+        ("refine", -1, -0.5),
+        ("reject", 1, 1.0),
+        ("reject", -1, -1.0),
+    ],
 )
 def test_equation_8_by_hand(verdict: str, outcome: float, wanted: float) -> None:
     assert critic_reward(verdict, outcome) == wanted  # type: ignore[arg-type]
@@ -31,7 +40,9 @@ def test_gains_over_the_free_members_of_the_group_by_hand() -> None:
     group = ["a", "a", "a", "a", "b", "b", "c"]
     guided = [True, True, False, False, True, False, True]
     nan = math.nan
-    np.testing.assert_allclose(relative_rewards(outcomes, group, guided), [0.5, -0.5, nan, nan, -1, nan, nan])
+    np.testing.assert_allclose(
+        relative_rewards(outcomes, group, guided), [0.5, -0.5, nan, nan, -1, nan, nan]
+    )
 
 
 def test_gains_need_lists_of_one_length() -> None:
@@ -50,12 +61,19 @@ def test_gains_need_lists_of_one_length() -> None:
     ],
 )
 def test_bonuses_of_a_gain_by_hand(kind: BonusKind, wanted: float) -> None:
-    assert entropy_bonus(3.0, 1.5, kind, weight=2.0, low=-0.25, high=1.0, temperature=0.5) == pytest.approx(wanted)
+    assert entropy_bonus(
+        3.0, 1.5, kind, weight=2.0, low=-0.25, high=1.0, temperature=0.5
+    ) == pytest.approx(wanted)
 
 
 def test_a_loss_costs_and_asymmetric_clipping_makes_it_cost_less() -> None:
-    lost = {kind: entropy_bonus(1.0, 3.0, kind, weight=1.0, low=-0.25, high=1.0) for kind in ("relative", "tanh", "asymmetric", "log")}
-    assert lost == pytest.approx({"relative": -0.25, "tanh": math.tanh(-2), "asymmetric": -0.25, "log": -math.log(3)})
+    lost = {
+        kind: entropy_bonus(1.0, 3.0, kind, weight=1.0, low=-0.25, high=1.0)
+        for kind in ("relative", "tanh", "asymmetric", "log")
+    }
+    assert lost == pytest.approx(
+        {"relative": -0.25, "tanh": math.tanh(-2), "asymmetric": -0.25, "log": -math.log(3)}
+    )
 
 
 @given(

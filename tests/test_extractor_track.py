@@ -1,4 +1,6 @@
-"""Credit of the extractor: whose generations a use pays, the same for a folder and a served bank, beside a running event loop."""
+"""Credit of the extractor: whose generations a use pays, the same for a folder and a served bank,
+beside a running event loop.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.test_serve import serving
 
 
 class Story(NamedTuple):
-    """A bank with two entries merged into one and a refinement, and the generations that wrote them."""
+    """A bank with two entries merged into one and a refinement, and the generations that wrote
+    them.
+    """
 
     bank: Any
     merged: xp.Experience
@@ -37,22 +41,41 @@ def distillation(name: str, *operations: Any) -> xp.Distillation:
 
 def story(bank: Any) -> Story:
     trajectory = xp.Trajectory(task="leave", task_id="leave", instance="leave#1")
-    told = {name: distillation(name, xp.Add(text=f"lesson of {name}", span=(1, 5))) for name in ("one", "two")}
+    told = {
+        name: distillation(name, xp.Add(text=f"lesson of {name}", span=(1, 5)))
+        for name in ("one", "two")
+    }
     entries = [bank.apply(told[name], trajectory=trajectory, shown=[])[0] for name in told]
-    told["merge"] = distillation("merge", xp.Merge(entries=(1, 2), text="both lessons", span=(2, 7)))
+    told["merge"] = distillation(
+        "merge", xp.Merge(entries=(1, 2), text="both lessons", span=(2, 7))
+    )
     (merged,) = bank.consolidate(told["merge"], shown=entries)
     told["refine"] = distillation("refine")
     bank.keep_generation(told["refine"].generation)
-    return Story(bank, merged, {name: cast("Generation", one.generation) for name, one in told.items()})
+    return Story(
+        bank, merged, {name: cast("Generation", one.generation) for name, one in told.items()}
+    )
 
 
-def episode(*used: xp.Experience, success: bool = True, refinement: str | None = None, error: str | None = None) -> xp.Trajectory:
-    uses = tuple(Use(experience_id=one.id, experience_version=one.version, score=0.5, refinement=refinement) for one in used)
-    return xp.Trajectory(task="leave", uses=uses, success=success, condition=Condition.GUIDED, error=error)
+def episode(
+    *used: xp.Experience,
+    success: bool = True,
+    refinement: str | None = None,
+    error: str | None = None,
+) -> xp.Trajectory:
+    uses = tuple(
+        Use(experience_id=one.id, experience_version=one.version, score=0.5, refinement=refinement)
+        for one in used
+    )
+    return xp.Trajectory(
+        task="leave", uses=uses, success=success, condition=Condition.GUIDED, error=error
+    )
 
 
 def track_of(bank: Any, **settings: Any) -> ExtractorTrack:
-    return ExtractorTrack(cast("Any", None), bank, ExtractorSettings(**settings))  # no update is asked for, so no policy
+    return ExtractorTrack(
+        cast("Any", None), bank, ExtractorSettings(**settings)
+    )  # no update is asked for, so no policy
 
 
 @pytest.fixture(params=["folder", "served"])
@@ -75,15 +98,24 @@ async def test_a_use_pays_the_version_its_ancestors_and_the_refinement(told: Sto
     track = track_of(told.bank)
     twice = episode(told.merged, told.merged, success=False)
     failed = episode(told.merged, error="env: OSError: x")
-    counted = await track.credit([episode(told.merged, refinement="refine"), episode(told.merged), twice, failed])
+    counted = await track.credit(
+        [episode(told.merged, refinement="refine"), episode(told.merged), twice, failed]
+    )
     assert counted == 3
     lineage = (1.0, 3, [2, 7]), (1.0, 3, [1, 5])
-    assert rewards(track) == {"merge": lineage[0], "one": lineage[1], "two": lineage[1], "refine": (1.0, 1, None)}
+    assert rewards(track) == {
+        "merge": lineage[0],
+        "one": lineage[1],
+        "two": lineage[1],
+        "refine": (1.0, 1, None),
+    }
 
 
 async def test_the_order_of_the_samples_is_that_of_the_trajectories(told: Story) -> None:
     loose = told.bank.apply(
-        distillation("late", xp.Add(text="a late lesson", span=(0, 4))), trajectory=xp.Trajectory(task="leave"), shown=[]
+        distillation("late", xp.Add(text="a late lesson", span=(0, 4))),
+        trajectory=xp.Trajectory(task="leave"),
+        shown=[],
     )
     track = track_of(told.bank)
     await track.credit([episode(loose[0]), episode(told.merged)])
@@ -117,7 +149,9 @@ class WaitingBank:
         return Generation(id=id, text="x", response_ids=(1,), logprobs=(-1.0,))
 
 
-async def test_the_event_loop_goes_on_while_the_bank_is_asked_and_the_buffer_changes_there_at_once() -> None:
+async def test_the_event_loop_goes_on_while_the_bank_is_asked_and_the_buffer_changes_there_at_once() -> (
+    None
+):
     bank, entries = WaitingBank(), [xp.Experience(text="a"), xp.Experience(text="b")]
     track = track_of(bank)
     crediting = asyncio.create_task(track.credit([episode(*entries)]))
@@ -130,19 +164,40 @@ async def test_the_event_loop_goes_on_while_the_bank_is_asked_and_the_buffer_cha
     assert threading.get_ident() not in bank.asked_by
 
 
-def member(used: xp.Experience | None, success: bool, group: str, verdict: str | None = None) -> xp.Trajectory:
+def member(
+    used: xp.Experience | None, success: bool, group: str, verdict: str | None = None
+) -> xp.Trajectory:
     """A member of a group: guided with an entry, else free."""
-    uses = () if used is None else (Use(id=f"{group}{success}", experience_id=used.id, experience_version=used.version, verdict=verdict),)  # type: ignore[arg-type]
+    uses = (
+        ()
+        if used is None
+        else (
+            Use(
+                id=f"{group}{success}",
+                experience_id=used.id,
+                experience_version=used.version,
+                verdict=verdict,
+            ),
+        )
+    )  # type: ignore[arg-type]
     condition = Condition.FREE if used is None else Condition.GUIDED
     return xp.Trajectory(task="leave", group=group, uses=uses, success=success, condition=condition)
 
 
-async def test_relative_rewards_are_gains_over_the_free_members_and_others_are_counted(told: Story) -> None:
+async def test_relative_rewards_are_gains_over_the_free_members_and_others_are_counted(
+    told: Story,
+) -> None:
     track = track_of(told.bank, reward="relative")
     free = [member(None, won, "a") for won in (True, False, False, False)]
     failed = episode(told.merged, error="env: gone")
     counted = await track.credit(
-        [*free, member(told.merged, True, "a"), member(told.merged, False, "a"), member(told.merged, True, "b"), failed]
+        [
+            *free,
+            member(told.merged, True, "a"),
+            member(told.merged, False, "a"),
+            member(told.merged, True, "b"),
+            failed,
+        ]
     )
     assert counted == 2 and track.uncredited == 1, "group b has nobody to compare with"
     assert rewards(track)["merge"][:2] == (pytest.approx(0.75 - 0.25), 2)
@@ -159,14 +214,20 @@ async def test_verdicts_and_bonuses_add_to_the_outcome(told: Story) -> None:
     assert rewards(track)["merge"][:2] == (pytest.approx((1 + 0.5 + 0.25) + (-1 + 1) + (-1 + 0)), 3)
 
 
-async def test_an_entry_that_is_used_again_is_trained_on_again_after_its_cooldown_with_less_weight(tmp_path: Path) -> None:
+async def test_an_entry_that_is_used_again_is_trained_on_again_after_its_cooldown_with_less_weight(
+    tmp_path: Path,
+) -> None:
     model, tokenizer = tiny_random_model()
     policy = LocalRuntime(TransformersLLM(model, tokenizer), OptimSettings())
     written = distillation("one", xp.Add(text="a lesson", span=None))
-    generation = Generation(id="one", text="x", prompt_ids=(1, 2), response_ids=(3, 4), logprobs=(-1.0, -1.0))
+    generation = Generation(
+        id="one", text="x", prompt_ids=(1, 2), response_ids=(3, 4), logprobs=(-1.0, -1.0)
+    )
     with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
         told = xp.Trajectory(task="leave")
-        (entry,) = bank.apply(written.model_copy(update={"generation": generation}), trajectory=told, shown=[])
+        (entry,) = bank.apply(
+            written.model_copy(update={"generation": generation}), trajectory=told, shown=[]
+        )
         track = ExtractorTrack(policy, bank, ExtractorSettings(batch_size=1, cooldown=2, decay=1.0))
         weights: list[float] = []
         for step in range(5):
@@ -175,4 +236,6 @@ async def test_an_entry_that_is_used_again_is_trained_on_again_after_its_cooldow
             await track.step(step)
             await track.finish()
             weights.append(track.weight if track.updates > before else 0.0)
-    assert weights == pytest.approx([1, 0, 1 / 2, 0, 1 / 3]), "eq. 7 with a cooldown of 2 and a decay of 1"
+    assert weights == pytest.approx([1, 0, 1 / 2, 0, 1 / 3]), (
+        "eq. 7 with a cooldown of 2 and a decay of 1"
+    )

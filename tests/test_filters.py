@@ -1,4 +1,6 @@
-"""Filters of searches: what `where` means, that nothing that passes is missed, and that every way into a bank takes it."""
+"""Filters of searches: what `where` means, that nothing that passes is missed, and that every way
+into a bank takes it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ from experiential.types import Experience, Hit, Provenance
 from tests.test_serve import serving
 from tests.wrapper_worlds import CorridorEnv
 
-TAGS, KINDS, TASKS = ("alfworld", "webshop", "kitchen"), ("lesson", "warning", "fact"), ("door", "well", None)
+TAGS, KINDS, TASKS = (
+    ("alfworld", "webshop", "kitchen"),
+    ("lesson", "warning", "fact"),
+    ("door", "well", None),
+)
 WORDS = ("red", "door", "key", "well", "coin", "guard", "lamp", "rope")
 
 
@@ -63,7 +69,9 @@ def entry(**values: Any) -> Experience:
         ({"day": "2026-11-21"}, True),
     ],
 )
-def test_an_entry_passes_when_every_field_has_one_of_the_values(where: dict[str, Any], passes: bool) -> None:
+def test_an_entry_passes_when_every_field_has_one_of_the_values(
+    where: dict[str, Any], passes: bool
+) -> None:
     metadata = {
         "tags": ["alfworld", "kitchen"],
         "level": 3,
@@ -76,10 +84,23 @@ def test_an_entry_passes_when_every_field_has_one_of_the_values(where: dict[str,
 
 
 @pytest.mark.parametrize(
-    "where", ["kind", ["kind"], {"kind": []}, {"kind": {"a": 1}}, {"": "a"}, {3: "a"}, {"level": float("nan")}, {"tags": [["a"]]}]
+    "where",
+    [
+        "kind",
+        ["kind"],
+        {"kind": []},
+        {"kind": {"a": 1}},
+        {"": "a"},
+        {3: "a"},
+        {"level": float("nan")},
+        {"tags": [["a"]]},
+    ],
 )
 def test_what_is_no_filter_is_refused(tmp_path: Path, where: Any) -> None:
-    with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank, pytest.raises(ValueError, match="Expected .*where"):
+    with (
+        xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank,
+        pytest.raises(ValueError, match="Expected .*where"),
+    ):
         bank.search("door", where=where)
 
 
@@ -95,10 +116,19 @@ def test_a_filter_survives_json() -> None:
     assert Where(json.loads(json.dumps(where.to_json()))) == where
 
 
-def test_text_is_found_in_the_form_in_which_it_was_given_and_in_the_one_that_is_kept(tmp_path: Path) -> None:
+def test_text_is_found_in_the_form_in_which_it_was_given_and_in_the_one_that_is_kept(
+    tmp_path: Path,
+) -> None:
     with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
-        bank.add("Look twice.", task="cafe\u0301", metadata={"tags": ["</experience>", "cafe\u0301"]})
-        for where in ({"task": "cafe\u0301"}, {"task": "caf\u00e9"}, {"tags": "cafe\u0301"}, {"tags": "</experience>"}):
+        bank.add(
+            "Look twice.", task="cafe\u0301", metadata={"tags": ["</experience>", "cafe\u0301"]}
+        )
+        for where in (
+            {"task": "cafe\u0301"},
+            {"task": "caf\u00e9"},
+            {"tags": "cafe\u0301"},
+            {"tags": "</experience>"},
+        ):
             assert bank.search("look", where=where), where
 
 
@@ -106,10 +136,20 @@ def test_text_is_found_in_the_form_in_which_it_was_given_and_in_the_one_that_is_
 
 
 def of(values: Sequence[Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(st.sampled_from(values), st.lists(st.sampled_from(values), min_size=1, max_size=2))
+    return st.one_of(
+        st.sampled_from(values), st.lists(st.sampled_from(values), min_size=1, max_size=2)
+    )
 
 
-wheres = st.fixed_dictionaries({}, optional={"kind": of(KINDS), "task": of(TASKS), "tags": of([*TAGS, None]), "level": of([0, 1, 2])})
+wheres = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": of(KINDS),
+        "task": of(TASKS),
+        "tags": of([*TAGS, None]),
+        "level": of([0, 1, 2]),
+    },
+)
 phrases = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map(" ".join)
 
 
@@ -145,7 +185,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[xp.ExperienceBan
         fill(bank, 150)
         bank.flush_index()
         assert bank._state.nearest.is_large  # pyright: ignore[reportPrivateUsage]
-        bank.add("red door key well", kind="warning", metadata={"tags": ["alfworld"]})  # not in Chroma yet
+        bank.add(
+            "red door key well", kind="warning", metadata={"tags": ["alfworld"]}
+        )  # not in Chroma yet
         yield bank
 
 
@@ -154,10 +196,16 @@ def scores(hits: Sequence[Hit]) -> list[float]:
 
 
 @given(where=wheres, query=phrases, k=st.integers(1, 40))
-def test_a_filtered_search_is_the_filter_of_the_full_ranking(small: xp.ExperienceBank, where: dict[str, Any], query: str, k: int) -> None:
-    ranking = [hit for hit in small.search(query, k=len(small)) if Where(where).matches(hit.experience)]
+def test_a_filtered_search_is_the_filter_of_the_full_ranking(
+    small: xp.ExperienceBank, where: dict[str, Any], query: str, k: int
+) -> None:
+    ranking = [
+        hit for hit in small.search(query, k=len(small)) if Where(where).matches(hit.experience)
+    ]
     found = small.search(query, k=k, where=where)
-    assert [(hit.experience.id, hit.score) for hit in found] == [(hit.experience.id, hit.score) for hit in ranking[:k]]
+    assert [(hit.experience.id, hit.score) for hit in found] == [
+        (hit.experience.id, hit.score) for hit in ranking[:k]
+    ]
     assert scores(small.snapshot().search(query, k=k, where=where)) == scores(found)
 
 
@@ -166,11 +214,15 @@ def test_a_filtered_search_is_the_filter_of_the_full_ranking(small: xp.Experienc
 def test_a_filtered_search_of_a_large_bank_misses_nothing(
     large: xp.ExperienceBank, few: int, most: int, where: dict[str, Any], query: str, k: int
 ) -> None:
-    """By comparing all that pass, by asking Chroma for more, and by asking it for some and comparing the rest."""
+    """By comparing all that pass, by asking Chroma for more, and by asking it for some and
+    comparing the rest.
+    """
     query_vector = large.embedder([query])[0]
     stored = large._history.live(large.head)  # pyright: ignore[reportPrivateUsage]  (vectors have no public way out)
     passing = [one for one in stored if Where(where).matches(one.experience)]
-    expected = sorted((round(float(one.vector @ query_vector), 4) for one in passing), reverse=True)[:k]
+    expected = sorted(
+        (round(float(one.vector @ query_vector), 4) for one in passing), reverse=True
+    )[:k]
     before = indexed._FEW, indexed._MOST  # pyright: ignore[reportPrivateUsage]
     indexed._FEW, indexed._MOST = few, most  # pyright: ignore[reportPrivateUsage]
     try:
@@ -193,14 +245,19 @@ def test_a_large_bank_gives_all_hits_beside_an_excluded_instance(tmp_path: Path)
         assert len(hits) == 10 and all(hit.experience.provenance.instance is None for hit in hits)
 
 
-def test_a_filter_of_a_large_bank_follows_what_is_written_after_it_was_asked_first(tmp_path: Path) -> None:
+def test_a_filter_of_a_large_bank_follows_what_is_written_after_it_was_asked_first(
+    tmp_path: Path,
+) -> None:
     with LargeBank(tmp_path / "bank", embedder="hashing") as bank:
         bank.add_many([f"red door {i}" for i in range(30)])
         gone = bank.add("red door", kind="warning")
         bank.flush_index()
 
         def warnings() -> set[str]:
-            return {hit.experience.text for hit in bank.search("red door", k=9, where={"kind": "warning"})}
+            return {
+                hit.experience.text
+                for hit in bank.search("red door", k=9, where={"kind": "warning"})
+            }
 
         assert warnings() == {"red door"}
         kept = bank.add("red gate", kind="warning")
@@ -221,10 +278,14 @@ def unit(seed: int) -> Any:
 
 
 @given(
-    steps=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([None, *KINDS]), st.booleans()), max_size=60),
+    steps=st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from([None, *KINDS]), st.booleans()), max_size=60
+    ),
     where=st.sampled_from([Where({"kind": "lesson"}), Where({"kind": ["warning", "fact"]})]),
 )
-def test_filters_stay_true_while_entries_come_change_and_go(steps: list[tuple[int, str | None, bool]], where: Where) -> None:
+def test_filters_stay_true_while_entries_come_change_and_go(
+    steps: list[tuple[int, str | None, bool]], where: Where
+) -> None:
     """The filter is asked after some of the writes, so that what it remembers is of different ages."""
     nearest, live = Nearest((), limit=1000, chroma=None), dict[str, Live]()
     members, vectors = Members(), dict[str, Any]()
@@ -255,7 +316,11 @@ def test_filters_stay_true_while_entries_come_change_and_go(steps: list[tuple[in
 def tagged(tmp_path: Path) -> Iterator[xp.ExperienceBank]:
     with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
         bank.add("Cross the corridor: say go twice.", metadata={"tags": ["corridor"]})
-        bank.add("Cross the corridor: say go thrice.", kind="warning", metadata={"tags": ["maze"], "level": 3})
+        bank.add(
+            "Cross the corridor: say go thrice.",
+            kind="warning",
+            metadata={"tags": ["maze"], "level": 3},
+        )
         yield bank
 
 
@@ -266,7 +331,11 @@ def only(hits: Any) -> str:
 
 def test_a_manager_filters_what_it_finds_and_what_it_answers(tagged: xp.ExperienceBank) -> None:
     with xp.ExperienceManager(tagged) as manager:
-        for where, text in (({"tags": "maze"}, "thrice"), ({"kind": "lesson"}, "twice"), ({"level": 3}, "thrice")):
+        for where, text in (
+            ({"tags": "maze"}, "thrice"),
+            ({"kind": "lesson"}, "twice"),
+            ({"level": 3}, "thrice"),
+        ):
             assert text in only(manager.search("cross the corridor", k=4, where=where))
             assert text in (manager.ask("cross the corridor", k=4, where=where).text or "")
         assert manager.search("cross the corridor", where={"tags": "none such"}) == []
@@ -278,7 +347,10 @@ def test_queries_of_one_micro_batch_keep_their_own_filters(tagged: xp.Experience
     import asyncio
 
     async def both(manager: xp.ExperienceManager) -> Any:
-        asked = (manager.asearch("cross the corridor", where={"tags": tag}) for tag in ("maze", "corridor"))
+        asked = (
+            manager.asearch("cross the corridor", where={"tags": tag})
+            for tag in ("maze", "corridor")
+        )
         return await asyncio.gather(*asked)
 
     with xp.ExperienceManager(tagged, retrieval={"batch_wait": 0.2, "batch_size": 2}) as manager:
@@ -296,16 +368,22 @@ def test_a_client_filters_as_the_bank_does(tagged: xp.ExperienceBank, read_only:
         with pytest.raises(ValueError, match="where"):
             client.search("cross", where={"kind": []})
         with xp.ExperienceManager(client) as manager:
-            assert "thrice" in only(manager.search("cross the corridor", k=4, where={"tags": "maze"}))
+            assert "thrice" in only(
+                manager.search("cross the corridor", k=4, where={"tags": "maze"})
+            )
 
 
 def test_wrappers_show_only_what_passes(tagged: xp.ExperienceBank) -> None:
-    env = xp.SearchAndAskWrapper(xp.ExperienceWrapper(CorridorEnv(), tagged, k=4, where={"tags": "maze"}))
+    env = xp.SearchAndAskWrapper(
+        xp.ExperienceWrapper(CorridorEnv(), tagged, k=4, where={"tags": "maze"})
+    )
     observation, info = env.reset(seed=1)
     assert "thrice" in observation and "twice" not in observation and len(info["experience"]) == 1
     assert "thrice" in env.step("<search_and_ask>cross the corridor, say go</search_and_ask>")[0]
     env.close()
-    envs = xp.ExperienceVectorWrapper(gym.vector.SyncVectorEnv([CorridorEnv] * 2), tagged, k=4, where={"tags": "maze"})
+    envs = xp.ExperienceVectorWrapper(
+        gym.vector.SyncVectorEnv([CorridorEnv] * 2), tagged, k=4, where={"tags": "maze"}
+    )
     _, infos = envs.reset(seed=1)
     assert [len(hits) for hits in infos["experience"]] == [1, 1]
     envs.close()
@@ -323,22 +401,30 @@ def test_wrappers_show_only_what_passes(tagged: xp.ExperienceBank) -> None:
         (["--where", "level=3"], ["thrice"]),
     ],
 )
-def test_the_command_line_filters(tagged: xp.ExperienceBank, options: list[str], found: list[str]) -> None:
+def test_the_command_line_filters(
+    tagged: xp.ExperienceBank, options: list[str], found: list[str]
+) -> None:
     folder = str(tagged.path)
     tagged.close()
-    result = CliRunner().invoke(main.app, ["bank", "search", folder, "cross the corridor", "--json", *options])
+    result = CliRunner().invoke(
+        main.app, ["bank", "search", folder, "cross the corridor", "--json", *options]
+    )
     assert result.exit_code == 0
     assert sorted(row["text"].split()[-1].strip(".") for row in json.loads(result.stdout)) == found
 
 
-def test_the_command_line_says_what_is_wrong_with_a_filter(tagged: xp.ExperienceBank, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_what_is_wrong_with_a_filter(
+    tagged: xp.ExperienceBank, capsys: pytest.CaptureFixture[str]
+) -> None:
     from experiential.cli.errors import run_app
 
     assert run_app(main.app, ["bank", "search", str(tagged.path), "cross", "--where", "maze"]) == 2
     assert "--where FIELD=VALUE" in capsys.readouterr().err
 
 
-def test_a_manager_over_http_asks_nothing_for_each_candidate(tagged: xp.ExperienceBank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_over_http_asks_nothing_for_each_candidate(
+    tagged: xp.ExperienceBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counters come with the candidates; the calls of a search do not grow with them."""
     tagged.add_many([f"Cross the corridor {i} times." for i in range(30)])
     asked: list[str] = []

@@ -11,7 +11,11 @@ from experiential.bank.manager import ExperienceManager
 from experiential.errors import ConfigError, ReadOnlyBankError
 from experiential.types import Add, Condition, Distillation, ParsedOperations, Trajectory, Use
 
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 
 
 @pytest.fixture
@@ -28,7 +32,9 @@ def use(bank, entry, *outcomes, group=""):
 
 def free(bank, group, *outcomes):
     for success in outcomes:
-        bank.record(Trajectory(task="t", success=bool(success), group=group, condition=Condition.FREE))
+        bank.record(
+            Trajectory(task="t", success=bool(success), group=group, condition=Condition.FREE)
+        )
 
 
 def dump(bank):
@@ -50,7 +56,12 @@ def test_prune_by_score_takes_tried_failures_only(bank):
     assert ids(gone) == [bad.id] and gone[0].statistics.score == 2 / 7
     assert ids(bank) == [good.id, untried.id, barely.id]
     commit = bank.commits()[-1]
-    assert (commit.id, commit.cause, commit.author, commit.ref) == (head + 1, "prune", "human", "score < 0.4, uses >= 3")
+    assert (commit.id, commit.cause, commit.author, commit.ref) == (
+        head + 1,
+        "prune",
+        "human",
+        "score < 0.4, uses >= 3",
+    )
 
 
 def test_the_score_bound_itself_stays(bank):
@@ -81,7 +92,10 @@ def test_either_bound_prunes(bank):
     for group in range(3):
         use(bank, harmful, 0, 1, group=f"{group}")
         free(bank, f"{group}", 1)
-    assert set(ids(bank.prune(score=0.3, uplift_below=-0.1, min_uses=1))) == {failing.id, harmful.id}
+    assert set(ids(bank.prune(score=0.3, uplift_below=-0.1, min_uses=1))) == {
+        failing.id,
+        harmful.id,
+    }
 
 
 def test_nothing_to_prune_makes_no_commit(bank):
@@ -96,7 +110,10 @@ def test_nothing_to_prune_makes_no_commit(bank):
         (lambda bank: bank.prune(), "Expected score= or uplift_below="),
         (lambda bank: bank.prune(score=0.5, min_uses=-1), "Expected min_uses"),
         (lambda bank: bank.evict(-1), "Expected cap"),
-        (lambda bank: bank.evict(1, "oldest"), "Expected policy to be one of lru, fifo, random, utility"),
+        (
+            lambda bank: bank.evict(1, "oldest"),
+            "Expected policy to be one of lru, fifo, random, utility",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(bank, call, message):
@@ -108,7 +125,11 @@ def test_a_read_only_bank_only_reports(bank):
     entry = bank.add("bad")
     use(bank, entry, 0, 0, 0, 0, 0)
     with ExperienceBank(bank.path, read_only=True) as copy:
-        assert ids(copy.prune(score=0.5, dry_run=True)) == [entry.id] == ids(copy.evict(0, dry_run=True))
+        assert (
+            ids(copy.prune(score=0.5, dry_run=True))
+            == [entry.id]
+            == ids(copy.evict(0, dry_run=True))
+        )
         for call in (lambda: copy.prune(score=0.5), lambda: copy.evict(0)):
             with pytest.raises(ReadOnlyBankError, match="dry_run=True"):
                 call()
@@ -153,18 +174,32 @@ def test_random_is_repeatable_and_depends_on_seed_and_commit(bank):
 
 @given(data=st.data())
 @FEW
-def test_prune_and_evict_keep_what_they_should_and_rollback_restores_every_byte(tmp_path_factory, data):
-    """Random banks: the doomed are exactly those that a plain reading of the rule names, and rollback undoes it to the byte."""
+def test_prune_and_evict_keep_what_they_should_and_rollback_restores_every_byte(
+    tmp_path_factory, data
+):
+    """Random banks: the doomed are exactly those that a plain reading of the rule names, and
+    rollback undoes it to the byte.
+    """
     rng = random.Random(data.draw(st.integers(0, 2**32)))
-    score, min_uses = data.draw(st.sampled_from([0.2, 0.35, 0.5, 0.8])), data.draw(st.integers(0, 4))
-    cap, policy = data.draw(st.integers(0, 12)), data.draw(st.sampled_from(["lru", "fifo", "random", "utility"]))
+    score, min_uses = (
+        data.draw(st.sampled_from([0.2, 0.35, 0.5, 0.8])),
+        data.draw(st.integers(0, 4)),
+    )
+    cap, policy = (
+        data.draw(st.integers(0, 12)),
+        data.draw(st.sampled_from(["lru", "fifo", "random", "utility"])),
+    )
     with ExperienceBank(tmp_path_factory.mktemp("forget") / "bank", embedder="hashing") as bank:
         entries = bank.add_many([f"text {i}" for i in range(10)])
         for _ in range(25):
             use(bank, bank.get(rng.choice(entries).id), rng.random() < 0.4)
         bank.update(entries[3].id, "rewritten")
         before, head = dump(bank), bank.head
-        expected = {e.id for e in bank.entries() if e.statistics.uses >= min_uses and e.statistics.score < score}
+        expected = {
+            e.id
+            for e in bank.entries()
+            if e.statistics.uses >= min_uses and e.statistics.score < score
+        }
         assert set(ids(bank.prune(score=score, min_uses=min_uses))) == expected
         assert set(ids(bank)) == {e.id for e in entries} - expected
         assert bank.head == head + bool(expected)
@@ -193,7 +228,9 @@ class Teacher:
     async def adistill(self, trajectory, shown):
         self.count += 2
         texts = (f"lesson {self.count}", f"lesson {self.count + 1}")
-        return Distillation(parsed=ParsedOperations(operations=tuple(Add(text=text) for text in texts)))
+        return Distillation(
+            parsed=ParsedOperations(operations=tuple(Add(text=text) for text in texts))
+        )
 
     async def arefine(self, query, experience):
         return experience.text, None
@@ -230,7 +267,10 @@ def test_a_failing_eviction_is_counted_and_ends_nothing(bank, monkeypatch):
     with ExperienceManager(bank, Teacher(), cap=1) as manager:
         manager.submit(Trajectory(task="t"))
         manager.drain(timeout=30)
-        assert manager.stats()["failures"] == {"evict: OSError": 1} and manager.stats()["distilled"] == 1
+        assert (
+            manager.stats()["failures"] == {"evict: OSError": 1}
+            and manager.stats()["distilled"] == 1
+        )
 
 
 @pytest.mark.parametrize("options", [{"cap": -1}, {"eviction": "oldest"}])

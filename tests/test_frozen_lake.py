@@ -1,4 +1,6 @@
-"""FrozenLake: layouts as the ERL paper draws them, its transitions, its messages, and splits that cannot overlap."""
+"""FrozenLake: layouts as the ERL paper draws them, its transitions, its messages, and splits that
+cannot overlap.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def on(rows: list[str], **kwargs: Any) -> FrozenLakeEnv:
 
 @settings(max_examples=150, deadline=None)
 @given(index=st.integers(0, 9_999), split=st.sampled_from(["train", "eval"]))
-def test_every_layout_is_in_range_solvable_within_the_budget_and_in_its_contents_split(index: int, split: Any) -> None:
+def test_every_layout_is_in_range_solvable_within_the_budget_and_in_its_contents_split(
+    index: int, split: Any
+) -> None:
     lake = draw_lake(ERL, split, index)
     path = lake.path(lake.start)
     assert 2 <= lake.size <= 9 and lake.start != lake.goal
@@ -60,7 +64,11 @@ def test_the_default_split_sizes_are_the_papers() -> None:
 def test_a_layout_depends_on_its_index_only() -> None:
     first, info = FrozenLakeEnv().reset(seed=1, options={"layout": 42})
     second, again = FrozenLakeEnv().reset(seed=99, options={"layout": 42})
-    assert first == second and info == again and info["instance"] == info["task_id"] == "frozenlake-train-42"
+    assert (
+        first == second
+        and info == again
+        and info["instance"] == info["task_id"] == "frozenlake-train-42"
+    )
 
 
 def test_the_symbols_are_the_papers() -> None:
@@ -81,12 +89,22 @@ def test_entering_a_hole_ends_with_reward_zero() -> None:
     assert (reward, terminated, truncated, info["success"]) == (0.0, True, False, False)
 
 
-@pytest.mark.parametrize(("action", "invalid"), [("Left", False), ("Up", False), ("swim", True), ("", True)])
-def test_the_edge_and_nonsense_change_nothing_cost_a_step_and_are_told_alike(action: str, invalid: bool) -> None:
+@pytest.mark.parametrize(
+    ("action", "invalid"), [("Left", False), ("Up", False), ("swim", True), ("", True)]
+)
+def test_the_edge_and_nonsense_change_nothing_cost_a_step_and_are_told_alike(
+    action: str, invalid: bool
+) -> None:
     env = on(["SF", "HG"])
     observation, reward, terminated, truncated, info = env.step(action)
     assert observation == "A D\nC B\n\nNo valid actions were recorded."
-    assert (reward, terminated, truncated, info["invalid"], env.turn) == (0.0, False, False, invalid, 1)
+    assert (reward, terminated, truncated, info["invalid"], env.turn) == (
+        0.0,
+        False,
+        False,
+        invalid,
+        1,
+    )
 
 
 def test_a_plain_move_has_no_message() -> None:
@@ -99,7 +117,11 @@ def test_the_budget_truncates_and_a_goal_on_the_last_move_still_counts() -> None
     for _ in range(7):
         assert not env.step("Left")[3]
     observation, reward, terminated, truncated, _ = env.step("Right")
-    assert observation.endswith("\n\nHit the max step limit") and (reward, terminated, truncated) == (0.0, False, True)
+    assert observation.endswith("\n\nHit the max step limit") and (
+        reward,
+        terminated,
+        truncated,
+    ) == (0.0, False, True)
     env = on(["SF", "HG"])
     for action in ["Left"] * 6 + ["Right"]:
         env.step(action)
@@ -107,8 +129,13 @@ def test_the_budget_truncates_and_a_goal_on_the_last_move_still_counts() -> None
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), actions=st.lists(st.sampled_from([*MOVES, "?"]), min_size=8, max_size=8))
-def test_transitions_move_one_cell_or_none_and_end_only_at_hole_goal_or_budget(seed: int, actions: list[str]) -> None:
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    actions=st.lists(st.sampled_from([*MOVES, "?"]), min_size=8, max_size=8),
+)
+def test_transitions_move_one_cell_or_none_and_end_only_at_hole_goal_or_budget(
+    seed: int, actions: list[str]
+) -> None:
     env = FrozenLakeEnv()
     env.reset(seed=seed)
     for turn, action in enumerate(actions, start=1):
@@ -127,7 +154,9 @@ def test_transitions_move_one_cell_or_none_and_end_only_at_hole_goal_or_budget(s
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), feedback=st.sampled_from(["neutral", False]))
-def test_without_the_papers_messages_no_observation_and_no_task_names_a_tile(seed: int, feedback: Any) -> None:
+def test_without_the_papers_messages_no_observation_and_no_task_names_a_tile(
+    seed: int, feedback: Any
+) -> None:
     env = FrozenLakeEnv(feedback=feedback)
     observation, info = env.reset(seed=seed)
     seen = [observation, info["task"]]
@@ -155,7 +184,9 @@ def test_the_fixed_presets_are_gymnasiums_maps() -> None:
     for name in ("4x4", "8x8"):
         env = FrozenLakeEnv(preset=name)
         observation, _ = env.reset(seed=0)
-        assert [row.replace(" ", "") for row in observation.split("\n")] == [row.replace("S", "P") for row in MAPS[name]]
+        assert [row.replace(" ", "") for row in observation.split("\n")] == [
+            row.replace("S", "P") for row in MAPS[name]
+        ]
         assert env.worlds == [0] and env.plan() is not None
 
 
@@ -187,7 +218,9 @@ def test_a_wrong_argument_says_what_was_expected(kwargs: dict[str, Any], message
         FrozenLakeEnv(**kwargs)
 
 
-def test_rules_without_layouts_say_so_instead_of_searching_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_without_layouts_say_so_instead_of_searching_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("experiential.envs.frozen_lake.MAX_DRAWS", 50)
     monkeypatch.setattr(Lake, "path", lambda self, start, limit=None: None)
     with pytest.raises(ConfigError, match="Expected rules that admit layouts"):

@@ -1,4 +1,6 @@
-"""Writers that come at one moment share a transaction; each still gets its own commit, its own error and its own promise."""
+"""Writers that come at one moment share a transaction; each still gets its own commit, its own
+error and its own promise.
+"""
 
 import asyncio
 import contextlib
@@ -38,9 +40,13 @@ def made(*operations):
 
 @contextlib.contextmanager
 def gathering(bank):
-    """Inside this block a transaction of another thread is open, so that all writes gather; gives how many wait."""
+    """Inside this block a transaction of another thread is open, so that all writes gather; gives
+    how many wait.
+    """
     entered, leave = threading.Event(), threading.Event()
-    holder = threading.Thread(target=bank._writes.run, args=(lambda group: entered.set() or leave.wait(60),))
+    holder = threading.Thread(
+        target=bank._writes.run, args=(lambda group: entered.set() or leave.wait(60),)
+    )
     holder.start()
     assert entered.wait(60)
     try:
@@ -51,7 +57,9 @@ def gathering(bank):
 
 
 def together(bank, *writes):
-    """What writes gave or raised, that were made in this order in one group; each in a thread of its own."""
+    """What writes gave or raised, that were made in this order in one group; each in a thread of
+    its own.
+    """
     outcomes = [None] * len(writes)
 
     def call(place, write):
@@ -89,7 +97,9 @@ def test_writers_that_wait_share_one_transaction_and_keep_a_commit_each(bank):
             lambda: bank.add("a", task="t"),
             lambda: bank.update(old.id, "new"),
             lambda: bank.remove(old.id),
-            lambda: bank.apply(made(Add(text="b")), trajectory=Trajectory(id="t1", task="t"), shown=[]),
+            lambda: bank.apply(
+                made(Add(text="b")), trajectory=Trajectory(id="t1", task="t"), shown=[]
+            ),
             lambda: bank.submit(Trajectory(id="t2", task="t")),
         )
     assert seen.count("COMMIT") == 2, "the one that they waited for, and theirs"
@@ -102,10 +112,17 @@ def test_writers_that_wait_share_one_transaction_and_keep_a_commit_each(bank):
         ("run", "record", "t2"),
     ]
     numbers = [commit.id for commit in bank.commits()[1:]]
-    assert [a.provenance.commit, new.provenance.commit, b[0].provenance.commit] == [numbers[0], numbers[1], numbers[3]]
+    assert [a.provenance.commit, new.provenance.commit, b[0].provenance.commit] == [
+        numbers[0],
+        numbers[1],
+        numbers[3],
+    ]
     assert none is None and recorded is True and bank.head == numbers[-1]
     assert [entry.text for entry in bank.entries()] == ["a", "b"]
-    assert [entry.text for entry in bank.at(numbers[1])] == ["new", "a"], "each commit can be looked at by itself"
+    assert [entry.text for entry in bank.at(numbers[1])] == [
+        "new",
+        "a",
+    ], "each commit can be looked at by itself"
 
 
 def test_a_writer_alone_waits_for_nobody_and_starts_no_thread(bank):
@@ -127,7 +144,9 @@ def test_a_failing_member_fails_alone_and_leaves_no_trace(bank):
         lambda: bank.add("last"),
     )
     assert gone is None and isinstance(missing, BankError) and "live entry" in str(missing)
-    assert [entry.text for entry in bank.entries()] == ["first", "last"] and len(bank.commits()) == commits + 3
+    assert [entry.text for entry in bank.entries()] == ["first", "last"] and len(
+        bank.commits()
+    ) == commits + 3
     assert first.provenance.commit < last.provenance.commit == bank.head
 
 
@@ -137,7 +156,11 @@ def test_a_member_sees_those_before_it_and_nobody_else_does_before_all_are_durab
     def look(group):
         [entry] = [live for live in map(group.live, group._staged) if live is not None]
         seen["inside"] = entry.experience.text
-        seen["outside"] = [entry.text for entry in bank.entries()], bank.search("early"), bank.get(entry.experience.id)
+        seen["outside"] = (
+            [entry.text for entry in bank.entries()],
+            bank.search("early"),
+            bank.get(entry.experience.id),
+        )
 
     early, _ = together(bank, lambda: bank.add("early"), lambda: bank._writes.run(look))
     assert seen == {"inside": "early", "outside": ([], [], None)}
@@ -145,7 +168,9 @@ def test_a_member_sees_those_before_it_and_nobody_else_does_before_all_are_durab
 
 
 def test_no_reader_sees_part_of_a_transaction(bank):
-    """A reader of another thread asks while a member is being written: memory has nothing of it, the journal waits for the end."""
+    """A reader of another thread asks while a member is being written: memory has nothing of it,
+    the journal waits for the end.
+    """
     entered, answers = threading.Event(), []
 
     def write(group):
@@ -169,7 +194,13 @@ def test_no_reader_sees_part_of_a_transaction(bank):
 
 def test_what_two_members_say_alike_becomes_one_entry(bank):
     ended = [Trajectory(id=f"t{i}", task="t") for i in range(2)]
-    one, two = together(bank, *[lambda ended=ended: bank.apply(made(Add(text="same")), trajectory=ended, shown=[]) for ended in ended])
+    one, two = together(
+        bank,
+        *[
+            lambda ended=ended: bank.apply(made(Add(text="same")), trajectory=ended, shown=[])
+            for ended in ended
+        ],
+    )
     assert one[0].id == two[0].id and (one[0].version, two[0].version) == (1, 2) and len(bank) == 1
 
 
@@ -177,13 +208,23 @@ def test_merges_of_the_same_entries_in_one_group_happen_once(bank):
     shown = bank.add_many(["a", "b"])
     merge = made(Merge(entries=(1, 2), text="a and b"))
     first, second = together(bank, *[lambda: bank.consolidate(merge, shown=shown)] * 2)
-    assert [len(first), len(second)] == [1, 0] and len(bank) == 1 and bank.refused == {"entry_changed": 1}
+    assert (
+        [len(first), len(second)] == [1, 0]
+        and len(bank) == 1
+        and bank.refused == {"entry_changed": 1}
+    )
 
 
 def test_counters_add_up_over_members(bank):
     entry = bank.add("open the door")
     used = [
-        Trajectory(id=f"t{i}", task="t", success=i % 2 == 0, uses=(Use(experience_id=entry.id, experience_version=1),)) for i in range(5)
+        Trajectory(
+            id=f"t{i}",
+            task="t",
+            success=i % 2 == 0,
+            uses=(Use(experience_id=entry.id, experience_version=1),),
+        )
+        for i in range(5)
     ]
     assert together(bank, *[lambda ended=ended: bank.record(ended) for ended in used]) == [True] * 5
     bank.note_retrievals([entry.id])
@@ -198,7 +239,12 @@ def test_the_same_item_finished_twice_in_one_group_is_written_once(bank):
     bank.submit(ended)
     write = lambda text: bank.apply(made(Add(text=text)), trajectory=ended, shown=[], item="t")  # noqa: E731
     first, second = together(bank, lambda: write("one"), lambda: write("two"))
-    assert [entry.text for entry in first] == ["one"] and second == [] and len(bank) == 1 and bank.queue.state("t") == "done"
+    assert (
+        [entry.text for entry in first] == ["one"]
+        and second == []
+        and len(bank) == 1
+        and bank.queue.state("t") == "done"
+    )
 
 
 def test_the_same_trajectory_submitted_twice_in_one_group_is_recorded_once(bank):
@@ -222,7 +268,10 @@ def test_each_keyed_write_of_a_group_gets_its_own_receipt_and_a_failing_one_none
         keyed("k3", lambda: bank.add("b")),
     )
     commits = [bank.receipts.find(key) for key in ("k1", "k2", "k3")]
-    assert commits[1] is None and [commits[0].commit, commits[2].commit] == [a.provenance.commit, b.provenance.commit]
+    assert commits[1] is None and [commits[0].commit, commits[2].commit] == [
+        a.provenance.commit,
+        b.provenance.commit,
+    ]
 
 
 def test_a_lost_transaction_is_tried_again_member_by_member(bank):
@@ -231,10 +280,15 @@ def test_a_lost_transaction_is_tried_again_member_by_member(bank):
     pages = bank._journal.value("PRAGMA page_count")
     bank._journal.run(f"PRAGMA max_page_count={pages + 30}")
     large = [f"{number} " + "x" * 1000 for number in range(200)]
-    one, failed, two = together(bank, lambda: bank.add("one"), lambda: bank.add_many(large), lambda: bank.add("two"))
+    one, failed, two = together(
+        bank, lambda: bank.add("one"), lambda: bank.add_many(large), lambda: bank.add("two")
+    )
     assert isinstance(failed, BankError) and "disk is full" in str(failed)
     assert [entry.text for entry in bank.entries()] == ["warm", "one", "two"]
-    assert [commit.id for commit in bank.commits()][1:] == [one.provenance.commit, two.provenance.commit]
+    assert [commit.id for commit in bank.commits()][1:] == [
+        one.provenance.commit,
+        two.provenance.commit,
+    ]
     bank._journal.run("PRAGMA max_page_count=1000000")
     assert len(bank.add_many(large)) == 200, "with room again, the same bank writes"
 
@@ -261,12 +315,16 @@ def test_an_interrupted_leader_leaves_nobody_waiting(bank):
 
     _, follower = together(bank, lead, lambda: bank.add("behind it"))
     assert isinstance(follower, BankError) and "interrupted" in str(follower)
-    assert bank.add("after").text == "after" and [entry.text for entry in bank.entries()] == ["after"]
+    assert bank.add("after").text == "after" and [entry.text for entry in bank.entries()] == [
+        "after"
+    ]
 
 
 @contextlib.contextmanager
 def interruptible():
-    """SIGINT raises KeyboardInterrupt inside this block, also where the shell started the tests with the signal ignored."""
+    """SIGINT raises KeyboardInterrupt inside this block, also where the shell started the tests
+    with the signal ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -289,7 +347,9 @@ def test_an_interrupted_follower_writes_nothing_and_the_next_one_leads(bank):
         with pytest.raises(KeyboardInterrupt):
             bank.add("never")
         until(lambda: waiting() == 1)
-    assert later[0].result(60).text == "behind it" and [entry.text for entry in bank.entries()] == ["behind it"]
+    assert later[0].result(60).text == "behind it" and [entry.text for entry in bank.entries()] == [
+        "behind it"
+    ]
 
 
 def test_many_submitted_at_once_are_one_transaction_and_a_bad_one_fails_alone(bank):
@@ -298,7 +358,11 @@ def test_many_submitted_at_once_are_one_transaction_and_a_bad_one_fails_alone(ba
     with statements(bank) as seen:
         outcomes = bank.submit_many([*good[:30], bad, *good[30:], good[0]])
     assert seen.count("COMMIT") == 1
-    assert outcomes[:30] + outcomes[31:-1] == [True] * 64 and outcomes[-1] is False and isinstance(outcomes[30], UnicodeEncodeError)
+    assert (
+        outcomes[:30] + outcomes[31:-1] == [True] * 64
+        and outcomes[-1] is False
+        and isinstance(outcomes[30], UnicodeEncodeError)
+    )
     assert bank.queue.waiting() == [ended.id for ended in good] and len(bank.commits()) == 64
     assert bank.submit_many([]) == []
 
@@ -316,8 +380,12 @@ def test_trajectories_that_end_together_wait_for_few_commits(bank):
                 submitted = pool.submit(asyncio.run, submit())
                 until(lambda: manager._reserved == 64)
             assert submitted.result(60) == [f"t{i}" for i in range(64)]
-        assert seen.count("COMMIT") <= 3, "the one that they waited for, those who came first, the others"
-        assert bank.queue.waiting() == [f"t{i}" for i in range(64)] and manager.stats()["queued"] == 64
+        assert seen.count("COMMIT") <= 3, (
+            "the one that they waited for, those who came first, the others"
+        )
+        assert (
+            bank.queue.waiting() == [f"t{i}" for i in range(64)] and manager.stats()["queued"] == 64
+        )
         manager.resume()
         manager.drain(timeout=60)
     assert len(bank) == 64
@@ -357,7 +425,9 @@ async def test_arrivals_give_each_its_own_error_and_all_the_error_of_the_call():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_threads_that_do_anything_leave_memory_and_journal_alike(tmp_path, seed):
-    """Eight threads write at random; what the open bank shows is what a new process reads, and each acknowledged write is in it."""
+    """Eight threads write at random; what the open bank shows is what a new process reads, and each
+    acknowledged write is in it.
+    """
     with ExperienceBank(tmp_path, embedder="hashing") as bank:
         shared = [bank.add(f"shared {number}").id for number in range(4)]
         texts = [f"w{number}" for number in range(40)]
@@ -374,9 +444,15 @@ def test_threads_that_do_anything_leave_memory_and_journal_alike(tmp_path, seed)
                     with contextlib.suppress(BankError):
                         acknowledged.append(bank.update(rng.choice(shared), text))
                 elif kind == 2:
-                    ended = Trajectory(id=f"{number}.{turn}", task="t", uses=(Use(experience_id=shared[0], experience_version=1),))
+                    ended = Trajectory(
+                        id=f"{number}.{turn}",
+                        task="t",
+                        uses=(Use(experience_id=shared[0], experience_version=1),),
+                    )
                     assert bank.submit(ended)
-                    acknowledged.extend(bank.apply(made(Add(text=text)), trajectory=ended, shown=[], item=ended.id))
+                    acknowledged.extend(
+                        bank.apply(made(Add(text=text)), trajectory=ended, shown=[], item=ended.id)
+                    )
                 elif kind == 3:
                     bank.note_retrievals([rng.choice(shared)])
                 elif turn % 10 == 0:
@@ -388,6 +464,12 @@ def test_threads_that_do_anything_leave_memory_and_journal_alike(tmp_path, seed)
         before, commits = list(bank.entries()), [commit.id for commit in bank.commits()]
         used = bank.get(shared[0]).statistics.uses
     with ExperienceBank(tmp_path) as again:
-        assert list(again.entries()) == before and again.head == commits[-1] and commits == sorted(set(commits))
-        assert all(again.version(entry.id, entry.version).text == entry.text for entry in acknowledged)
+        assert (
+            list(again.entries()) == before
+            and again.head == commits[-1]
+            and commits == sorted(set(commits))
+        )
+        assert all(
+            again.version(entry.id, entry.version).text == entry.text for entry in acknowledged
+        )
         assert used == sum(commit.cause == "record" for commit in again.commits())

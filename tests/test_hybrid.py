@@ -1,4 +1,6 @@
-"""Hybrid retrieval: words find what vectors miss, are always those of the live entries, and cannot break the query language."""
+"""Hybrid retrieval: words find what vectors miss, are always those of the live entries, and cannot
+break the query language.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from experiential.config import RetrievalSettings
 from experiential.types import Experience, Provenance
 from tests.test_serve import serving
 
-CODE = "Before you leave the harbour, count the crew, store the anchor chain and enter QX77ZP in the log."
+CODE = (
+    "Before you leave the harbour, count the crew, store the anchor chain and enter QX77ZP in the"
+    " log."
+)
 OTHERS = [
     "The red door needs the brass key from the guard room.",
     "Wait for the guard to leave before you cross the yard.",
@@ -72,13 +77,19 @@ def test_words_are_runs_of_letters_and_digits(text: str, words: list[str]) -> No
 
 
 def test_the_share_equals_one_worked_by_hand() -> None:
-    """Of 3 entries 1 has 'lever', 2 have 'door'; 'zebra', which none has, counts as if one had; 'the' is no word that tells."""
+    """Of 3 entries 1 has 'lever', 2 have 'door'; 'zebra', which none has, counts as if one had;
+    'the' is no word that tells.
+    """
     index = Lexical([live("the lever"), live("a door"), live("door")])
     rare, common = math.log(1 + 2.5 / 1.5) ** 2, math.log(1 + 1.5 / 2.5) ** 2
     result = index.search("the lever, the door, the zebra", 9, Scope())
     assert result.weights == pytest.approx({"lever": rare, "door": common, "zebra": rare})
-    assert result.weights.share(Experience(text="Pull that LEVER.")) == pytest.approx(rare / (2 * rare + common))
-    assert result.weights.share(Experience(text="-", task="open the door")) == pytest.approx(common / (2 * rare + common))
+    assert result.weights.share(Experience(text="Pull that LEVER.")) == pytest.approx(
+        rare / (2 * rare + common)
+    )
+    assert result.weights.share(Experience(text="-", task="open the door")) == pytest.approx(
+        common / (2 * rare + common)
+    )
     assert result.weights.share(Experience(text="no such thing")) == 0.0
 
 
@@ -86,7 +97,10 @@ def test_a_query_without_a_word_that_tells_finds_nothing_by_words() -> None:
     index = Lexical([live("what is the matter")])
     for query in ("", "what is the", "?!"):
         result = index.search(query, 5, Scope())
-        assert result.entries == [] and result.weights.share(Experience(text="what is the matter")) == 0.0
+        assert (
+            result.entries == []
+            and result.weights.share(Experience(text="what is the matter")) == 0.0
+        )
 
 
 def test_the_rarest_words_are_looked_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +108,10 @@ def test_the_rarest_words_are_looked_up_first(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(lexical, "_POSTINGS", 3)
     index = Lexical([*(live(f"door {i}") for i in range(10)), live("lever"), live("door lever")])
-    assert {one.experience.text for one in index.search("door lever", 99, Scope()).entries} == {"lever", "door lever"}
+    assert {one.experience.text for one in index.search("door lever", 99, Scope()).entries} == {
+        "lever",
+        "door lever",
+    }
 
 
 # What the settings mean
@@ -118,19 +135,27 @@ def test_an_entry_reaches_the_floor_by_its_cosine_or_by_its_words() -> None:
     floor=st.floats(-1, 1),
     strategy=st.sampled_from(["nearest", "diverse"]),
 )
-def test_words_only_ever_let_more_entries_in(rows: Sequence[tuple[float, float]], hybrid: float, floor: float, strategy: str) -> None:
+def test_words_only_ever_let_more_entries_in(
+    rows: Sequence[tuple[float, float]], hybrid: float, floor: float, strategy: str
+) -> None:
     candidates = [Candidate(str(i), *row) for i, row in enumerate(rows)]
 
     def chosen(weight: float) -> set[str]:
         settings = RetrievalSettings(strategy=strategy, floor=floor, hybrid=weight)
-        return {one.id for one, _ in select(candidates, Retrievals(8), settings, random.Random(0), 99)}
+        return {
+            one.id for one, _ in select(candidates, Retrievals(8), settings, random.Random(0), 99)
+        }
 
     assert chosen(0.0) <= chosen(hybrid)
     assert chosen(hybrid) <= {one.id for one in candidates if max(one.cosine, one.words) >= floor}
 
 
 def test_the_score_of_a_hit_is_what_it_was_ranked_by(bank: xp.ExperienceBank) -> None:
-    cosine, words = next((hit.score, hit.words) for hit in bank.nearest(["QX77ZP"], 9, [None], words=True)[0] if hit.words)
+    cosine, words = next(
+        (hit.score, hit.words)
+        for hit in bank.nearest(["QX77ZP"], 9, [None], words=True)[0]
+        if hit.words
+    )
     assert words == 1.0
     with xp.ExperienceManager(bank, retrieval={**HYBRID, "hybrid": 0.25}) as manager:
         assert manager.search("QX77ZP")[0].score == pytest.approx(0.75 * cosine + 0.25)
@@ -148,7 +173,10 @@ def test_an_entry_that_only_words_find_is_found(bank: xp.ExperienceBank, query: 
             assert manager.search(query)[0].experience.text == CODE
 
 
-@pytest.mark.skipif(importlib.util.find_spec(BUNDLED_PACKAGE) is None, reason="the default model's package is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec(BUNDLED_PACKAGE) is None,
+    reason="the default model's package is not installed",
+)
 def test_the_default_model_misses_a_code_that_words_find(tmp_path: Path) -> None:
     with xp.ExperienceBank(tmp_path / "bank") as bank:
         bank.add_many(OTHERS)
@@ -171,8 +199,12 @@ def test_a_search_of_the_bank_ranks_and_scores_as_a_manager_with_the_same_weight
     retrieval = {"hybrid": hybrid, "strategy": "nearest", "floor": -1.0}
     with xp.ExperienceManager(bank, retrieval=retrieval) as manager:
         assert told(bank.search(query, k=3, hybrid=hybrid)) == told(manager.search(query, k=3))
-    assert told(bank.snapshot().search(query, k=3, hybrid=hybrid)) == told(bank.search(query, k=3, hybrid=hybrid))
-    assert [told(row) for row in bank.search([query, "egg"], k=3, hybrid=hybrid)][0] == told(bank.search(query, k=3, hybrid=hybrid))
+    assert told(bank.snapshot().search(query, k=3, hybrid=hybrid)) == told(
+        bank.search(query, k=3, hybrid=hybrid)
+    )
+    assert [told(row) for row in bank.search([query, "egg"], k=3, hybrid=hybrid)][0] == told(
+        bank.search(query, k=3, hybrid=hybrid)
+    )
 
 
 def test_a_search_finds_by_words_what_is_not_among_the_nearest(bank: xp.ExperienceBank) -> None:
@@ -180,7 +212,9 @@ def test_a_search_finds_by_words_what_is_not_among_the_nearest(bank: xp.Experien
     assert CODE not in [hit.experience.text for hit in bank.search("what is QX77ZP?", k=50)]
     assert bank.search("what is QX77ZP?", hybrid=0.5)[0].experience.text == CODE
     assert bank.search("what is QX77ZP?", hybrid=0.0) == bank.search("what is QX77ZP?")
-    assert CODE not in [hit.experience.text for hit in bank.search("QX77ZP", hybrid=1.0, where={"kind": "warning"})]
+    assert CODE not in [
+        hit.experience.text for hit in bank.search("QX77ZP", hybrid=1.0, where={"kind": "warning"})
+    ]
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan, "0.5", True, None])
@@ -243,35 +277,63 @@ def test_words_follow_updates_removals_and_rollback(bank: xp.ExperienceBank) -> 
     assert found(bank) == ["QX77ZP again"]
 
 
-def test_words_are_there_again_when_a_bank_is_opened_again_and_read_only_changes_nothing(bank: xp.ExperienceBank) -> None:
+def test_words_are_there_again_when_a_bank_is_opened_again_and_read_only_changes_nothing(
+    bank: xp.ExperienceBank,
+) -> None:
     found(bank)
     bank.add("KM12 is the code of the gate.")
     bank.close()
-    files = {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in bank.path.rglob("*") if file.is_file()}
-    with xp.ExperienceBank(bank.path, read_only=True) as reader, xp.ExperienceManager(reader, retrieval=HYBRID) as manager:
+    files = {
+        file: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in bank.path.rglob("*")
+        if file.is_file()
+    }
+    with (
+        xp.ExperienceBank(bank.path, read_only=True) as reader,
+        xp.ExperienceManager(reader, retrieval=HYBRID) as manager,
+    ):
         assert manager.search("what is QX77ZP?")[0].experience.text == CODE
         assert manager.search("KM12")[0].experience.text.startswith("KM12")
-    assert files == {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in bank.path.rglob("*") if file.is_file()}
+    assert files == {
+        file: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in bank.path.rglob("*")
+        if file.is_file()
+    }
     with xp.ExperienceBank(bank.path) as again:
         assert found(again) == [CODE]
 
 
 def test_words_respect_the_excluded_instance_and_the_filter(bank: xp.ExperienceBank) -> None:
-    seen = Experience(text="QX77ZP is written on the wall.", provenance=Provenance(instance="door#1"), kind="warning")
+    seen = Experience(
+        text="QX77ZP is written on the wall.",
+        provenance=Provenance(instance="door#1"),
+        kind="warning",
+    )
     bank.import_entries([seen], "test")
     assert set(found(bank, n=9)) == {CODE, seen.text}
     assert found(bank, n=9, exclude="door#1") == [CODE]
     with xp.ExperienceManager(bank, retrieval=HYBRID) as manager:
-        assert [hit.experience.text for hit in manager.search("QX77ZP", k=4, exclude_instance="door#1")] == [CODE]
-        assert [hit.experience.text for hit in manager.search("QX77ZP", k=4, where={"kind": "warning"})] == [seen.text]
+        assert [
+            hit.experience.text for hit in manager.search("QX77ZP", k=4, exclude_instance="door#1")
+        ] == [CODE]
+        assert [
+            hit.experience.text for hit in manager.search("QX77ZP", k=4, where={"kind": "warning"})
+        ] == [seen.text]
 
 
 @given(
     steps=st.lists(
-        st.tuples(st.integers(0, 6), st.sampled_from(["red door", "door", "lamp", "red lamp", None]), st.booleans()), max_size=40
+        st.tuples(
+            st.integers(0, 6),
+            st.sampled_from(["red door", "door", "lamp", "red lamp", None]),
+            st.booleans(),
+        ),
+        max_size=40,
     )
 )
-def test_every_live_entry_is_found_once_with_its_own_share(steps: list[tuple[int, str | None, bool]]) -> None:
+def test_every_live_entry_is_found_once_with_its_own_share(
+    steps: list[tuple[int, str | None, bool]],
+) -> None:
     nearest, table = Nearest((), limit=1000, chroma=None), dict[str, Live]()
     rng = np.random.default_rng(0)
     for seq, (number, text, ask) in enumerate(steps):
@@ -280,16 +342,22 @@ def test_every_live_entry_is_found_once_with_its_own_share(steps: list[tuple[int
             table.pop(id, None)
             nearest.remove(id)
         else:
-            stored = Stored(Experience(id=id, text=text), rng.standard_normal(4).astype(np.float32), frozenset())
+            stored = Stored(
+                Experience(id=id, text=text), rng.standard_normal(4).astype(np.float32), frozenset()
+            )
             table[id] = Live(stored.experience, stored.origins)
             nearest.put(stored, seq)
         nearest.publish()
         if ask and table:
-            row = nearest.search(np.ones((1, 4), dtype=np.float32), 2, lambda: table, [Scope()], ["red lamp"])[0]
+            row = nearest.search(
+                np.ones((1, 4), dtype=np.float32), 2, lambda: table, [Scope()], ["red lamp"]
+            )[0]
             weights = Lexical(table.values()).search("red lamp", 1, Scope()).weights
             assert len({hit.item.id for hit in row}) == len(row)
             assert all(hit.item == table[hit.item.id].experience for hit in row)
-            assert [hit.words for hit in row] == pytest.approx([weights.share(hit.item) for hit in row])
+            assert [hit.words for hit in row] == pytest.approx(
+                [weights.share(hit.item) for hit in row]
+            )
             both = [one for one in table.values() if one.experience.text == "red lamp"]
             assert sum(hit.words == 1.0 for hit in row) >= min(2, len(both))
 
@@ -305,7 +373,9 @@ def test_words_find_what_chroma_holds_and_what_it_does_not_hold_yet(tmp_path: Pa
         assert bank._state.nearest.is_large  # pyright: ignore[reportPrivateUsage]
         assert found(bank) == [CODE]
         exact = bank.embedder(["what is QX77ZP?", CODE])
-        hit = next(hit for hit in bank.nearest(["what is QX77ZP?"], 1, [None], words=True)[0] if hit.words)
+        hit = next(
+            hit for hit in bank.nearest(["what is QX77ZP?"], 1, [None], words=True)[0] if hit.words
+        )
         assert hit.score == pytest.approx(float(exact[0] @ exact[1]), abs=1e-4)
         fresh = bank.add("KM12 is the code of the gate.")
         assert found(bank, "KM12") == [fresh.text]
@@ -321,8 +391,14 @@ def test_words_find_what_chroma_holds_and_what_it_does_not_hold_yet(tmp_path: Pa
 @pytest.mark.parametrize("read_only", [False, True])
 def test_a_server_finds_by_words_for_its_clients(bank: xp.ExperienceBank, read_only: bool) -> None:
     with serving(bank) as url, xp.ExperienceBank(url, read_only=read_only) as client:
-        wanted = [(hit.item.id, hit.score, hit.words) for hit in bank.nearest(["the QX77ZP door"], 3, [None], words=True)[0]]
-        got = [(hit.item.id, hit.score, hit.words) for hit in client.nearest(["the QX77ZP door"], 3, [None], words=True)[0]]
+        wanted = [
+            (hit.item.id, hit.score, hit.words)
+            for hit in bank.nearest(["the QX77ZP door"], 3, [None], words=True)[0]
+        ]
+        got = [
+            (hit.item.id, hit.score, hit.words)
+            for hit in client.nearest(["the QX77ZP door"], 3, [None], words=True)[0]
+        ]
         assert sorted(got) == sorted(wanted)
         assert found(client.snapshot()) == [CODE]
         with xp.ExperienceManager(client, retrieval=HYBRID) as manager:

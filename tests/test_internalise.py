@@ -12,29 +12,61 @@ import experiential as xp
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings, SelfDistillSettings
 from experiential.llm.transformers import TransformersLLM
-from experiential.training.methods.internalise import CollapseGuard, SelfDistillation, beyond_free, imitation_samples, without_help
+from experiential.training.methods.internalise import (
+    CollapseGuard,
+    SelfDistillation,
+    beyond_free,
+    imitation_samples,
+    without_help,
+)
 from experiential.training.rollout import Episode, Job, Rollout, Task
 from experiential.types import Condition, Generation, Trajectory
 from tests.llm_tiny import tiny_random_model
 
 
-def told(reward: float, condition: Condition, group: str = "a", error: str | None = None) -> Episode:
+def told(
+    reward: float, condition: Condition, group: str = "a", error: str | None = None
+) -> Episode:
     made = Generation(text="x", prompt_ids=(1,), response_ids=(2,), logprobs=(-1.0,))
-    return Episode(Trajectory(task="t", group=group, condition=condition, reward=reward, success=reward > 0, error=error), (made,))
+    return Episode(
+        Trajectory(
+            task="t",
+            group=group,
+            condition=condition,
+            reward=reward,
+            success=reward > 0,
+            error=error,
+        ),
+        (made,),
+    )
 
 
 def test_guided_episodes_above_the_mean_of_the_free_ones_are_chosen() -> None:
     free = [told(1.0, Condition.FREE), told(0.0, Condition.FREE)]
-    above, equal, below = told(1.0, Condition.GUIDED), told(0.5, Condition.GUIDED), told(0.0, Condition.GUIDED)
+    above, equal, below = (
+        told(1.0, Condition.GUIDED),
+        told(0.5, Condition.GUIDED),
+        told(0.0, Condition.GUIDED),
+    )
     alone = told(1.0, Condition.GUIDED, group="no free member")
-    failed = told(0.0, Condition.FREE, error="env: gone"), told(1.0, Condition.GUIDED, error="env: gone")
+    failed = (
+        told(0.0, Condition.FREE, error="env: gone"),
+        told(1.0, Condition.GUIDED, error="env: gone"),
+    )
     assert beyond_free([*free, above, equal, below, alone, *failed]) == [above]
     assert beyond_free([]) == []
 
 
 def test_the_guard_pauses_far_below_the_best_and_is_remembered() -> None:
     guard = CollapseGuard(margin=0.2, memory=0.0)
-    assert [guard.allows(x) for x in (0.3, 0.9, 0.8, 0.6, None, 0.75)] == [True, True, True, False, False, True]
+    assert [guard.allows(x) for x in (0.3, 0.9, 0.8, 0.6, None, 0.75)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
     again = CollapseGuard(margin=0.2, memory=0.0)
     again.load_state_dict(guard.state_dict())
     assert not again.allows(0.65)
@@ -47,7 +79,11 @@ class Asking(TransformersLLM):
         made = await super().generate(prompt, sampling)
         calls = getattr(self, "calls", 0)
         self.calls = calls + 1
-        return made.model_copy(update={"text": "<search_and_ask>which lever?</search_and_ask>"}) if calls == 0 else made
+        return (
+            made.model_copy(update={"text": "<search_and_ask>which lever?</search_and_ask>"})
+            if calls == 0
+            else made
+        )
 
 
 @pytest.fixture
@@ -59,7 +95,10 @@ def played(tmp_path: Path) -> Iterator[tuple[Episode, ActorAgent]]:
     def actor() -> ActorAgent:
         return ActorAgent(llm, prompts="brief", max_tokens=4)
 
-    with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank, xp.ExperienceManager(bank, retrieval={"floor": -1.0}) as manager:
+    with (
+        xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank,
+        xp.ExperienceManager(bank, retrieval={"floor": -1.0}) as manager,
+    ):
         bank.add("Quetzal is the word.")
         settings = EnvSettings(max_turns=5)
         rollout = Rollout(settings, {"worlds": 2}, manager, actor, slots=1, search_and_ask=1)
@@ -68,7 +107,9 @@ def played(tmp_path: Path) -> Iterator[tuple[Episode, ActorAgent]]:
         yield episode, actor()
 
 
-def test_imitated_prompts_hold_no_experience_and_no_question(played: tuple[Episode, ActorAgent]) -> None:
+def test_imitated_prompts_hold_no_experience_and_no_question(
+    played: tuple[Episode, ActorAgent],
+) -> None:
     episode, actor = played
     decode = actor.llm.tokenizer.decode  # type: ignore[union-attr]
     assert episode.asked[0] and not any(episode.asked[1:]) and episode.trajectory.uses
@@ -87,16 +128,29 @@ def test_only_the_actors_own_tokens_are_imitated(played: tuple[Episode, ActorAge
     trained = [sample.tokens[p] for sample in samples for p in sample.positions]
     sampled = [token for g in episode.acts() for token in g.response_ids]
     assert trained == sampled * 2
-    assert all(s.kind == "sft" for s in samples) and sum(s.weight for s in samples) == pytest.approx(0.4)
+    assert all(s.kind == "sft" for s in samples) and sum(
+        s.weight for s in samples
+    ) == pytest.approx(0.4)
 
 
-def test_imitation_comes_at_its_interval_and_not_while_it_is_paused(played: tuple[Episode, ActorAgent]) -> None:
+def test_imitation_comes_at_its_interval_and_not_while_it_is_paused(
+    played: tuple[Episode, ActorAgent],
+) -> None:
     episode, actor = played
-    winner = Episode(episode.trajectory.model_copy(update={"group": "a", "reward": 1.0}), episode.generations, asked=episode.asked)
+    winner = Episode(
+        episode.trajectory.model_copy(update={"group": "a", "reward": 1.0}),
+        episode.generations,
+        asked=episode.asked,
+    )
     good = [told(0.5, Condition.FREE), winner]
     bad = [told(0.0, Condition.FREE), winner]
     every = SelfDistillation(SelfDistillSettings(every=2, guard=0.5, memory=0.0))
-    assert [bool(every.samples(good, actor, step)) for step in range(4)] == [False, True, False, True]
+    assert [bool(every.samples(good, actor, step)) for step in range(4)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert every.samples(bad, actor, 5) == [] and every.paused == 1
     again = SelfDistillation(SelfDistillSettings(every=2, guard=0.5, memory=0.0))
     again.load_state_dict(every.state_dict())

@@ -12,7 +12,11 @@ from hypothesis.extra.numpy import arrays
 
 from experiential.training.intervals import clustered_mean, paired_difference, unpaired_difference
 
-TABLES = arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 8)), elements=st.integers(-4, 4).map(lambda n: n / 4))
+TABLES = arrays(
+    np.float64,
+    st.tuples(st.integers(1, 5), st.integers(1, 8)),
+    elements=st.integers(-4, 4).map(lambda n: n / 4),
+)
 
 
 def exact_quantiles(values: np.ndarray) -> tuple[float, float]:
@@ -28,7 +32,9 @@ def exact_quantiles(values: np.ndarray) -> tuple[float, float]:
 
 
 def test_by_hand_two_seeds_and_two_worlds() -> None:
-    """Seed 1 gains (1, 1), seed 2 (0, 0): a resample is 0, 1/2 or 1 with 1/4, 1/2, 1/4, whichever worlds are drawn."""
+    """Seed 1 gains (1, 1), seed 2 (0, 0): a resample is 0, 1/2 or 1 with 1/4, 1/2, 1/4, whichever
+    worlds are drawn.
+    """
     found = clustered_mean(np.array([[1.0, 1.0], [0.0, 0.0]]))
     assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
 
@@ -45,7 +51,9 @@ def test_one_seed_is_the_bootstrap_over_worlds() -> None:
 
 
 def test_worlds_are_drawn_for_all_seeds_together() -> None:
-    """A world that is hard for every seed stays uncertain however many seeds there are; drawn apart for each seed it would not."""
+    """A world that is hard for every seed stays uncertain however many seeds there are; drawn apart
+    for each seed it would not.
+    """
     values = np.tile([1.0, 0.0], (50, 1))
     found = clustered_mean(values)
     assert (found.low, found.high) == (0.0, 1.0)
@@ -61,9 +69,16 @@ def test_spread_between_seeds_widens_the_interval() -> None:
 @given(TABLES)
 def test_properties(values: np.ndarray) -> None:
     found = clustered_mean(values, samples=300)
-    assert found.low <= found.high and values.min() - 1e-9 <= found.low and found.high <= values.max() + 1e-9
+    assert (
+        found.low <= found.high
+        and values.min() - 1e-9 <= found.low
+        and found.high <= values.max() + 1e-9
+    )
     assert found.mean == pytest.approx(values.mean())
-    shifted, turned = clustered_mean(values + 2.0, samples=300), clustered_mean(-values, samples=300)
+    shifted, turned = (
+        clustered_mean(values + 2.0, samples=300),
+        clustered_mean(-values, samples=300),
+    )
     assert (shifted.low, shifted.high) == pytest.approx((found.low + 2, found.high + 2))
     assert (turned.low, turned.high) == pytest.approx((-found.high, -found.low))
     assert clustered_mean(values, samples=300) == found

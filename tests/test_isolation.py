@@ -46,7 +46,10 @@ def play_free(env: gym.Env[Any, Any], spy: Spy) -> list[tuple[Any, ...]]:
 
 def stacks(manager: Any, when: Any, inject: Any) -> dict[str, gym.Env[Any, Any]]:
     below = ExperienceWrapper(CorridorEnv(), manager, when=when, inject=inject)
-    return {"both": SearchAndAskWrapper(below), "ask alone": SearchAndAskWrapper(CorridorEnv(), bank=manager)}
+    return {
+        "both": SearchAndAskWrapper(below),
+        "ask alone": SearchAndAskWrapper(CorridorEnv(), bank=manager),
+    }
 
 
 @pytest.mark.parametrize(("when", "inject"), MODES)
@@ -60,7 +63,9 @@ def test_no_path_through_the_wrappers_reads_the_bank(which: str, when: Any, inje
         assert spy.touched == before
         texts = [call[0] for call in calls]
         assert not any("Say go." in text or "<experience>" in text for text in texts)
-        assert all("experience_prompt" not in call[-1] and not call[-1].get("experience") for call in calls)
+        assert all(
+            "experience_prompt" not in call[-1] and not call[-1].get("experience") for call in calls
+        )
         play_guided(env)
     submitted = spy.inner.submitted
     assert [t.condition for t in submitted] == [Condition.FREE, Condition.GUIDED] * 2
@@ -77,7 +82,10 @@ def test_what_a_free_episode_sees_does_not_depend_on_what_the_bank_holds() -> No
     def seen(when: Any, inject: Any, *texts: str) -> list[Any]:
         spy = Spy(CountingManager(*texts))
         calls = play_free(stacks(spy, when, inject)["both"], spy)
-        return [(call[0], {key: value for key, value in call[-1].items() if key != "trajectory_id"}) for call in calls]
+        return [
+            (call[0], {key: value for key, value in call[-1].items() if key != "trajectory_id"})
+            for call in calls
+        ]
 
     for when, inject in MODES:
         assert seen(when, inject, "Say go.", "Walk.") == seen(when, inject)
@@ -88,7 +96,9 @@ def test_what_a_free_episode_sees_does_not_depend_on_what_the_bank_holds() -> No
     actions=st.lists(st.sampled_from(["go", "stay", "fall", CALL]), min_size=1, max_size=8),
     when=st.sampled_from(["episode", "turn", "both"]),
 )
-def test_any_order_of_conditions_and_actions_keeps_free_episodes_apart(guided: list[bool], actions: list[str], when: Any) -> None:
+def test_any_order_of_conditions_and_actions_keeps_free_episodes_apart(
+    guided: list[bool], actions: list[str], when: Any
+) -> None:
     spy = Spy(CountingManager("Say go."))
     env = stacks(spy, when, "observation")["both"]
     for condition in guided:
@@ -105,18 +115,26 @@ def test_any_order_of_conditions_and_actions_keeps_free_episodes_apart(guided: l
 @pytest.mark.parametrize("when", ["episode", "turn", "both"])
 def test_the_vector_twin_keeps_free_episodes_apart(mode: AutoresetMode, when: Any) -> None:
     spy = Spy(CountingManager("Say go."))
-    envs = ExperienceVectorWrapper(SyncVectorEnv([CorridorEnv] * 2, autoreset_mode=mode), spy, when=when, guided=False)
+    envs = ExperienceVectorWrapper(
+        SyncVectorEnv([CorridorEnv] * 2, autoreset_mode=mode), spy, when=when, guided=False
+    )
     spy.sealed = True
     observations, infos = envs.reset(seed=3)
     for _ in range(8):
-        assert list(infos["experience"]) == [[], []] and not any("<experience>" in text for text in observations)
+        assert list(infos["experience"]) == [[], []] and not any(
+            "<experience>" in text for text in observations
+        )
         observations, _, terminated, truncated, infos = envs.step(("go", "stay"))
         if mode is AutoresetMode.DISABLED and (done := terminated | truncated).any():
             observations, infos = envs.reset(options={"reset_mask": done})
-    assert spy.inner.submitted and all(t.condition is Condition.FREE and not t.uses for t in spy.inner.submitted)
+    assert spy.inner.submitted and all(
+        t.condition is Condition.FREE and not t.uses for t in spy.inner.submitted
+    )
 
 
-def test_a_real_bank_counts_nothing_of_free_episodes_but_keeps_their_trajectories(tmp_path: Path) -> None:
+def test_a_real_bank_counts_nothing_of_free_episodes_but_keeps_their_trajectories(
+    tmp_path: Path,
+) -> None:
     with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
         entry = bank.add("Cross the corridor: say go.", task="Cross the corridor.")
         manager = ExperienceManager(bank)

@@ -16,10 +16,14 @@ from experiential.types import Trajectory
 
 
 def run_until_killed(code, lines, tmp_path):
-    """Start a writer, kill it -9 once it has acknowledged ``lines`` writes, give what it acknowledged."""
+    """Start a writer, kill it -9 once it has acknowledged ``lines`` writes, give what it
+    acknowledged.
+    """
     script = tmp_path / "writer.py"
     script.write_text(textwrap.dedent(code))
-    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "bank")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "bank")], stdout=subprocess.PIPE, text=True
+    )
     said = [process.stdout.readline().strip() for _ in range(lines)]
     time.sleep(0.003 * (lines % 5))
     os.kill(process.pid, signal.SIGKILL)
@@ -126,7 +130,9 @@ def test_a_copy_beside_a_busy_writer_is_whole(tmp_path):
     """
     script = tmp_path / "writer.py"
     script.write_text(textwrap.dedent(code))
-    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "bank")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "bank")], stdout=subprocess.PIPE, text=True
+    )
     try:
         for _ in range(5):
             seen = int(process.stdout.readline())

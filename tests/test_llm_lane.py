@@ -34,7 +34,9 @@ def hold(lane: ComputeLane) -> threading.Event:
 
 def test_lower_priority_first_and_fifo_within(lane: ComputeLane):
     release, order = hold(lane), []
-    futures = [lane.submit(lambda i=i: order.append(i), priority=p) for i, p in enumerate([1, 0, 1, 0, 2])]
+    futures = [
+        lane.submit(lambda i=i: order.append(i), priority=p) for i, p in enumerate([1, 0, 1, 0, 2])
+    ]
     release.set()
     for future in futures:
         future.result(10)
@@ -57,7 +59,9 @@ def test_patience_bounds_the_wait_of_the_background():
 
 
 async def test_runs_on_one_thread_returns_results_and_raises(lane: ComputeLane):
-    names = await asyncio.gather(*(lane.run(lambda: threading.current_thread().name) for _ in range(5)))
+    names = await asyncio.gather(
+        *(lane.run(lambda: threading.current_thread().name) for _ in range(5))
+    )
     assert set(names) == {"lane-test"}
     with pytest.raises(KeyError):
         await lane.run(lambda: {}["missing"])
@@ -66,7 +70,10 @@ async def test_runs_on_one_thread_returns_results_and_raises(lane: ComputeLane):
 
 def test_awaitable_from_any_event_loop(lane: ComputeLane):
     results = []
-    threads = [threading.Thread(target=lambda i=i: results.append(asyncio.run(lane.run(lambda: i)))) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda i=i: results.append(asyncio.run(lane.run(lambda: i))))
+        for i in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

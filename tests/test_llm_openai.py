@@ -1,4 +1,6 @@
-"""OpenAILLM against a real local HTTP server: what is sent, what is read, and every way it can fail."""
+"""OpenAILLM against a real local HTTP server: what is sent, what is read, and every way it can
+fail.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,22 @@ def completion(text: str = "north", **choice: Any) -> dict[str, Any]:
         "object": "chat.completion",
         "created": 1,
         "model": "m",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop", **choice}],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text},
+                "finish_reason": "stop",
+                **choice,
+            }
+        ],
         "usage": {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11},
     }
 
 
 class Server:
-    """Answers with scripted (status, body, headers, delay) replies, the last one repeated, and records requests."""
+    """Answers with scripted (status, body, headers, delay) replies, the last one repeated, and
+    records requests.
+    """
 
     def __init__(self) -> None:
         self.replies: list[tuple[int, Any, dict[str, str], float]] = [(200, completion(), {}, 0.0)]
@@ -58,7 +69,9 @@ class Server:
         with self.lock:
             self.requests.append({"path": handler.path, **body})
             self.headers.append(dict(handler.headers))
-            status, reply, headers, delay = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+            status, reply, headers, delay = (
+                self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+            )
             self.active += 1
             self.peak = max(self.peak, self.active)
         time.sleep(delay)
@@ -67,7 +80,11 @@ class Server:
         data = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
         try:
             handler.send_response(status)
-            for key, value in {"content-type": "application/json", "content-length": str(len(data)), **headers}.items():
+            for key, value in {
+                "content-type": "application/json",
+                "content-length": str(len(data)),
+                **headers,
+            }.items():
                 handler.send_header(key, value)
             handler.end_headers()
             handler.wfile.write(data)
@@ -90,7 +107,15 @@ def backend(server: Server, **options: Any) -> OpenAILLM:
 async def test_sends_every_parameter_and_reads_the_text(server: Server):
     schema = {"type": "object"}
     llm = backend(server, api_key="secret", extra_body={"min_p": 0.1})
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=12, stop=("</a>",), seed=4, json_schema=schema)
+    sampling = SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        max_tokens=12,
+        stop=("</a>",),
+        seed=4,
+        json_schema=schema,
+    )
     generation = await llm.generate(CHAT, sampling)
     assert generation.text == "north" and generation.response_ids == () and generation.policy == "m"
     assert server.headers[0]["Authorization"] == "Bearer secret"
@@ -104,7 +129,10 @@ async def test_sends_every_parameter_and_reads_the_text(server: Server):
         "max_tokens": 12,
         "stop": ["</a>"],
         "seed": 4,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "reply", "schema": schema},
+        },
         "min_p": 0.1,
     }
     await llm.aclose()
@@ -112,14 +140,30 @@ async def test_sends_every_parameter_and_reads_the_text(server: Server):
 
 async def test_reads_logprobs_and_token_ids_when_given(server: Server):
     listed = {"content": [{"token": "no", "logprob": -0.5}, {"token": "rth", "logprob": -0.25}]}
-    server.replies = [(200, {**completion(logprobs=listed, token_ids=[7, 8]), "prompt_token_ids": [1, 2, 3]}, {}, 0.0)]
-    generation = await backend(server, logprobs=True, extra_body={"return_token_ids": True}).generate(CHAT)
-    assert (generation.prompt_ids, generation.response_ids, generation.logprobs) == ((1, 2, 3), (7, 8), (-0.5, -0.25))
+    server.replies = [
+        (
+            200,
+            {**completion(logprobs=listed, token_ids=[7, 8]), "prompt_token_ids": [1, 2, 3]},
+            {},
+            0.0,
+        )
+    ]
+    generation = await backend(
+        server, logprobs=True, extra_body={"return_token_ids": True}
+    ).generate(CHAT)
+    assert (generation.prompt_ids, generation.response_ids, generation.logprobs) == (
+        (1, 2, 3),
+        (7, 8),
+        (-0.5, -0.25),
+    )
     assert server.requests[0]["logprobs"] is True
 
 
 async def test_a_cut_stop_string_is_put_back_and_length_is_reported(server: Server):
-    server.replies = [(200, completion("a<b", stop_reason="</b>"), {}, 0.0), (200, completion("a", finish_reason="length"), {}, 0.0)]
+    server.replies = [
+        (200, completion("a<b", stop_reason="</b>"), {}, 0.0),
+        (200, completion("a", finish_reason="length"), {}, 0.0),
+    ]
     llm = backend(server)
     assert (await llm.generate(CHAT, SamplingParams(stop=("</b>",)))).text == "a<b</b>"
     assert (await llm.generate(CHAT)).finish_reason is FinishReason.LENGTH
@@ -138,7 +182,11 @@ async def test_choices_are_sent_checked_and_refused_without_support(server: Serv
 
 
 async def test_429_then_200_is_retried_after_the_time_asked_for(server: Server):
-    server.replies = [(429, {"error": "slow down"}, {"retry-after": "0.05"}, 0.0), (503, "busy", {}, 0.0), (200, completion(), {}, 0.0)]
+    server.replies = [
+        (429, {"error": "slow down"}, {"retry-after": "0.05"}, 0.0),
+        (503, "busy", {}, 0.0),
+        (200, completion(), {}, 0.0),
+    ]
     start = time.monotonic()
     assert (await backend(server).generate(CHAT)).text == "north"
     assert len(server.requests) == 3 and time.monotonic() - start >= 0.05
@@ -159,7 +207,15 @@ async def test_lasting_500_is_reported_after_all_retries(server: Server):
 
 
 @pytest.mark.parametrize(
-    "body", ["not json", "{}", '{"choices": []}', '{"choices": [{"message": null}]}', "[1]", '{"choices": [{"message": {"content": 3}}]}']
+    "body",
+    [
+        "not json",
+        "{}",
+        '{"choices": []}',
+        '{"choices": [{"message": null}]}',
+        "[1]",
+        '{"choices": [{"message": {"content": 3}}]}',
+    ],
 )
 async def test_malformed_replies_are_named(server: Server, body: str):
     server.replies = [(200, body, {}, 0.0)]
@@ -175,7 +231,9 @@ async def test_time_out_is_a_backend_error(server: Server):
 
 async def test_no_server_is_a_backend_error():
     with pytest.raises(BackendError, match="ConnectError"):
-        await OpenAILLM("m", base_url="http://127.0.0.1:9", max_retries=1, backoff=0.01).generate(CHAT)
+        await OpenAILLM("m", base_url="http://127.0.0.1:9", max_retries=1, backoff=0.01).generate(
+            CHAT
+        )
 
 
 async def test_requests_in_flight_are_limited(server: Server):

@@ -1,4 +1,6 @@
-"""PrefixCache: the longest common prefix is found, bounded by tokens, least recently used out first."""
+"""PrefixCache: the longest common prefix is found, bounded by tokens, least recently used out
+first.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ def array(ids: list[int]) -> np.ndarray:
 
 
 def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(Ids, max_size=25), Ids)
 def test_match_equals_brute_force(entries: list[list[int]], query: list[int]):
-    """With room for all, the match is the longest common prefix over everything ever stored, and its state fits it."""
+    """With room for all, the match is the longest common prefix over everything ever stored, and
+    its state fits it.
+    """
     cache = PrefixCache(10_000, min_match=1)
     for ids in entries:
         cache.put(array(ids), lambda ids=ids: ids)

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from experiential.llm.sampling import draw_tokens
 
 
-def draw(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    scores: torch.Tensor, temperature: float, top_k: int, top_p: float, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     n = len(uniform)
     full = torch.full((n,), 1.0)
-    return draw_tokens(scores.expand(n, -1), full * temperature, (full * top_k).long(), full * top_p, uniform)
+    return draw_tokens(
+        scores.expand(n, -1), full * temperature, (full * top_k).long(), full * top_p, uniform
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -23,8 +27,12 @@ def draw(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, uni
     st.integers(0, 5),
     st.sampled_from([0.2, 0.9, 1.0]),
 )
-def test_reported_probabilities_sum_to_one_and_match_the_shares(scores: list[float], temperature: float, top_k: int, top_p: float):
-    """Over an even grid of uniforms each index is drawn in its reported share, and only within top-k and top-p."""
+def test_reported_probabilities_sum_to_one_and_match_the_shares(
+    scores: list[float], temperature: float, top_k: int, top_p: float
+):
+    """Over an even grid of uniforms each index is drawn in its reported share, and only within
+    top-k and top-p.
+    """
     grid = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
     index, logprobs = draw(torch.tensor(scores), temperature, top_k, top_p, grid)
     probability = {int(i): float(p.exp()) for i, p in zip(index, logprobs, strict=True)}
@@ -43,12 +51,16 @@ def test_hand_worked_top_p():
 
 
 def test_temperature_zero_takes_the_best_and_ignores_truncation():
-    index, logprobs = draw(torch.tensor([0.0, 1.0]), 0.0, 1, 0.1, torch.tensor([0.99], dtype=torch.float64))
+    index, logprobs = draw(
+        torch.tensor([0.0, 1.0]), 0.0, 1, 0.1, torch.tensor([0.99], dtype=torch.float64)
+    )
     assert index.tolist() == [1]
     assert logprobs.exp().item() == pytest.approx(0.7310586, abs=1e-6)
 
 
 def test_forbidden_indices_are_never_drawn():
     scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
-    index, _ = draw(scores, 1.0, 0, 1.0, torch.tensor([0.0, 0.25, 0.5, 1 - 2**-53], dtype=torch.float64))
+    index, _ = draw(
+        scores, 1.0, 0, 1.0, torch.tensor([0.0, 0.25, 0.5, 1 - 2**-53], dtype=torch.float64)
+    )
     assert index.tolist() == [1, 1, 3, 3]

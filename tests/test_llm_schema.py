@@ -1,4 +1,6 @@
-"""Responses restricted to a JSON schema: always valid, exactly what was sampled from, and trained on as such."""
+"""Responses restricted to a JSON schema: always valid, exactly what was sampled from, and trained
+on as such.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,20 @@ PROMPTS = [[11, 12, 13, 20 + i] for i in range(6)]
 
 
 async def sample(llm: TransformersLLM | LocalRuntime, **options: object) -> list[Generation]:
-    sampling = [SamplingParams(**{"json_schema": SCHEMA, "max_tokens": 90, "seed": i} | options) for i in range(len(PROMPTS))]  # pyright: ignore[reportArgumentType]
-    return list(await asyncio.gather(*(llm.generate(p, s) for p, s in zip(PROMPTS, sampling, strict=True))))
+    sampling = [
+        SamplingParams(**{"json_schema": SCHEMA, "max_tokens": 90, "seed": i} | options)
+        for i in range(len(PROMPTS))
+    ]  # pyright: ignore[reportArgumentType]
+    return list(
+        await asyncio.gather(*(llm.generate(p, s) for p, s in zip(PROMPTS, sampling, strict=True)))
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 3.0])
 async def test_every_answer_of_a_random_model_is_read(temperature: float) -> None:
-    """Untrained weights, tokens of single bytes: nothing but the schema can make these answers valid."""
+    """Untrained weights, tokens of single bytes: nothing but the schema can make these answers
+    valid.
+    """
     for generation in await sample(TransformersLLM(MODEL, TOKENIZER), temperature=temperature):
         assert generation.finish_reason is FinishReason.STOP
         parsed = parse_operations(generation.text, shown=2)
@@ -52,11 +61,16 @@ async def test_logprobs_are_those_of_the_restricted_distribution() -> None:
         masks = schemas.allowed(canonical(SCHEMA), generation.response_ids, drawn)
         assert 0 < len(drawn) < len(generation.response_ids)
         for i, mask in zip(drawn, masks, strict=True):
-            row = logits[len(generation.prompt_ids) + i - 1].masked_fill(~torch.as_tensor(mask), -torch.inf)
+            row = logits[len(generation.prompt_ids) + i - 1].masked_fill(
+                ~torch.as_tensor(mask), -torch.inf
+            )
             expected = torch.log_softmax(row, -1)[generation.response_ids[i]].item()
             assert generation.logprobs[i] == pytest.approx(expected, abs=1e-4)
         forced = [i for i, allowed in enumerate(generation.allowed) if allowed]
-        assert all(generation.allowed[i] == (generation.response_ids[i],) and generation.logprobs[i] == 0 for i in forced)
+        assert all(
+            generation.allowed[i] == (generation.response_ids[i],) and generation.logprobs[i] == 0
+            for i in forced
+        )
 
 
 async def test_the_first_update_has_ratio_one_and_learns_only_from_choices() -> None:
@@ -75,32 +89,60 @@ async def test_restricted_and_free_requests_share_a_batch() -> None:
     free = SamplingParams(max_tokens=12, seed=3)
     alone = await llm.generate(PROMPTS[0], free)
     restricted, together = await asyncio.gather(sample(llm), llm.generate(PROMPTS[0], free))
-    assert together.response_ids == alone.response_ids and together.allowed is None and together.json_schema is None
+    assert (
+        together.response_ids == alone.response_ids
+        and together.allowed is None
+        and together.json_schema is None
+    )
     assert [g.response_ids for g in restricted] == [g.response_ids for g in await sample(llm)]
 
 
 @pytest.mark.parametrize("limit", [1, 5, 12])
 async def test_an_answer_that_does_not_fit_is_cut_and_says_so(limit: int) -> None:
     for generation in await sample(TransformersLLM(MODEL, TOKENIZER), max_tokens=limit):
-        assert len(generation.response_ids) == limit == len(generation.logprobs) == len(generation.allowed or ())
+        assert (
+            len(generation.response_ids)
+            == limit
+            == len(generation.logprobs)
+            == len(generation.allowed or ())
+        )
         assert generation.finish_reason is FinishReason.LENGTH
 
 
 async def test_a_number_ends_where_the_model_ends_it() -> None:
-    """After a digit both a further one and the end are allowed: here the end of turn is drawn, not forced."""
+    """After a digit both a further one and the end are allowed: here the end of turn is drawn, not
+    forced.
+    """
     llm = TransformersLLM(MODEL, TOKENIZER)
-    ended = [g for g in await sample(llm, json_schema={"type": "integer"}, max_tokens=60) if g.finish_reason is FinishReason.STOP]
+    ended = [
+        g
+        for g in await sample(llm, json_schema={"type": "integer"}, max_tokens=60)
+        if g.finish_reason is FinishReason.STOP
+    ]
     assert ended and all(json.loads(g.text) == int(g.text) for g in ended)
 
 
 async def test_a_schema_that_cannot_be_compiled_is_named() -> None:
     with pytest.raises(BackendError, match="JSON schema that can be compiled"):
-        await TransformersLLM(MODEL, TOKENIZER).generate(PROMPTS[0], SamplingParams(json_schema={"type": "nothing"}))
+        await TransformersLLM(MODEL, TOKENIZER).generate(
+            PROMPTS[0], SamplingParams(json_schema={"type": "nothing"})
+        )
 
 
 async def test_an_untrained_extractor_keeps_the_form() -> None:
-    """The answer fits into the tokens it was given, so that a first bank can be written by any model."""
-    extractor = ExtractorAgent(TransformersLLM(MODEL, TOKENIZER), max_tokens=200, max_operations=1, seed=1)
-    found = await asyncio.gather(*(extractor.adistill(Trajectory(task=f"Open door {i}."), [Experience(text="Knock.")]) for i in range(6)))
-    assert all(d.generation is not None and d.generation.finish_reason is FinishReason.STOP for d in found)
+    """The answer fits into the tokens it was given, so that a first bank can be written by any
+    model.
+    """
+    extractor = ExtractorAgent(
+        TransformersLLM(MODEL, TOKENIZER), max_tokens=200, max_operations=1, seed=1
+    )
+    found = await asyncio.gather(
+        *(
+            extractor.adistill(Trajectory(task=f"Open door {i}."), [Experience(text="Knock.")])
+            for i in range(6)
+        )
+    )
+    assert all(
+        d.generation is not None and d.generation.finish_reason is FinishReason.STOP for d in found
+    )
     assert sum(len(d.parsed.operations) for d in found) >= 5

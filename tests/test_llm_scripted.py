@@ -1,4 +1,6 @@
-"""ScriptedLLM: says what it is told, records what it was asked, and keeps to the contract of a backend."""
+"""ScriptedLLM: says what it is told, records what it was asked, and keeps to the contract of a
+backend.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ async def test_choices_are_checked():
 
 
 async def test_text_ends_at_the_first_stop_string():
-    generation = await ScriptedLLM(["<a>1</a> and <b>2</b>"]).generate(CHAT, SamplingParams(stop=("</b>", "</a>")))
+    generation = await ScriptedLLM(["<a>1</a> and <b>2</b>"]).generate(
+        CHAT, SamplingParams(stop=("</b>", "</a>"))
+    )
     assert generation.text == "<a>1</a>"
 
 
@@ -44,7 +48,9 @@ async def test_tokenizer_gives_ids_and_takes_token_prompts():
     llm = ScriptedLLM(["go north"], tokenizer=tokenizer)
     generation = await llm.generate(CHAT)
     assert tokenizer.decode(generation.response_ids, skip_special_tokens=True) == "go north"
-    assert generation.response_ids[-1] == tokenizer.eos_token_id and len(generation.logprobs) == len(generation.response_ids)
+    assert generation.response_ids[-1] == tokenizer.eos_token_id and len(
+        generation.logprobs
+    ) == len(generation.response_ids)
     again = await llm.generate(generation.prompt_ids)
     assert again.prompt_ids == generation.prompt_ids
     assert "Which door?" in llm.calls[1][0]["content"]

@@ -1,4 +1,6 @@
-"""TransformersLLM: exact behaviour log-probabilities whatever is batched, cached or forced; batching that costs what it should."""
+"""TransformersLLM: exact behaviour log-probabilities whatever is batched, cached or forced;
+batching that costs what it should.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,20 @@ from experiential.types import FinishReason, Generation
 from tests.llm_tiny import tiny_random_model
 
 MODEL, TOKENIZER = tiny_random_model()
-WORDS = ("north", "south", "east", "west", "up", "down", "left", "right", "open", "close", "take", "drop")
+WORDS = (
+    "north",
+    "south",
+    "east",
+    "west",
+    "up",
+    "down",
+    "left",
+    "right",
+    "open",
+    "close",
+    "take",
+    "drop",
+)
 CHAT = [{"role": "user", "content": "Which door?"}]
 
 
@@ -54,15 +69,27 @@ def assert_exact(generations: list[Generation]) -> None:
         assert generation.logprobs == pytest.approx(reference(generation), abs=1e-4)
 
 
-async def many(llm: TransformersLLM, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Generation]:
-    return list(await asyncio.gather(*(llm.generate(p, s) for p, s in zip(prompts, sampling, strict=True))))
+async def many(
+    llm: TransformersLLM, prompts: list[list[int]], sampling: list[SamplingParams]
+) -> list[Generation]:
+    return list(
+        await asyncio.gather(*(llm.generate(p, s) for p, s in zip(prompts, sampling, strict=True)))
+    )
 
 
 async def test_mixed_batch_has_exact_logprobs(llm: TransformersLLM):
-    """Different lengths, temperatures, limits, constraints and duplicates in one batch agree with plain forwards."""
+    """Different lengths, temperatures, limits, constraints and duplicates in one batch agree with
+    plain forwards.
+    """
     prompts = [prompt(i % 5, 5 + 17 * (i % 5)) for i in range(20)]
     sampling = [
-        SamplingParams(temperature=0.5 + 0.1 * i, max_tokens=1 + i, seed=i, choices=WORDS if i % 4 == 0 else None) for i in range(20)
+        SamplingParams(
+            temperature=0.5 + 0.1 * i,
+            max_tokens=1 + i,
+            seed=i,
+            choices=WORDS if i % 4 == 0 else None,
+        )
+        for i in range(20)
     ]
     assert_exact(await many(llm, prompts, sampling))
 
@@ -78,7 +105,10 @@ async def test_turns_reuse_the_prefix_and_stay_exact(llm: TransformersLLM):
         assert_exact(generations)
         if turn:
             assert llm.stats.forwarded_tokens - before < 5 * 16 + 60
-        histories = [[*h, *g.response_ids, *prompt(50 + turn, 3)] for h, g in zip(histories, generations, strict=False)]
+        histories = [
+            [*h, *g.response_ids, *prompt(50 + turn, 3)]
+            for h, g in zip(histories, generations, strict=False)
+        ]
     assert llm.stats.cached_tokens > 200
 
 
@@ -89,28 +119,45 @@ async def test_result_does_not_depend_on_company_or_cache(tokens: int):
     mine = SamplingParams(max_tokens=20, seed=7)
     alone = await llm.generate(prompt(1, 40), mine)
     others = [SamplingParams(max_tokens=5 + i, seed=100 + i) for i in range(6)]
-    crowd = await many(llm, [prompt(1, 40), *(prompt(i, 20 + 5 * i) for i in range(6))], [mine, *others])
+    crowd = await many(
+        llm, [prompt(1, 40), *(prompt(i, 20 + 5 * i) for i in range(6))], [mine, *others]
+    )
     assert crowd[0].response_ids == alone.response_ids
     assert crowd[0].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
     llm.close()
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(1, 12), st.booleans()), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(1, 12), st.booleans()),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_any_batch_is_exact(rows: list[tuple[int, int, int, bool]]):
-    """Invariant over random batches, small max_batch (rows wait and join) and a small cache (entries are evicted)."""
+    """Invariant over random batches, small max_batch (rows wait and join) and a small cache
+    (entries are evicted).
+    """
     llm = TransformersLLM(MODEL, TOKENIZER, max_batch=3, prefix_cache_tokens=150, batch_wait=0.0)
     sampling = [
-        SamplingParams(max_tokens=limit, seed=i, choices=WORDS[:5] if bound else None) for i, (_, _, limit, bound) in enumerate(rows)
+        SamplingParams(max_tokens=limit, seed=i, choices=WORDS[:5] if bound else None)
+        for i, (_, _, limit, bound) in enumerate(rows)
     ]
-    assert_exact(asyncio.run(many(llm, [prompt(seed, length) for seed, length, _, _ in rows], sampling)))
+    assert_exact(
+        asyncio.run(many(llm, [prompt(seed, length) for seed, length, _, _ in rows], sampling))
+    )
     llm.close()
 
 
 async def test_choices_take_one_forward_of_the_distinct_prompts():
-    """64 requests over 8 prompts, whose 12 strings differ in their first token, cost one forward of 8 rows."""
+    """64 requests over 8 prompts, whose 12 strings differ in their first token, cost one forward of
+    8 rows.
+    """
     llm = TransformersLLM(MODEL, TOKENIZER)
-    firsts = {TOKENIZER(word, add_special_tokens=False)["input_ids"][0]: word for word in "abcdefghijkl"}
+    firsts = {
+        TOKENIZER(word, add_special_tokens=False)["input_ids"][0]: word for word in "abcdefghijkl"
+    }
     choices = tuple(f"{word} and then some more words" for word in firsts.values())
     assert len(choices) == 12
     prompts = [prompt(i % 8, 100) for i in range(64)]
@@ -119,7 +166,11 @@ async def test_choices_take_one_forward_of_the_distinct_prompts():
     assert all(g.text in choices and g.finish_reason is FinishReason.CHOICE for g in generations)
     assert_exact(generations)
     for g in generations:
-        assert g.allowed is not None and len(g.allowed) == len(g.response_ids) and len(g.allowed[0]) == 12
+        assert (
+            g.allowed is not None
+            and len(g.allowed) == len(g.response_ids)
+            and len(g.allowed[0]) == 12
+        )
         assert g.logprobs[1:] == (0.0,) * (len(g.logprobs) - 1)
         assert g.response_ids[-1] == TOKENIZER.eos_token_id
     llm.close()
@@ -135,9 +186,20 @@ async def test_forced_prefix_joins_the_prompts_forward(llm: TransformersLLM):
 
 
 async def test_decisions_with_forced_runs_between_them_are_exact(llm: TransformersLLM):
-    """A row that feeds several tokens at once (decision, forced run, decision) decodes beside rows that feed one."""
-    choices = ("take the red key", "take the red box", "open the old door", "open the old gate", "wait")
-    sampling = [SamplingParams(choices=choices, seed=i) if i % 2 else SamplingParams(max_tokens=6, seed=i) for i in range(24)]
+    """A row that feeds several tokens at once (decision, forced run, decision) decodes beside rows
+    that feed one.
+    """
+    choices = (
+        "take the red key",
+        "take the red box",
+        "open the old door",
+        "open the old gate",
+        "wait",
+    )
+    sampling = [
+        SamplingParams(choices=choices, seed=i) if i % 2 else SamplingParams(max_tokens=6, seed=i)
+        for i in range(24)
+    ]
     generations = await many(llm, [prompt(i % 3, 15 + i % 3) for i in range(24)], sampling)
     assert {g.text for g in generations[1::2]} & set(choices[:4])
     assert_exact(generations)
@@ -149,11 +211,17 @@ async def test_a_single_choice_needs_no_model(llm: TransformersLLM):
 
 
 async def test_choice_frequencies_follow_the_reported_probabilities(llm: TransformersLLM):
-    drawn = await many(llm, [prompt(3, 20)] * 2000, [SamplingParams(choices=("a", "b", "c"), temperature=2.0)] * 2000)
+    drawn = await many(
+        llm,
+        [prompt(3, 20)] * 2000,
+        [SamplingParams(choices=("a", "b", "c"), temperature=2.0)] * 2000,
+    )
     expected = {g.text: torch.tensor(g.logprobs).sum().exp().item() for g in drawn}
     for text, probability in expected.items():
         share = sum(g.text == text for g in drawn) / len(drawn)
-        assert share == pytest.approx(probability, abs=5 * (probability * (1 - probability) / 2000) ** 0.5 + 1e-9)
+        assert share == pytest.approx(
+            probability, abs=5 * (probability * (1 - probability) / 2000) ** 0.5 + 1e-9
+        )
 
 
 async def test_greedy_is_argmax_with_logprobs_at_temperature_one(llm: TransformersLLM):
@@ -173,25 +241,39 @@ async def test_truncated_logprobs_are_renormalised(llm: TransformersLLM):
     ids = [*generation.prompt_ids, *generation.response_ids]
     with torch.inference_mode():
         logits = MODEL(torch.tensor([ids])).logits[0]
-    for i, (token, logprob) in enumerate(zip(generation.response_ids, generation.logprobs, strict=True)):
+    for i, (token, logprob) in enumerate(
+        zip(generation.response_ids, generation.logprobs, strict=True)
+    ):
         best = logits[len(generation.prompt_ids) + i - 1].topk(3)
         assert token in best.indices
-        assert logprob == pytest.approx(best.values.log_softmax(-1)[best.indices == token].item(), abs=1e-4)
+        assert logprob == pytest.approx(
+            best.values.log_softmax(-1)[best.indices == token].item(), abs=1e-4
+        )
 
 
 async def test_stop_string_ends_at_its_token_and_stays_in_the_text(llm: TransformersLLM):
     free = await llm.generate(prompt(8, 30), SamplingParams(max_tokens=40, seed=3))
-    stop = next(free.text[i : i + 2] for i in range(8, len(free.text)) if free.text[i : i + 2].isascii() and len(free.text[i : i + 2]) == 2)
-    stopped = await llm.generate(prompt(8, 30), SamplingParams(max_tokens=40, seed=3, stop=("never there", stop)))
+    stop = next(
+        free.text[i : i + 2]
+        for i in range(8, len(free.text))
+        if free.text[i : i + 2].isascii() and len(free.text[i : i + 2]) == 2
+    )
+    stopped = await llm.generate(
+        prompt(8, 30), SamplingParams(max_tokens=40, seed=3, stop=("never there", stop))
+    )
     assert stopped.text.endswith(stop) and stopped.text.count(stop) == 1
     assert stopped.finish_reason is FinishReason.STOP
     n = len(stopped.response_ids)
     assert stopped.response_ids == free.response_ids[:n]
-    assert stop in TOKENIZER.decode(stopped.response_ids) and stop not in TOKENIZER.decode(stopped.response_ids[:-1])
+    assert stop in TOKENIZER.decode(stopped.response_ids) and stop not in TOKENIZER.decode(
+        stopped.response_ids[:-1]
+    )
 
 
 async def test_length_and_context(llm: TransformersLLM):
-    """max_tokens ends with LENGTH and is cut to the context; a prompt that leaves no room is refused with both lengths."""
+    """max_tokens ends with LENGTH and is cut to the context; a prompt that leaves no room is
+    refused with both lengths.
+    """
     generation = await llm.generate(prompt(1, 10), SamplingParams(max_tokens=3, seed=2))
     assert generation.finish_reason is FinishReason.LENGTH and len(generation.response_ids) == 3
     nearly = await llm.generate(prompt(1, 2046), SamplingParams(max_tokens=50, seed=4))
@@ -212,7 +294,9 @@ async def test_messages_use_the_chat_template(llm: TransformersLLM):
 
 
 async def test_changed_weights_drop_the_cache():
-    """After weights_changed no state of the old weights is used, and generations carry the new version."""
+    """After weights_changed no state of the old weights is used, and generations carry the new
+    version.
+    """
     model, tokenizer = tiny_random_model(seed=5)
     llm = TransformersLLM(model, tokenizer)
     await llm.generate(prompt(1, 60), SamplingParams(max_tokens=1))
@@ -227,8 +311,12 @@ async def test_changed_weights_drop_the_cache():
     generation = await llm.generate(prompt(1, 60), SamplingParams(max_tokens=4, seed=0))
     assert generation.policy_version == 3 and llm.stats.cached_tokens == 0
     with torch.inference_mode():
-        logits = model(torch.tensor([[*generation.prompt_ids, *generation.response_ids]])).logits[0, 59:-1]
-    picked = logits.log_softmax(-1)[range(len(generation.response_ids)), list(generation.response_ids)]
+        logits = model(torch.tensor([[*generation.prompt_ids, *generation.response_ids]])).logits[
+            0, 59:-1
+        ]
+    picked = logits.log_softmax(-1)[
+        range(len(generation.response_ids)), list(generation.response_ids)
+    ]
     assert generation.logprobs == pytest.approx(picked.tolist(), abs=1e-4)
     llm.close()
 
@@ -248,7 +336,15 @@ async def test_requests_from_several_event_loops_share_batches(llm: Transformers
     results: list[list[Generation]] = []
 
     def other() -> None:
-        results.append(asyncio.run(many(llm, [prompt(i, 30) for i in range(4)], [SamplingParams(max_tokens=10, seed=i) for i in range(4)])))
+        results.append(
+            asyncio.run(
+                many(
+                    llm,
+                    [prompt(i, 30) for i in range(4)],
+                    [SamplingParams(max_tokens=10, seed=i) for i in range(4)],
+                )
+            )
+        )
 
     threads = [threading.Thread(target=other) for _ in range(3)]
     for thread in threads:
@@ -260,7 +356,9 @@ async def test_requests_from_several_event_loops_share_batches(llm: Transformers
 
 
 async def test_cancelled_requests_leave_and_others_finish(llm: TransformersLLM):
-    doomed = asyncio.create_task(llm.generate(prompt(1, 20), SamplingParams(max_tokens=2000, seed=1)))
+    doomed = asyncio.create_task(
+        llm.generate(prompt(1, 20), SamplingParams(max_tokens=2000, seed=1))
+    )
     kept = asyncio.create_task(llm.generate(prompt(2, 20), SamplingParams(max_tokens=60, seed=2)))
     while llm.stats.forwards < 3:
         await asyncio.sleep(0.001)
@@ -271,19 +369,27 @@ async def test_cancelled_requests_leave_and_others_finish(llm: TransformersLLM):
 
 
 async def test_background_is_served_while_a_rollout_decodes(llm: TransformersLLM):
-    """Priorities decode in separate batches; the background neither waits for the rollout's end nor delays it by more than a step."""
-    rollout = asyncio.create_task(llm.generate(prompt(1, 20), SamplingParams(max_tokens=1500, seed=11, temperature=0.01)))
+    """Priorities decode in separate batches; the background neither waits for the rollout's end nor
+    delays it by more than a step.
+    """
+    rollout = asyncio.create_task(
+        llm.generate(prompt(1, 20), SamplingParams(max_tokens=1500, seed=11, temperature=0.01))
+    )
     background = await llm.generate(prompt(2, 20), SamplingParams(max_tokens=2, seed=2, priority=1))
     assert_exact([background])
     assert 1 in llm.lane.busy and 0 in llm.lane.busy
     rollout.cancel()
 
 
-async def test_a_failing_forward_fails_its_requests_and_no_later_ones(monkeypatch: pytest.MonkeyPatch):
+async def test_a_failing_forward_fails_its_requests_and_no_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+):
     model, tokenizer = tiny_random_model(seed=6)
     llm = TransformersLLM(model, tokenizer)
     real = model.forward
-    monkeypatch.setattr(model, "forward", lambda **kwargs: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    monkeypatch.setattr(
+        model, "forward", lambda **kwargs: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    )
     with pytest.raises(BackendError, match="RuntimeError: out of memory"):
         await llm.generate(prompt(1, 10))
     monkeypatch.setattr(model, "forward", real)
@@ -296,7 +402,9 @@ async def test_a_failing_forward_fails_its_requests_and_no_later_ones(monkeypatc
 async def test_closing_the_lane_fails_waiting_requests():
     lane = ComputeLane("t")
     llm = TransformersLLM(MODEL, TOKENIZER, lane=lane)
-    task = asyncio.create_task(llm.generate(prompt(1, 10), SamplingParams(max_tokens=2000, temperature=0.01, seed=0)))
+    task = asyncio.create_task(
+        llm.generate(prompt(1, 10), SamplingParams(max_tokens=2000, temperature=0.01, seed=0))
+    )
     await asyncio.sleep(0.05)
     await asyncio.to_thread(lane.close)
     with pytest.raises(BackendError, match="lane"):
@@ -304,7 +412,9 @@ async def test_closing_the_lane_fails_waiting_requests():
 
 
 async def test_two_adapters_share_one_base():
-    """Each policy generates with its own LoRA adapter, exactly, though both decode at the same time on one lane."""
+    """Each policy generates with its own LoRA adapter, exactly, though both decode at the same time
+    on one lane.
+    """
     from experiential.config import LoraSettings
     from experiential.llm.models import add_adapters
 
@@ -315,15 +425,24 @@ async def test_two_adapters_share_one_base():
             if "lora_B.extractor" in name:
                 weight.normal_(std=0.5, generator=torch.Generator().manual_seed(len(name)))
     lane = ComputeLane("shared")
-    policies = [TransformersLLM(model, tokenizer, lane=lane, adapter=name, name=name) for name in ("actor", "extractor")]
+    policies = [
+        TransformersLLM(model, tokenizer, lane=lane, adapter=name, name=name)
+        for name in ("actor", "extractor")
+    ]
     sampling = SamplingParams(max_tokens=12, seed=4)
-    results = await asyncio.gather(*(llm.generate(prompt(1, 30), sampling) for llm in policies for _ in range(2)))
+    results = await asyncio.gather(
+        *(llm.generate(prompt(1, 30), sampling) for llm in policies for _ in range(2))
+    )
     assert results[0].response_ids != results[2].response_ids
     for generation in results:
         model.set_adapter(generation.policy)
         with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([[*generation.prompt_ids, *generation.response_ids]])).logits[0, 29:-1]
-        picked = logits.log_softmax(-1)[range(len(generation.response_ids)), list(generation.response_ids)]
+            logits = model(
+                input_ids=torch.tensor([[*generation.prompt_ids, *generation.response_ids]])
+            ).logits[0, 29:-1]
+        picked = logits.log_softmax(-1)[
+            range(len(generation.response_ids)), list(generation.response_ids)
+        ]
         assert generation.logprobs == pytest.approx(picked.tolist(), abs=1e-4)
     lane.close()
 
@@ -344,9 +463,13 @@ async def test_a_beginning_that_prompts_share_is_forwarded_once(llm: Transformer
 
 
 async def test_what_the_prompts_of_one_task_share_is_forwarded_once(llm: TransformersLLM) -> None:
-    """Twelve prompts of two tasks: one system prompt, two first observations, and advice that differs."""
+    """Twelve prompts of two tasks: one system prompt, two first observations, and advice that
+    differs.
+    """
     system, tasks = prompt(1, 60), [prompt(2, 70), prompt(3, 80)]
     prompts = [system + tasks[i % 2] + prompt(10 + i, 20) for i in range(12)]
-    assert_exact(await many(llm, prompts, [SamplingParams(max_tokens=1, seed=i) for i in range(12)]))
+    assert_exact(
+        await many(llm, prompts, [SamplingParams(max_tokens=1, seed=i) for i in range(12)])
+    )
     assert llm.stats.forwarded_tokens == 60 + 70 + 80 + 12 * 20
     assert llm.stats.forwards == 3

@@ -1,4 +1,6 @@
-"""LocalRuntime: what is trained on is what was sampled, and gradients move probabilities the right way."""
+"""LocalRuntime: what is trained on is what was sampled, and gradients move probabilities the right
+way.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from experiential.types import Generation, Message
 from tests.llm_tiny import tiny_random_model
 
 CHOICES = ("left", "right", "wait here")
-PROMPTS = [[Message(role="user", content=text)] for text in ("Go.", "Go.", "A longer question about the door?", "Stop.")]
+PROMPTS = [
+    [Message(role="user", content=text)]
+    for text in ("Go.", "Go.", "A longer question about the door?", "Stop.")
+]
 
 
 def runtime(lr: float = 1e-3, **options: bool) -> LocalRuntime:
@@ -38,7 +43,10 @@ def logprobs(policy: LocalRuntime, samples: list[Sample]) -> list[float]:
     values = []
     for sample in samples:
         with torch.no_grad():
-            logits = policy.llm.model(input_ids=torch.tensor([sample.tokens])).logits[0].double() / sample.temperature
+            logits = (
+                policy.llm.model(input_ids=torch.tensor([sample.tokens])).logits[0].double()
+                / sample.temperature
+            )
         for i, position in enumerate(sample.positions):
             row = logits[position - 1]
             allowed = sample.allowed[i] if sample.allowed else ()
@@ -48,7 +56,12 @@ def logprobs(policy: LocalRuntime, samples: list[Sample]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(max_tokens=6), SamplingParams(choices=CHOICES), SamplingParams(max_tokens=5, temperature=0.7)]
+    "sampling",
+    [
+        SamplingParams(max_tokens=6),
+        SamplingParams(choices=CHOICES),
+        SamplingParams(max_tokens=5, temperature=0.7),
+    ],
 )
 async def test_behaviour_logprobs_equal_a_plain_forward(sampling: SamplingParams) -> None:
     policy = runtime()
@@ -61,7 +74,9 @@ async def test_first_update_has_ratio_one_and_shares_prompts() -> None:
     policy = runtime()
     samples = [
         sample_from_generation(g, a)
-        for g, a in zip(await generations(policy, SamplingParams(choices=CHOICES)), (1, -1, 1, -1), strict=True)
+        for g, a in zip(
+            await generations(policy, SamplingParams(choices=CHOICES)), (1, -1, 1, -1), strict=True
+        )
     ]
     stats = await policy.train(samples, LossSettings())
     assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
@@ -73,7 +88,9 @@ async def test_training_raises_what_was_rewarded_and_lowers_what_was_punished() 
     policy = runtime(lr=3e-3)
     good, bad = (
         sample_from_generation(g, a)
-        for g, a in zip((await generations(policy, SamplingParams(max_tokens=4)))[2:], (1.0, -1.0), strict=True)
+        for g, a in zip(
+            (await generations(policy, SamplingParams(max_tokens=4)))[2:], (1.0, -1.0), strict=True
+        )
     )
     before = logprobs(policy, [good]), logprobs(policy, [bad])
     for _ in range(3):
@@ -89,7 +106,8 @@ async def test_accumulated_gradients_equal_one_batch() -> None:
         policy = runtime()
         policy.optim = OptimSettings(lr=1e-3, tokens_per_micro_batch=tokens)
         samples = samples or [
-            sample_from_generation(g, 1.0 - i, weight=0.25) for i, g in enumerate(await generations(policy, SamplingParams(max_tokens=5)))
+            sample_from_generation(g, 1.0 - i, weight=0.25)
+            for i, g in enumerate(await generations(policy, SamplingParams(max_tokens=5)))
         ]
         await policy.train(samples, LossSettings())
         weights.append(torch.cat([p.detach().flatten() for p in policy.llm.model.parameters()]))
@@ -98,7 +116,10 @@ async def test_accumulated_gradients_equal_one_batch() -> None:
 
 async def test_kl_penalty_is_zero_at_the_reference_and_grows_away_from_it() -> None:
     policy = runtime(lr=1e-2, reference=True)
-    samples = [sample_from_generation(g, 1.0) for g in await generations(policy, SamplingParams(max_tokens=4))]
+    samples = [
+        sample_from_generation(g, 1.0)
+        for g in await generations(policy, SamplingParams(max_tokens=4))
+    ]
     first = await policy.train(samples, LossSettings(kl=0.1))
     second = await policy.train(samples, LossSettings(kl=0.1))
     assert first.metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
@@ -107,7 +128,10 @@ async def test_kl_penalty_is_zero_at_the_reference_and_grows_away_from_it() -> N
 
 async def test_save_and_load_restore_weights_optimiser_and_version(tmp_path: Path) -> None:
     policy, other = runtime(), runtime()
-    samples = [sample_from_generation(g, 1.0) for g in await generations(policy, SamplingParams(max_tokens=4))]
+    samples = [
+        sample_from_generation(g, 1.0)
+        for g in await generations(policy, SamplingParams(max_tokens=4))
+    ]
     await policy.train(samples, LossSettings())
     await policy.save(tmp_path / "actor")
     await other.load(tmp_path / "actor")
@@ -128,7 +152,9 @@ async def test_malformed_samples_are_refused() -> None:
 async def test_a_conversation_kept_whole_is_one_sample() -> None:
     policy = runtime()
     first = await policy.generate(PROMPTS[0], SamplingParams(max_tokens=3))
-    second = await policy.generate([*first.prompt_ids, *first.response_ids, 5, 6], SamplingParams(max_tokens=3))
+    second = await policy.generate(
+        [*first.prompt_ids, *first.response_ids, 5, 6], SamplingParams(max_tokens=3)
+    )
     lone = await policy.generate(PROMPTS[2], SamplingParams(max_tokens=3))
     samples = trajectory_samples([first, second, lone], 2.0, 0.5)
     assert len(samples) == 2
@@ -138,11 +164,16 @@ async def test_a_conversation_kept_whole_is_one_sample() -> None:
 
 async def group(policy: LocalRuntime) -> list[Sample]:
     """Two groups of responses to long prompts, of different lengths, free and constrained."""
-    sampling = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((3, 1.0), (7, 0.7), (12, 1.0), (5, 1.3))]
+    sampling = [
+        SamplingParams(max_tokens=n, temperature=t, seed=n)
+        for n, t in ((3, 1.0), (7, 0.7), (12, 1.0), (5, 1.3))
+    ]
     sampling.append(SamplingParams(choices=CHOICES, seed=1))
     prompts = [[3 + (7 * i + k) % 300 for i in range(40 + 9 * k)] for k in range(2)]
     found = await asyncio.gather(*(policy.generate(p, s) for p in prompts for s in sampling))
-    return [sample_from_generation(g, (-1.0) ** i * (1 + i), weight=0.1) for i, g in enumerate(found)]
+    return [
+        sample_from_generation(g, (-1.0) ** i * (1 + i), weight=0.1) for i, g in enumerate(found)
+    ]
 
 
 def gradients(policy: LocalRuntime) -> torch.Tensor:
@@ -151,7 +182,9 @@ def gradients(policy: LocalRuntime) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["ppo", "cispo"])
-async def test_branched_rows_give_the_gradients_of_plain_rows_at_less_cost(attention: str, kind: Literal["ppo", "cispo"]) -> None:
+async def test_branched_rows_give_the_gradients_of_plain_rows_at_less_cost(
+    attention: str, kind: Literal["ppo", "cispo"]
+) -> None:
     found, forwarded = [], []
     samples: list[Sample] = []
     for branching in (True, False):
@@ -173,12 +206,23 @@ async def test_a_model_that_ignores_masks_of_its_own_gets_plain_rows() -> None:
     policy, other = runtime(), runtime()
     forward = policy.llm.model.model.forward
 
-    def causal_only(input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None = None) -> object:
-        return forward(input_ids=input_ids, attention_mask=attention_mask if attention_mask.ndim == 2 else None, position_ids=position_ids)
+    def causal_only(
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> object:
+        return forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask if attention_mask.ndim == 2 else None,
+            position_ids=position_ids,
+        )
 
     samples = await group(other)
     policy.llm.model.model.forward = causal_only
-    plain, branched = await policy.train(samples, LossSettings()), await other.train(samples, LossSettings())
+    plain, branched = (
+        await policy.train(samples, LossSettings()),
+        await other.train(samples, LossSettings()),
+    )
     assert plain.forwarded_tokens > 2 * branched.forwarded_tokens
     assert plain.loss == pytest.approx(branched.loss, abs=1e-5)
 
@@ -190,8 +234,15 @@ async def test_checkpointed_activations_give_the_same_gradients() -> None:
         for checkpointed in (False, True):
             torch.manual_seed(0)
             settings = ModelSettings(name="tiny", lora=lora, gradient_checkpointing=checkpointed)
-            policy, other = build_runtimes(settings, settings if lora else None, (OptimSettings(lr=1e-9), OptimSettings(lr=1e-9)))
-            samples = samples or [sample_from_generation(g, 1.0) for g in await generations(policy, SamplingParams(max_tokens=5, seed=1))]
+            policy, other = build_runtimes(
+                settings,
+                settings if lora else None,
+                (OptimSettings(lr=1e-9), OptimSettings(lr=1e-9)),
+            )
+            samples = samples or [
+                sample_from_generation(g, 1.0)
+                for g in await generations(policy, SamplingParams(max_tokens=5, seed=1))
+            ]
             await policy.train(samples, LossSettings(kind="sft"))
             assert policy.llm.model.is_gradient_checkpointing == checkpointed
             found.append(gradients(policy))
@@ -203,7 +254,10 @@ async def test_checkpointed_activations_give_the_same_gradients() -> None:
 
 async def test_scores_and_entropies_are_those_of_a_plain_forward_pass() -> None:
     policy = runtime()
-    drawn = [*await generations(policy, SamplingParams(max_tokens=6)), *await generations(policy, SamplingParams(choices=CHOICES))]
+    drawn = [
+        *await generations(policy, SamplingParams(max_tokens=6)),
+        *await generations(policy, SamplingParams(choices=CHOICES)),
+    ]
     samples = [sample_from_generation(g, 1.0) for g in drawn]
     empty = Sample((1, 2), (), (), ())
     scored = await policy.score([*samples, empty])
@@ -214,24 +268,41 @@ async def test_scores_and_entropies_are_those_of_a_plain_forward_pass() -> None:
         with torch.no_grad():
             logits = policy.llm.model(input_ids=torch.tensor([sample.tokens])).logits[0].double()
         for i, (position, entropy) in enumerate(zip(sample.positions, row, strict=True)):
-            pool = logits[position - 1][list(sample.allowed[i])] if sample.allowed[i] else logits[position - 1]
+            pool = (
+                logits[position - 1][list(sample.allowed[i])]
+                if sample.allowed[i]
+                else logits[position - 1]
+            )
             p = torch.softmax(pool, 0)
             assert entropy == pytest.approx(float(-(p * p.log()).sum()), abs=1e-4)
 
 
 async def test_one_batch_may_learn_from_some_and_imitate_others() -> None:
-    samples = [sample_from_generation(g, 1.0) for g in await generations(runtime(), SamplingParams(max_tokens=4))]
+    samples = [
+        sample_from_generation(g, 1.0)
+        for g in await generations(runtime(), SamplingParams(max_tokens=4))
+    ]
     separate = []
     for kind, chosen in (("ppo", samples[:2]), ("sft", samples[2:])):
         policy = runtime()
         stats = await policy.train(chosen, LossSettings(kind=cast("Any", kind)))
-        separate.append((stats, [p.grad.clone() for p in policy.llm.model.parameters() if p.grad is not None]))
+        separate.append(
+            (stats, [p.grad.clone() for p in policy.llm.model.parameters() if p.grad is not None])
+        )
     policy = runtime()
-    mixed = await policy.train([*samples[:2], *(replace(s, kind="sft") for s in samples[2:])], LossSettings())
+    mixed = await policy.train(
+        [*samples[:2], *(replace(s, kind="sft") for s in samples[2:])], LossSettings()
+    )
     assert mixed.loss == pytest.approx(separate[0][0].loss + separate[1][0].loss, abs=1e-5)
-    assert mixed.metrics["ratio"] == pytest.approx(1.0, abs=1e-4), "imitated tokens do not dilute the ratio"
+    assert mixed.metrics["ratio"] == pytest.approx(1.0, abs=1e-4), (
+        "imitated tokens do not dilute the ratio"
+    )
     assert mixed.metrics["sft_nll"] == pytest.approx(separate[1][0].metrics["nll"], abs=1e-4)
-    together = torch.cat([p.grad.flatten() for p in policy.llm.model.parameters() if p.grad is not None])
+    together = torch.cat(
+        [p.grad.flatten() for p in policy.llm.model.parameters() if p.grad is not None]
+    )
     first, second = (torch.cat([g.flatten() for g in grads]) for _, grads in separate)
-    clipped = [x * max(1.0, s.grad_norm) for x, (s, _) in zip((first, second), separate, strict=True)]
+    clipped = [
+        x * max(1.0, s.grad_norm) for x, (s, _) in zip((first, second), separate, strict=True)
+    ]
     assert torch.allclose(together * max(1.0, mixed.grad_norm), clipped[0] + clipped[1], atol=1e-4)

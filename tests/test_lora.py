@@ -1,4 +1,6 @@
-"""Two policies over one frozen base: each learns in its own adapter and leaves the other and the base alone."""
+"""Two policies over one frozen base: each learns in its own adapter and leaves the other and the
+base alone.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ PROMPT = [Message(role="user", content="Which door?")]
 def pair(tmp_path: Path) -> Iterator[tuple[LocalRuntime, LocalRuntime]]:
     for part in tiny_random_model():
         part.save_pretrained(tmp_path / "model")
-    settings = ModelSettings(name=str(tmp_path / "model"), device="cpu", lora=LoraSettings(rank=4, alpha=8))
-    runtimes = build_runtimes(settings, None, (OptimSettings(lr=1e-2), OptimSettings(lr=1e-2)), references=(True, True))
+    settings = ModelSettings(
+        name=str(tmp_path / "model"), device="cpu", lora=LoraSettings(rank=4, alpha=8)
+    )
+    runtimes = build_runtimes(
+        settings, None, (OptimSettings(lr=1e-2), OptimSettings(lr=1e-2)), references=(True, True)
+    )
     yield runtimes
     for runtime in runtimes:
         runtime.close()
@@ -50,7 +56,9 @@ async def test_the_base_is_shared_and_stays_frozen(pair: tuple[LocalRuntime, Loc
     assert all(torch.equal(p, base[n]) for n, p in named(actor, "").items() if "lora_" not in n)
 
 
-async def test_an_update_moves_its_own_adapter_only(pair: tuple[LocalRuntime, LocalRuntime]) -> None:
+async def test_an_update_moves_its_own_adapter_only(
+    pair: tuple[LocalRuntime, LocalRuntime],
+) -> None:
     actor, extractor = pair
     before = named(actor, ".actor."), named(extractor, ".extractor.")
     kl = await learn(actor)
@@ -60,7 +68,9 @@ async def test_an_update_moves_its_own_adapter_only(pair: tuple[LocalRuntime, Lo
     assert (actor.version, extractor.version) == (3, 0)
 
 
-async def test_generation_uses_the_adapter_of_its_policy(pair: tuple[LocalRuntime, LocalRuntime]) -> None:
+async def test_generation_uses_the_adapter_of_its_policy(
+    pair: tuple[LocalRuntime, LocalRuntime],
+) -> None:
     actor, extractor = pair
     await learn(actor, steps=8)
     greedy = SamplingParams(temperature=0, max_tokens=6)
@@ -69,7 +79,9 @@ async def test_generation_uses_the_adapter_of_its_policy(pair: tuple[LocalRuntim
     assert (first.policy, second.policy) == ("actor", "extractor")
 
 
-async def test_an_adapter_is_saved_and_loaded(pair: tuple[LocalRuntime, LocalRuntime], tmp_path: Path) -> None:
+async def test_an_adapter_is_saved_and_loaded(
+    pair: tuple[LocalRuntime, LocalRuntime], tmp_path: Path
+) -> None:
     actor, _ = pair
     await learn(actor)
     kept = named(actor, ".actor.")

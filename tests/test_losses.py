@@ -20,41 +20,68 @@ def double(*values: float, grad: bool = False) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
-def ppo(logp: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, segment: list[int], weights: torch.Tensor, **kwargs: Any) -> Any:
+def ppo(
+    logp: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    segment: list[int],
+    weights: torch.Tensor,
+    **kwargs: Any,
+) -> Any:
     """The clipped loss with the usual clip."""
     options = {"clip_low": 0.2, "clip_high": 0.2} | kwargs
-    return ppo_clip_loss(logp, old, advantages, segment=torch.tensor(segment), weights=weights, **options)
+    return ppo_clip_loss(
+        logp, old, advantages, segment=torch.tensor(segment), weights=weights, **options
+    )
 
 
 def test_token_ratio_by_hand() -> None:
-    # sequence 0 (A = +1): ratios 1.5 -> clipped to 1.2, 0.5 -> kept; sequence 1 (A = -2): ratio 0.5 -> clipped to 0.8
+    # sequence 0 (A = +1): ratios 1.5 -> clipped to 1.2, 0.5 -> kept; sequence 1 (A = -2): ratio 0.5
+    # -> clipped to 0.8
     logp = double(LOG(1.5), LOG(0.5), LOG(0.5), grad=True)
     loss, stats = ppo(logp, double(0, 0, 0), double(1, 1, -2), [0, 0, 1], double(0.25, 0.75))
     assert loss.item() == pytest.approx(-(0.25 * (1.2 + 0.5) / 2 + 0.75 * (-1.6)))
     loss.backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx([0.0, -0.25 * 0.5 / 2, 0.0])
-    assert stats["ratio"] == pytest.approx(2.5 / 3) and stats["clip_fraction"] == pytest.approx(2 / 3)
+    assert stats["ratio"] == pytest.approx(2.5 / 3) and stats["clip_fraction"] == pytest.approx(
+        2 / 3
+    )
     kl = ((1.5 - 1 - LOG(1.5)) + 2 * (0.5 - 1 - LOG(0.5))) / 3
     assert stats["kl"] == pytest.approx(kl)
 
 
 def test_sequence_ratio_by_hand() -> None:
-    # sequence 0: rho = 1.1 * 1.05 = 1.155 kept; sequence 2: rho = 0.5, A = -1, clipped to 0.8; sequence 1 has no tokens
+    # sequence 0: rho = 1.1 * 1.05 = 1.155 kept; sequence 2: rho = 0.5, A = -1, clipped to 0.8;
+    # sequence 1 has no tokens
     logp = double(LOG(1.1), LOG(1.05), LOG(0.5), grad=True)
-    loss, stats = ppo(logp, double(0, 0, 0), double(3, 3, -1), [0, 0, 2], double(0.5, 9.0, 0.5), ratio="sequence")
+    loss, stats = ppo(
+        logp, double(0, 0, 0), double(3, 3, -1), [0, 0, 2], double(0.5, 9.0, 0.5), ratio="sequence"
+    )
     assert loss.item() == pytest.approx(-(0.5 * 1.155 * 3 + 0.5 * -0.8))
     loss.backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx([-0.5 * 1.155 * 3] * 2 + [0.0])
-    assert stats["ratio"] == pytest.approx((1.155 + 0.5) / 2) and stats["clip_fraction"] == pytest.approx(0.5)
+    assert stats["ratio"] == pytest.approx((1.155 + 0.5) / 2) and stats[
+        "clip_fraction"
+    ] == pytest.approx(0.5)
 
 
 def test_clip_low_and_high_are_separate() -> None:
     def loss(ratio: float, advantage: float) -> float:
-        return -ppo(double(LOG(ratio)), double(0), double(advantage), [0], double(1), clip_low=0.1, clip_high=0.4)[0].item()
+        return -ppo(
+            double(LOG(ratio)),
+            double(0),
+            double(advantage),
+            [0],
+            double(1),
+            clip_low=0.1,
+            clip_high=0.4,
+        )[0].item()
 
-    assert [loss(1.3, 1), loss(1.5, 1), loss(0.95, -1), loss(0.5, -1)] == pytest.approx([1.3, 1.4, -0.95, -0.9])
+    assert [loss(1.3, 1), loss(1.5, 1), loss(0.95, -1), loss(0.5, -1)] == pytest.approx(
+        [1.3, 1.4, -0.95, -0.9]
+    )
 
 
 def test_cispo_by_hand() -> None:
@@ -64,7 +91,9 @@ def test_cispo_by_hand() -> None:
     assert loss.item() == pytest.approx(-(1.1 * 2 * -1 + 0.9 * -1 * -2 + 0.5 * -3) / 3)
     loss.backward()
     assert logp.grad is not None
-    assert logp.grad.tolist() == pytest.approx([-1.1 * 2 / 3, 0.9 / 3, -0.5 / 3]), "every token keeps a gradient, the ratio has none"
+    assert logp.grad.tolist() == pytest.approx([-1.1 * 2 / 3, 0.9 / 3, -0.5 / 3]), (
+        "every token keeps a gradient, the ratio has none"
+    )
     assert stats["clip_fraction"] == pytest.approx(2 / 3)
 
 
@@ -73,8 +102,13 @@ NUMBERS = st.lists(st.floats(-3, 3), min_size=6, max_size=6)
 
 @settings(deadline=None)
 @given(values=NUMBERS, advantages=NUMBERS, ratio=st.sampled_from(["token", "sequence"]))
-def test_at_ratio_one_all_losses_have_the_gradient_of_reinforce(values: list[float], advantages: list[float], ratio: str) -> None:
-    segment, weights = torch.tensor([0, 0, 1, 2, 2, 2]), double(1 / 3, 1 / 6, 1 / 2)  # w_s proportional to |s|: a plain token mean
+def test_at_ratio_one_all_losses_have_the_gradient_of_reinforce(
+    values: list[float], advantages: list[float], ratio: str
+) -> None:
+    segment, weights = (
+        torch.tensor([0, 0, 1, 2, 2, 2]),
+        double(1 / 3, 1 / 6, 1 / 2),
+    )  # w_s proportional to |s|: a plain token mean
     per_sequence = double(*advantages)[segment]
     gradients = []
     for kind in ("reinforce", "ppo", "cispo"):
@@ -87,15 +121,21 @@ def test_at_ratio_one_all_losses_have_the_gradient_of_reinforce(values: list[flo
             loss = cispo_loss(logp, logp.detach(), per_sequence, eps_low=0.1, eps_high=0.1)[0]
         loss.backward()
         gradients.append(logp.grad)
-    if ratio == "sequence":  # the ratio of a whole sequence has the gradient of its sum, not of its mean
+    if (
+        ratio == "sequence"
+    ):  # the ratio of a whole sequence has the gradient of its sum, not of its mean
         gradients[1] = gradients[1] / torch.bincount(segment)[segment]
     torch.testing.assert_close(gradients[1], gradients[0])
     torch.testing.assert_close(gradients[2], gradients[0])
 
 
 @settings(deadline=None)
-@given(values=NUMBERS, old=NUMBERS, advantages=NUMBERS, ratio=st.sampled_from(["token", "sequence"]))
-def test_the_clipped_loss_agrees_with_a_loop(values: list[float], old: list[float], advantages: list[float], ratio: str) -> None:
+@given(
+    values=NUMBERS, old=NUMBERS, advantages=NUMBERS, ratio=st.sampled_from(["token", "sequence"])
+)
+def test_the_clipped_loss_agrees_with_a_loop(
+    values: list[float], old: list[float], advantages: list[float], ratio: str
+) -> None:
     segment, weights = [1, 0, 1, 2, 0, 1], [0.2, 0.5, 0.3]
     signal = [advantages[s] for s in segment]
     total = 0.0
@@ -105,7 +145,9 @@ def test_the_clipped_loss_agrees_with_a_loop(values: list[float], old: list[floa
         rhos = [math.exp(g) for g in gaps] if ratio == "token" else [math.exp(sum(gaps))]
         terms = [min(rho * advantages[s], min(max(rho, 0.8), 1.2) * advantages[s]) for rho in rhos]
         total -= weight * sum(terms) / len(terms)
-    loss = ppo(double(*values), double(*old), double(*signal), segment, double(*weights), ratio=ratio)[0]
+    loss = ppo(
+        double(*values), double(*old), double(*signal), segment, double(*weights), ratio=ratio
+    )[0]
     assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
 
 
@@ -113,14 +155,20 @@ def test_the_clipped_loss_agrees_with_a_loop(values: list[float], old: list[floa
 def test_gradients_agree_with_finite_differences(ratio: str) -> None:
     torch.manual_seed(0)
     logp = (torch.randn(5, dtype=torch.float64) * 0.1).requires_grad_()
-    old, advantages, weights = torch.randn(5, dtype=torch.float64) * 0.1, double(1, 1, -1, -1, -1), double(0.4, 0.6)
+    old, advantages, weights = (
+        torch.randn(5, dtype=torch.float64) * 0.1,
+        double(1, 1, -1, -1, -1),
+        double(0.4, 0.6),
+    )
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return ppo(x, old, advantages, [0, 0, 1, 1, 1], weights, ratio=ratio)[0]
 
     assert torch.autograd.gradcheck(loss, (logp,))
     assert torch.autograd.gradcheck(lambda x: kl_k3(x, old), (logp,))
-    assert torch.autograd.gradcheck(lambda x: sft_loss(x, torch.tensor([0, 0, 1, 1, 1]), weights), (logp,))
+    assert torch.autograd.gradcheck(
+        lambda x: sft_loss(x, torch.tensor([0, 0, 1, 1, 1]), weights), (logp,)
+    )
 
 
 def test_micro_batches_of_whole_sequences_add_up_to_the_batch() -> None:
@@ -130,7 +178,14 @@ def test_micro_batches_of_whole_sequences_add_up_to_the_batch() -> None:
     for ratio in ("token", "sequence"):
         whole = ppo(logp, old, advantages, segment.tolist(), weights, ratio=ratio)[0]
         parts = sum(
-            ppo(logp[m], old[m], advantages[m], (segment[m] - segment[m].min()).tolist(), weights[segment[m].unique()], ratio=ratio)[0]
+            ppo(
+                logp[m],
+                old[m],
+                advantages[m],
+                (segment[m] - segment[m].min()).tolist(),
+                weights[segment[m].unique()],
+                ratio=ratio,
+            )[0]
             for m in (segment == 0, segment > 0)
         )
         torch.testing.assert_close(whole, parts)
@@ -145,7 +200,9 @@ def test_a_ratio_computed_against_itself_hides_what_a_stored_one_shows() -> None
 
 @settings(deadline=None)
 @given(NUMBERS, NUMBERS)
-def test_k3_is_never_negative_and_zero_only_at_equality(policy: list[float], reference: list[float]) -> None:
+def test_k3_is_never_negative_and_zero_only_at_equality(
+    policy: list[float], reference: list[float]
+) -> None:
     found = kl_k3(double(*policy), double(*reference))
     assert (found >= 0).all() and found.shape == (6,)
     assert kl_k3(double(*policy), double(*policy)).abs().max() == 0
@@ -170,20 +227,34 @@ def test_reverse_kl_by_hand() -> None:
     # sequence 0: gaps log(0.5 / 0.25) = log 2 and 0; sequence 1: log(0.25 / 0.5) = -log 2
     logp = double(LOG(0.5), LOG(0.1), LOG(0.25), grad=True)
     teacher = double(LOG(0.25), LOG(0.1), LOG(0.5))
-    loss, stats = reverse_kl_loss(logp, teacher, segment=torch.tensor([0, 0, 1]), weights=double(0.5, 2.0))
+    loss, stats = reverse_kl_loss(
+        logp, teacher, segment=torch.tensor([0, 0, 1]), weights=double(0.5, 2.0)
+    )
     assert loss.item() == pytest.approx(0.25 * LOG(2) * LOG(0.5) + 2.0 * -LOG(2) * LOG(0.25))
     loss.backward()
-    assert logp.grad is not None and logp.grad.tolist() == pytest.approx([0.25 * LOG(2), 0.0, -2.0 * LOG(2)])
+    assert logp.grad is not None and logp.grad.tolist() == pytest.approx(
+        [0.25 * LOG(2), 0.0, -2.0 * LOG(2)]
+    )
     assert stats["kl_teacher"] == pytest.approx(((0.5 - 1 + LOG(2)) + 0 + (2 - 1 - LOG(2))) / 3)
 
 
 def test_its_expected_gradient_is_that_of_the_divergence() -> None:
-    logits, teacher = double(0.3, -1.0, 0.8, 0.1, grad=True), torch.log_softmax(double(1.0, 0.0, -0.5, 0.2), 0)
+    logits, teacher = (
+        double(0.3, -1.0, 0.8, 0.1, grad=True),
+        torch.log_softmax(double(1.0, 0.0, -0.5, 0.2), 0),
+    )
     policy = torch.log_softmax(logits, 0)
-    (wanted,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad(
+        (policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True
+    )
     found = torch.zeros(4, dtype=torch.float64)
     for token in range(4):  # drawn with its probability under the policy
-        loss, _ = reverse_kl_loss(policy[token : token + 1], teacher[token : token + 1], segment=torch.tensor([0]), weights=double(1.0))
+        loss, _ = reverse_kl_loss(
+            policy[token : token + 1],
+            teacher[token : token + 1],
+            segment=torch.tensor([0]),
+            weights=double(1.0),
+        )
         (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
         found += policy[token].exp().detach() * gradient
     assert wanted.abs().max() > 0.1
@@ -208,7 +279,10 @@ def test_no_tokens_give_a_zero_that_can_be_differentiated(ratio: str) -> None:
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_absurd_log_ratios_stay_finite(gap: float, ratio: str) -> None:
     logp = torch.full((3,), gap, requires_grad=True)
-    losses = [ppo(logp, torch.zeros(3), torch.ones(3) * sign, [0, 0, 1], torch.ones(2), ratio=ratio)[0] for sign in (1.0, -1.0)] + [
+    losses = [
+        ppo(logp, torch.zeros(3), torch.ones(3) * sign, [0, 0, 1], torch.ones(2), ratio=ratio)[0]
+        for sign in (1.0, -1.0)
+    ] + [
         cispo_loss(logp, torch.zeros(3), torch.ones(3), eps_low=0.1, eps_high=0.1)[0],
         kl_k3(logp, torch.zeros(3)).sum(),
     ]

@@ -1,4 +1,6 @@
-"""The experience manager: retrieval that rotates, a queue that loses nothing, an extractor that may fail."""
+"""The experience manager: retrieval that rotates, a queue that loses nothing, an extractor that may
+fail.
+"""
 
 import asyncio
 import threading
@@ -48,14 +50,19 @@ class Echo:
             self.fail -= 1
             raise ConnectionError("backend went away")
         operations = (Add(text=f"lesson of {trajectory.id}"),)
-        return Distillation(parsed=ParsedOperations(operations=operations, refused=(Refusal(reason="too_many"),)))
+        return Distillation(
+            parsed=ParsedOperations(operations=operations, refused=(Refusal(reason="too_many"),))
+        )
 
     async def arefine(self, query, experience):
         return f"{query}: {experience.text}", Generation(text="refined")
 
     async def amerge(self, experiences):
         self.merged.append([e.text for e in experiences])
-        operation = Merge(entries=tuple(range(1, len(experiences) + 1)), text=" + ".join(e.text for e in experiences))
+        operation = Merge(
+            entries=tuple(range(1, len(experiences) + 1)),
+            text=" + ".join(e.text for e in experiences),
+        )
         return Distillation(parsed=ParsedOperations(operations=(operation,)))
 
 
@@ -111,7 +118,10 @@ def test_exclude_instance_holds_inside_one_batch(bank):
     with ExperienceManager(bank, retrieval={"batch_wait": 0.05}) as manager:
 
         async def both():
-            return await asyncio.gather(manager.asearch("open the red door", exclude_instance="i1"), manager.asearch("open the red door"))
+            return await asyncio.gather(
+                manager.asearch("open the red door", exclude_instance="i1"),
+                manager.asearch("open the red door"),
+            )
 
         hidden, seen = asyncio.run(both())
         assert hidden == [] and len(seen) == 1 and manager.stats()["mean_batch"] == 2
@@ -130,7 +140,10 @@ def test_same_seed_same_hits(bank):
 
 def test_a_read_only_bank_is_searched_with_counts_in_memory_only(bank):
     bank.add_many(["open the red door"] * 4)
-    with ExperienceBank(bank.path, read_only=True) as reader, ExperienceManager(reader, Echo()) as manager:
+    with (
+        ExperienceBank(bank.path, read_only=True) as reader,
+        ExperienceManager(reader, Echo()) as manager,
+    ):
         rows = manager.search(["open the red door"] * 8)
         assert len({row[0].experience.id for row in rows}) == 4
         assert manager.submit(Trajectory(task="t")) is None
@@ -239,7 +252,10 @@ def test_a_failure_is_retried_and_then_a_dead_letter_that_can_be_requeued(bank):
         assert extractor.distilled == ["t0"] * 3
         [letter] = manager.dead_letters()
         assert (letter.id, letter.attempts, letter.reason) == ("t0", 3, "ConnectionError")
-        assert manager.stats()["failures"] == {"distill: ConnectionError": 3} and manager.stats()["dead"] == 1
+        assert (
+            manager.stats()["failures"] == {"distill: ConnectionError": 3}
+            and manager.stats()["dead"] == 1
+        )
         with pytest.raises(BankError, match="dead letter"):
             manager.requeue("nobody")
         manager.requeue("t0")
@@ -259,7 +275,10 @@ def test_a_failing_hook_is_counted_and_harms_nothing(bank):
         manager.on_distillation = lambda *args: 1 / 0
         manager.submit(Trajectory(task="t"))
         manager.drain(timeout=10)
-        assert manager.stats()["failures"] == {"on_distillation: ZeroDivisionError": 1} and len(bank) == 1
+        assert (
+            manager.stats()["failures"] == {"on_distillation: ZeroDivisionError": 1}
+            and len(bank) == 1
+        )
 
 
 def test_what_close_interrupts_is_distilled_by_the_next_manager(bank):
@@ -298,7 +317,12 @@ def test_no_more_than_distill_workers_run_at_once(bank):
 def test_without_an_extractor_outcomes_are_recorded_and_nothing_is_queued(bank):
     entry = bank.add("a")
     with ExperienceManager(bank) as manager:
-        assert manager.submit(Trajectory(task="t", uses=(Use(experience_id=entry.id, experience_version=1),))) is None
+        assert (
+            manager.submit(
+                Trajectory(task="t", uses=(Use(experience_id=entry.id, experience_version=1),))
+            )
+            is None
+        )
         manager.drain(timeout=5)
     assert bank.queue.waiting() == [] and bank.get(entry.id).statistics.uses == 1
 
@@ -308,8 +332,16 @@ def test_ask_refines_the_hit_and_names_everything_that_earns_credit(bank):
     with ExperienceManager(bank, Echo()) as manager:
         answer = manager.ask("open the red door", episode="e1", turn=4)
         assert answer.text == "open the red door: open the red door with the brass key"
-        assert (answer.use.experience_id, answer.use.experience_version, answer.use.how) == (entry.id, 1, "search_and_ask")
-        assert (answer.use.episode, answer.use.turn, answer.use.refinement) == ("e1", 4, answer.generation.id)
+        assert (answer.use.experience_id, answer.use.experience_version, answer.use.how) == (
+            entry.id,
+            1,
+            "search_and_ask",
+        )
+        assert (answer.use.episode, answer.use.turn, answer.use.refinement) == (
+            "e1",
+            4,
+            answer.generation.id,
+        )
         assert bank.generation(answer.generation.id) == answer.generation
         assert manager.ask("zzz qqq").text is None and manager.ask("zzz qqq").hit is None
 
@@ -327,7 +359,9 @@ def test_ask_falls_back_on_the_entry_when_the_extractor_fails(bank):
 
 
 def test_merge_consolidates_related_entries_and_keeps_lineage(bank):
-    parents = bank.add_many([f"n{i}" for i in range(4)], task="t") + bank.add_many(["lonely"], task="u")
+    parents = bank.add_many([f"n{i}" for i in range(4)], task="t") + bank.add_many(
+        ["lonely"], task="u"
+    )
     extractor, news = Echo(), []
     with ExperienceManager(bank, extractor, merge_chunk=3) as manager:
         manager.on_merge = lambda *args: news.append(args)
@@ -363,22 +397,36 @@ async def test_the_carry_of_a_chunk_is_bounded_and_every_entry_is_seen_once():
 
     await merge_group(entries, 4, keep_all_as_merged)
     assert all(len(chunk) <= 4 for chunk in chunks)
-    assert sorted(e.text for chunk in chunks for e in chunk if "'" not in e.text) == sorted(e.text for e in entries)
+    assert sorted(e.text for chunk in chunks for e in chunk if "'" not in e.text) == sorted(
+        e.text for e in entries
+    )
 
 
 def test_entries_alone_in_their_task_form_the_last_group():
-    entries = [Experience(text=text, task=task) for text, task in [("a", "x"), ("b", "y"), ("c", "x"), ("d", None)]]
-    assert [[e.text for e in group] for group in related_groups(entries)] == [["a", "c"], ["b", "d"]]
+    entries = [
+        Experience(text=text, task=task)
+        for text, task in [("a", "x"), ("b", "y"), ("c", "x"), ("d", None)]
+    ]
+    assert [[e.text for e in group] for group in related_groups(entries)] == [
+        ["a", "c"],
+        ["b", "d"],
+    ]
 
 
 def test_updates_go_through_the_queue(bank):
     class Reviser(Echo):
         async def adistill(self, trajectory, shown):
-            return Distillation(parsed=ParsedOperations(operations=(Update(entry=1, text="revised"), Update(entry=2, text="nobody"))))
+            return Distillation(
+                parsed=ParsedOperations(
+                    operations=(Update(entry=1, text="revised"), Update(entry=2, text="nobody"))
+                )
+            )
 
     entry = bank.add("old")
     with ExperienceManager(bank, Reviser()) as manager:
-        manager.submit(Trajectory(task="t", uses=(Use(experience_id=entry.id, experience_version=1),)))
+        manager.submit(
+            Trajectory(task="t", uses=(Use(experience_id=entry.id, experience_version=1),))
+        )
         manager.drain(timeout=10)
         assert manager.stats()["refused"] == {"entry_out_of_range": 1}
     assert bank.get(entry.id).text == "revised"
@@ -401,7 +449,9 @@ async def test_coroutines_can_be_awaited_on_a_foreign_loop_and_sync_calls_made_i
         manager.search("x")
 
 
-@pytest.mark.parametrize("options", [{"quue_size": 3}, {"queue_size": 0}, {"retrieval": {"lambda": 1}}])
+@pytest.mark.parametrize(
+    "options", [{"quue_size": 3}, {"queue_size": 0}, {"retrieval": {"lambda": 1}}]
+)
 def test_wrong_options_are_named(bank, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ExperienceManager(bank, **options)
@@ -413,7 +463,9 @@ def test_a_path_instead_of_a_bank_is_refused():
 
 
 def test_close_in_the_middle_of_anything_ends_and_loses_nothing(bank):
-    """A cancellation that meets a finishing wait_for is swallowed by Python before 3.12; close must not wait for ever."""
+    """A cancellation that meets a finishing wait_for is swallowed by Python before 3.12; close must
+    not wait for ever.
+    """
     for turn in range(15):
         manager = ExperienceManager(bank, Echo())
         for i in range(4):
@@ -422,7 +474,9 @@ def test_close_in_the_middle_of_anything_ends_and_loses_nothing(bank):
         manager.close()
     with ExperienceManager(bank, Echo()) as manager:
         manager.drain(timeout=20)
-    assert sorted(entry.provenance.trajectory for entry in bank.entries()) == sorted(f"{t}-{i}" for t in range(15) for i in range(4))
+    assert sorted(entry.provenance.trajectory for entry in bank.entries()) == sorted(
+        f"{t}-{i}" for t in range(15) for i in range(4)
+    )
 
 
 def test_lessons_that_come_while_one_is_embedded_are_embedded_together(tmp_path):
@@ -434,7 +488,10 @@ def test_lessons_that_come_while_one_is_embedded_are_embedded_together(tmp_path)
             time.sleep(0.005)
         return [[float(len(text)), 1.0, 0.0] for text in texts]
 
-    with ExperienceBank(tmp_path / "bank", embedder=embedder) as bank, ExperienceManager(bank, extractor) as manager:
+    with (
+        ExperienceBank(tmp_path / "bank", embedder=embedder) as bank,
+        ExperienceManager(bank, extractor) as manager,
+    ):
         for trajectory in trajectories(32):
             manager.submit(trajectory)
         manager.drain(timeout=60)
@@ -451,7 +508,10 @@ def test_a_failing_embedder_is_a_reason_and_the_lesson_is_tried_again(tmp_path):
             raise ConnectionError("embedding service went away")
         return [[float(len(text)), 1.0, 0.0] for text in texts]
 
-    with ExperienceBank(tmp_path / "bank", embedder=embedder) as bank, ExperienceManager(bank, Echo(), backoff=0.01) as manager:
+    with (
+        ExperienceBank(tmp_path / "bank", embedder=embedder) as bank,
+        ExperienceManager(bank, Echo(), backoff=0.01) as manager,
+    ):
         manager.submit(trajectories(1)[0])
         manager.drain(timeout=60)
         assert len(bank) == 1
@@ -460,10 +520,19 @@ def test_a_failing_embedder_is_a_reason_and_the_lesson_is_tried_again(tmp_path):
 
 def test_a_later_pass_of_merging_looks_at_what_is_new_and_its_neighbours_only():
     def entry(name, commit, task="a", cause="add"):
-        return Experience(id=name, text=name, task=task, provenance={"commit": commit, "cause": cause})
+        return Experience(
+            id=name, text=name, task=task, provenance={"commit": commit, "cause": cause}
+        )
 
-    entries = [entry(f"a{i}", i + 1) for i in range(6)] + [entry("b0", 3, "b"), entry("b1", 4, "b"), entry("a6", 9), entry("a7", 10)]
-    assert [[e.id for e in g] for g in recent_groups(entries, since=8, size=3)] == [["a4", "a5", "a6", "a7"]]
+    entries = [entry(f"a{i}", i + 1) for i in range(6)] + [
+        entry("b0", 3, "b"),
+        entry("b1", 4, "b"),
+        entry("a6", 9),
+        entry("a7", 10),
+    ]
+    assert [[e.id for e in g] for g in recent_groups(entries, since=8, size=3)] == [
+        ["a4", "a5", "a6", "a7"]
+    ]
     assert recent_groups(entries, since=10, size=3) == []
     assert recent_groups([entry("m", 12, cause="merge"), entry("n", 5)], since=8, size=3) == []
     assert [[e.id for e in g] for g in recent_groups(entries, since=0, size=3)][1] == ["b0", "b1"]
@@ -480,8 +549,12 @@ def test_merging_again_without_news_asks_the_extractor_nothing(bank):
     assert extractor.merged[1] == ["n0 + n1", "n2"]
 
 
-async def test_a_search_that_hangs_fails_in_time_and_the_next_ones_are_answered(tmp_path: Path) -> None:
-    """The embedder stands still: every caller gets an error that says so, and nothing is lost once it goes on."""
+async def test_a_search_that_hangs_fails_in_time_and_the_next_ones_are_answered(
+    tmp_path: Path,
+) -> None:
+    """The embedder stands still: every caller gets an error that says so, and nothing is lost once
+    it goes on.
+    """
     halt, free = threading.Event(), threading.Event()
     free.set()
 

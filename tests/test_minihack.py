@@ -30,33 +30,62 @@ class TestWords:
         [
             ("Unlock it? [yn] (n)", ["yes", "no", "cancel"]),
             ("There is a sack here, loot it? [ynq] (q)", ["yes", "no", "quit", "cancel"]),
-            ("What do you want to wield? [- a-c or ?*]", ["a - a dagger", "b - a sack", "nothing", "cancel"]),
+            (
+                "What do you want to wield? [- a-c or ?*]",
+                ["a - a dagger", "b - a sack", "nothing", "cancel"],
+            ),
             ("What do you want to zap? [f or ?*]", ["f - a wand", "cancel"]),
             ("What do you want to read? [y or ?*]", ["y - a scroll", "cancel"]),
             ("Where?", ["yes", "no", "cancel"]),
         ],
     )
     def test_answers_are_what_the_brackets_offer(self, question: str, words: list[str]) -> None:
-        assert list(answers(question, {"a": "a dagger", "b": "a sack", "f": "a wand", "y": "a scroll"})) == words
+        assert (
+            list(
+                answers(question, {"a": "a dagger", "b": "a sack", "f": "a wand", "y": "a scroll"})
+            )
+            == words
+        )
 
     def test_a_direction_is_asked_for_in_words(self) -> None:
         words = answers("In what direction?", {})
-        assert set(DIRECTIONS) < set(words) and words["northwest"] == ord("y") and words["down"] == ord(">") and words["cancel"] == 27
+        assert (
+            set(DIRECTIONS) < set(words)
+            and words["northwest"] == ord("y")
+            and words["down"] == ord(">")
+            and words["cancel"] == 27
+        )
 
     def test_a_menu_offers_its_entries(self) -> None:
-        lines = ["   Pick up what?", "", "   Weapons", "   a - a dagger", "   b + 2 darts   ", "   (end)"]
+        lines = [
+            "   Pick up what?",
+            "",
+            "   Weapons",
+            "   a - a dagger",
+            "   b + 2 darts   ",
+            "   (end)",
+        ]
         assert menu_entries(lines) == {"a - a dagger": 97, "b - 2 darts": 98} | CANCEL
 
     def test_an_item_can_be_called_by_letter_or_by_name(self) -> None:
-        assert spoken({"a - a key": 97, "cancel": 27}) == {"a - a key": 97, "a": 97, "a key": 97, "cancel": 27}
+        assert spoken({"a - a key": 97, "cancel": 27}) == {
+            "a - a key": 97,
+            "a": 97,
+            "a key": 97,
+            "cancel": 27,
+        }
 
     @given(st.text(max_size=60), st.dictionaries(st.sampled_from("abcXYZ"), st.text(max_size=8)))
-    def test_any_question_can_at_least_be_cancelled(self, question: str, inventory: dict[str, str]) -> None:
+    def test_any_question_can_at_least_be_cancelled(
+        self, question: str, inventory: dict[str, str]
+    ) -> None:
         words = answers(question, inventory)
         assert words["cancel"] == 27 and all(0 < key < 256 for key in words.values())
 
 
-def test_without_the_package_the_error_names_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_the_install_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "minihack", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'experiential-rl\[minihack\]'"):
         MiniHackEnv()
@@ -105,17 +134,28 @@ class TestEpisodes(Played):
         env = MiniHackEnv(preset="river", crop=(5, 7))
         observation, _ = env.reset(seed=0)
         screen = env._screen
-        assert chr(screen.chars[screen.y, screen.x]) == "@" and f"x {screen.x}, y {screen.y}" in observation
+        assert (
+            chr(screen.chars[screen.y, screen.x]) == "@"
+            and f"x {screen.x}, y {screen.y}" in observation
+        )
         rows = observation.splitlines()[2:7]
         for down, row in enumerate(rows):
             drawn = bytes(screen.chars[screen.y - 2 + down, screen.x - 3 : screen.x + 4]).decode()
             assert row == drawn.rstrip()
-        assert rows[2][3] == "@" and "@ you" in observation and f"HP: {screen.hp}/{screen.max_hp}" in observation
+        assert (
+            rows[2][3] == "@"
+            and "@ you" in observation
+            and f"HP: {screen.hp}/{screen.max_hp}" in observation
+        )
 
     def test_the_legend_says_what_each_symbol_in_sight_is(self) -> None:
         rows, legend = window(MiniHackEnv(preset="river").unwrapped._game.start(3), None)  # type: ignore[attr-defined]
         symbols = {symbol for row in rows for symbol in row} - {" "}
-        assert symbols == {part[0] for part in legend.split("; ")} and "` a boulder" in legend and ". floor of a room" in legend
+        assert (
+            symbols == {part[0] for part in legend.split("; ")}
+            and "` a boulder" in legend
+            and ". floor of a room" in legend
+        )
 
     def test_the_window_stays_whole_at_the_edge_of_the_map(self) -> None:
         screen = MiniHackEnv(preset="maze")._game.start(0)
@@ -128,7 +168,13 @@ class TestEpisodes(Played):
         env.reset(seed=1)
         before = env._screen
         observation, reward, terminated, truncated, info = env.step("I would rather dance.")
-        assert (reward, terminated, truncated, info["invalid"], env._screen) == (0.0, False, False, True, before)
+        assert (reward, terminated, truncated, info["invalid"], env._screen) == (
+            0.0,
+            False,
+            False,
+            True,
+            before,
+        )
         assert "Reply with one of: north, east" in observation and "Steps left: 2" in observation
         env.step("dance")
         assert env.step("dance")[3]
@@ -143,18 +189,24 @@ class TestEpisodes(Played):
         env = MiniHackEnv(preset="keyroom", max_steps=4)
         env.reset(seed=2)
         steps = [env.step("pickup") for _ in range(4)]
-        assert [step[2:4] for step in steps] == [(False, False)] * 3 + [(False, True)] and not steps[-1][4]["success"]
+        assert [step[2:4] for step in steps] == [(False, False)] * 3 + [
+            (False, True)
+        ] and not steps[-1][4]["success"]
 
     def test_splits_share_no_game(self) -> None:
         envs_ = MiniHackEnv("train"), MiniHackEnv("eval")
-        first, second = ({env._seed for world in (0, 99) if env.reset(options={"world": world})} for env in envs_)
+        first, second = (
+            {env._seed for world in (0, 99) if env.reset(options={"world": world})} for env in envs_
+        )
         assert len(first | second) == 4
         with pytest.raises(ConfigError, match="world between 0 and 99, got 100"):
             MiniHackEnv("eval").reset(options={"world": 100})
 
     def test_ids_are_a_function_of_the_world(self) -> None:
         env = MiniHackEnv(preset="maze", split="eval")
-        assert {env.reset(seed=seed, options={"world": 4})[1]["task_id"] for seed in (0, 1)} == {"minihack-MazeWalk-9x9-eval-4"}
+        assert {env.reset(seed=seed, options={"world": 4})[1]["task_id"] for seed in (0, 1)} == {
+            "minihack-MazeWalk-9x9-eval-4"
+        }
 
     @pytest.mark.parametrize(
         "kwargs",
@@ -169,8 +221,12 @@ class TestEpisodes(Played):
 class TestReplay(Played):
     """An episode is a function of its seed and its words."""
 
-    @pytest.mark.parametrize("preset", [pytest.param("room", marks=pytest.mark.slow), "maze", "keyroom", "river"])
-    def test_twenty_of_twenty_seeds_replay_identically_in_used_environments(self, preset: str) -> None:
+    @pytest.mark.parametrize(
+        "preset", [pytest.param("room", marks=pytest.mark.slow), "maze", "keyroom", "river"]
+    )
+    def test_twenty_of_twenty_seeds_replay_identically_in_used_environments(
+        self, preset: str
+    ) -> None:
         first, second = MiniHackEnv(preset=preset), MiniHackEnv(preset=preset)
         forward = {seed: wander(first, seed) for seed in range(20)}
         backward = {seed: wander(second, seed) for seed in reversed(range(20))}
@@ -184,7 +240,9 @@ class TestReplay(Played):
         for word in ("north", "nonsense"):
             assert not env.step(word)[2]
         twin = pickle.loads(pickle.dumps(env))
-        assert env.step("nonsense") == twin.step("nonsense") and env.step("south") == twin.step("south")
+        assert env.step("nonsense") == twin.step("nonsense") and env.step("south") == twin.step(
+            "south"
+        )
         assert env.reset() == twin.reset()
 
 
@@ -196,7 +254,9 @@ class TestPrompts(Played):
         env.reset(seed=0)
         observation, *_, info = env.step("apply")
         assert "What do you want to use or apply?" in observation
-        assert "e - an uncursed lock pick" in info["admissible"] and "north" not in info["admissible"]
+        assert (
+            "e - an uncursed lock pick" in info["admissible"] and "north" not in info["admissible"]
+        )
         assert env.step("north")[4]["invalid"]
         *_, info = env.step("<action>an uncursed lock pick</action>")
         assert info["feedback"] == "In what direction?" and "southwest" in info["admissible"]
@@ -224,10 +284,15 @@ class TestPrompts(Played):
     def test_a_level_with_all_commands_has_words_for_them(self) -> None:
         env = MiniHackEnv(env_id="MiniHack-Wear-v0")
         _, info = env.reset(seed=0)
-        assert {"north", "far north", "kick", "open", "wear", "zap", "search"} <= set(info["admissible"])
+        assert {"north", "far north", "kick", "open", "wear", "zap", "search"} <= set(
+            info["admissible"]
+        )
         assert info["task"] == "Complete the task of Wear."
 
-    @pytest.mark.parametrize("level", ["MiniHack-Eat-v0", "MiniHack-Zap-v0", "MiniHack-Quest-Easy-v0", "MiniHack-Corridor-R2-v0"])
+    @pytest.mark.parametrize(
+        "level",
+        ["MiniHack-Eat-v0", "MiniHack-Zap-v0", "MiniHack-Quest-Easy-v0", "MiniHack-Corridor-R2-v0"],
+    )
     def test_other_levels_survive_random_words(self, level: str) -> None:
         env = MiniHackEnv(env_id=level, crop=None)
         for seed in range(3):

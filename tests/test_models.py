@@ -13,7 +13,13 @@ from experiential.config import LoraSettings, ModelSettings
 from experiential.errors import MissingExtraError, ModelNotFoundError
 from experiential.llm import models
 from experiential.llm.base import SamplingParams
-from experiential.llm.models import convert_gguf, load_model, load_tokenizer, resolve_device, resolve_model
+from experiential.llm.models import (
+    convert_gguf,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_model,
+)
 from experiential.llm.transformers import TransformersLLM
 from tests.llm_tiny import tiny_random_model
 
@@ -35,13 +41,18 @@ async def test_a_folder_loads_with_dtype_left_padding_and_same_weights(folder: P
     llm = TransformersLLM(str(folder))
     twin = TransformersLLM(*tiny_random_model())
     sampling = SamplingParams(max_tokens=8, seed=0)
-    assert (await llm.generate(CHAT, sampling)).response_ids == (await twin.generate(CHAT, sampling)).response_ids
+    assert (await llm.generate(CHAT, sampling)).response_ids == (
+        await twin.generate(CHAT, sampling)
+    ).response_ids
     llm.close()
     twin.close()
 
 
 def test_lora_adds_one_trainable_adapter_per_name_over_a_frozen_base(folder: Path):
-    model, _ = load_model(ModelSettings(name=str(folder), device="cpu", lora=LoraSettings(rank=2)), adapters=("actor", "extractor"))
+    model, _ = load_model(
+        ModelSettings(name=str(folder), device="cpu", lora=LoraSettings(rank=2)),
+        adapters=("actor", "extractor"),
+    )
     assert set(model.peft_config) == {"actor", "extractor"} and model.active_adapter == "actor"
     trainable = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert trainable and all("lora_" in name and ".actor." in name for name in trainable)
@@ -96,24 +107,35 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path):
 
 def test_importing_the_backends_loads_no_torch():
     code = (
-        "import sys, experiential.llm, experiential.llm.models, experiential.llm.openai, experiential.llm.scripted, "
-        "experiential.llm.transformers; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'chromadb')))"
+        "import sys, experiential.llm, experiential.llm.models, experiential.llm.openai,"
+        " experiential.llm.scripted, experiential.llm.transformers; sys.exit(any(m in sys.modules"
+        " for m in ('torch', 'transformers', 'chromadb')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow
 async def test_smollm2_converts_once_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The bundled weights convert into the cache, are found again without work, and know the capital of France."""
+    """The bundled weights convert into the cache, are found again without work, and know the
+    capital of France.
+    """
     pytest.importorskip("gguf")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = resolve_model("smollm2")
-    assert isinstance(path, Path) and path.name.startswith("smollm2-") and path.parent == tmp_path / "experiential" / "models"
+    assert (
+        isinstance(path, Path)
+        and path.name.startswith("smollm2-")
+        and path.parent == tmp_path / "experiential" / "models"
+    )
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     monkeypatch.setattr(models, "convert_gguf", lambda *args: pytest.fail("converted twice"))
     assert resolve_model("smollm2") == path
     llm = TransformersLLM("smollm2")
-    assert "Paris" in (await llm.generate(CHAT, SamplingParams(temperature=0.0, max_tokens=16))).text
-    choice = await llm.generate(CHAT, SamplingParams(temperature=0.0, choices=("London", "Paris", "Rome")))
+    assert (
+        "Paris" in (await llm.generate(CHAT, SamplingParams(temperature=0.0, max_tokens=16))).text
+    )
+    choice = await llm.generate(
+        CHAT, SamplingParams(temperature=0.0, choices=("London", "Paris", "Rome"))
+    )
     assert choice.text == "Paris" and choice.logprobs[0] > -0.5
     llm.close()

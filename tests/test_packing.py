@@ -10,7 +10,9 @@ from experiential.training.runtime import Sample
 
 
 def _sample(tokens: list[int]) -> Sample:
-    return Sample(tokens=tuple(tokens), positions=(len(tokens) - 1,), logprobs=(0.0,), advantages=(1.0,))
+    return Sample(
+        tokens=tuple(tokens), positions=(len(tokens) - 1,), logprobs=(0.0,), advantages=(1.0,)
+    )
 
 
 def test_equal_prompts_cost_one_row() -> None:
@@ -25,11 +27,17 @@ def test_a_turn_is_read_off_the_longer_conversation() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=8), min_size=1, max_size=30))
-def test_every_sample_is_in_exactly_one_row_that_begins_with_its_inputs(sequences: list[list[int]]) -> None:
+def test_every_sample_is_in_exactly_one_row_that_begins_with_its_inputs(
+    sequences: list[list[int]],
+) -> None:
     samples = [_sample(s) for s in sequences]
     rows = pack(samples)
     assert sorted(i for r in rows for i in r.samples) == list(range(len(samples)))
-    assert all(r.tokens[: len(samples[i].tokens) - 1] == samples[i].tokens[:-1] for r in rows for i in r.samples)
+    assert all(
+        r.tokens[: len(samples[i].tokens) - 1] == samples[i].tokens[:-1]
+        for r in rows
+        for i in r.samples
+    )
     assert not any(a is not b and b.tokens[: len(a.tokens)] == a.tokens for a in rows for b in rows)
 
 
@@ -55,8 +63,13 @@ def test_a_row_does_not_grow_to_where_attention_costs_more_than_sharing_saves() 
     assert len(pack(samples, parity=100)) == len(samples)
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=25), st.sampled_from([0, 8, 64, 10**9]))
-def test_in_a_branched_row_every_token_sees_its_own_sequence_and_nothing_else(sequences: list[list[int]], parity: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=25),
+    st.sampled_from([0, 8, 64, 10**9]),
+)
+def test_in_a_branched_row_every_token_sees_its_own_sequence_and_nothing_else(
+    sequences: list[list[int]], parity: int
+) -> None:
     samples = [_sample(s) for s in sequences]
     rows = pack(samples, parity=parity)
     assert sorted(i for r in rows for i in r.samples) == list(range(len(samples)))

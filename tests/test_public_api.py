@@ -25,7 +25,9 @@ print(seconds, *heavy)
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -43,14 +45,23 @@ def test_nothing_else_is_exported() -> None:
     """After all names were used, the module holds no public name that `__all__` lacks."""
     for name in xp.__all__:
         getattr(xp, name)
-    found = {name for name, value in vars(xp).items() if not name.startswith("_") and not isinstance(value, types.ModuleType)}
+    found = {
+        name
+        for name, value in vars(xp).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
     assert found - PLUMBING == set(xp.__all__) - {"__version__"}
 
 
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(str(xp.__file__)).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    seen = {
+        alias.name
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert seen == set(xp.__all__) - {"__version__"}
 
 
@@ -71,11 +82,20 @@ def test_import_is_fast_and_light() -> None:
 
 
 def test_importing_registers_the_environments() -> None:
-    names = run_python("import experiential, gymnasium; print(*[name for name in gymnasium.registry if name.startswith('experiential/')])")
-    assert {"experiential/FrozenLake-v0", "experiential/Sokoban-v0", "experiential/Vault-v0"} <= set(names.split())
+    names = run_python(
+        "import experiential, gymnasium; print(*[name for name in gymnasium.registry if"
+        " name.startswith('experiential/')])"
+    )
+    assert {
+        "experiential/FrozenLake-v0",
+        "experiential/Sokoban-v0",
+        "experiential/Vault-v0",
+    } <= set(names.split())
 
 
-@pytest.mark.parametrize("name", ["experiential/FrozenLake-v0", "experiential/Sokoban-v0", "experiential/Vault-v0"])
+@pytest.mark.parametrize(
+    "name", ["experiential/FrozenLake-v0", "experiential/Sokoban-v0", "experiential/Vault-v0"]
+)
 def test_registered_environments_can_be_made(name: str) -> None:
     env = gym.make(name)
     observation, _ = env.reset(seed=0)
@@ -95,7 +115,9 @@ def test_missing_extra_names_the_command() -> None:
 
 def test_the_three_line_example_runs() -> None:
     example = Path(__file__).parent.parent / "examples" / "three_lines.py"
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     first, *_, last = [int(line.split()[2]) for line in done.stdout.splitlines()]
     assert first <= 5 and last >= 8, done.stdout

@@ -18,7 +18,10 @@ ROW: dict[str, Any] = {
     "question": "Which river flows through Pisa?",
     "answer": "Arno",
     "supporting_facts": [["Pisa", 0], ["Pisa", 1]],
-    "context": [["Pisa", ["Pisa is a town.", " It lies on the Arno."]], ["Rome", ["Rome is a city."]]],
+    "context": [
+        ["Pisa", ["Pisa is a town.", " It lies on the Arno."]],
+        ["Rome", ["Rome is a city."]],
+    ],
 }
 
 
@@ -31,9 +34,17 @@ def written(folder: Path, content: str) -> Path:
 @pytest.mark.parametrize("lines", [False, True])
 def test_hotpotqas_own_form_as_a_list_and_by_lines(tmp_path: Path, lines: bool) -> None:
     rows = [ROW, ROW | {"_id": "q2", "answer_aliases": ["the Arno", "Arno"]}]
-    found = load_questions(written(tmp_path, "\n".join(map(json.dumps, rows)) if lines else json.dumps(rows)))
-    assert [(q.id, q.answers, q.hops) for q in found.questions] == [("q1", ("Arno",), ("Pisa",)), ("q2", ("Arno", "the Arno"), ("Pisa",))]
-    assert found.passages == (Passage("Pisa", "Pisa is a town. It lies on the Arno."), Passage("Rome", "Rome is a city."))
+    found = load_questions(
+        written(tmp_path, "\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
+    )
+    assert [(q.id, q.answers, q.hops) for q in found.questions] == [
+        ("q1", ("Arno",), ("Pisa",)),
+        ("q2", ("Arno", "the Arno"), ("Pisa",)),
+    ]
+    assert found.passages == (
+        Passage("Pisa", "Pisa is a town. It lies on the Arno."),
+        Passage("Rome", "Rome is a city."),
+    )
 
 
 def test_musiques_form_and_columns_are_read_too(tmp_path: Path) -> None:
@@ -71,10 +82,19 @@ def test_a_question_without_an_id_gets_a_stable_one_and_twins_count_once(tmp_pat
         ("[1]", "question 1 where"),
         ('{"a": ', "a JSON list of questions, or one a line"),
         (json.dumps(ROW) + "\n{oops", "line 2"),
-        (json.dumps([ROW, {k: v for k, v in ROW.items() if k != "answer"}]), "question 2 where answer is missing"),
-        (json.dumps([{k: v for k, v in ROW.items() if k != "context"}]), "question 1 where context is missing"),
+        (
+            json.dumps([ROW, {k: v for k, v in ROW.items() if k != "answer"}]),
+            "question 2 where answer is missing",
+        ),
+        (
+            json.dumps([{k: v for k, v in ROW.items() if k != "context"}]),
+            "question 1 where context is missing",
+        ),
         (json.dumps([ROW | {"context": []}]), "question 1 where context"),
-        (json.dumps([ROW | {"context": {"title": 3, "sentences": []}}]), "question 1 where context"),
+        (
+            json.dumps([ROW | {"context": {"title": 3, "sentences": []}}]),
+            "question 1 where context",
+        ),
         (json.dumps([ROW | {"context": [["only a title"]]}]), "question 1 where context.0"),
         (json.dumps([ROW | {"question": "  "}]), "question 1 where question"),
         (json.dumps([ROW | {"answer": None}]), "question 1 where answer"),
@@ -84,7 +104,11 @@ def test_a_question_without_an_id_gets_a_stable_one_and_twins_count_once(tmp_pat
 def test_a_broken_file_is_one_clear_error(tmp_path: Path, content: str, told: str) -> None:
     with pytest.raises(ConfigError, match="Expected") as caught:
         load_questions(written(tmp_path, content))
-    assert told in str(caught.value) and "questions.json" in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        told in str(caught.value)
+        and "questions.json" in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_a_missing_or_binary_file_is_one_clear_error(tmp_path: Path) -> None:
@@ -111,7 +135,10 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 def test_the_invented_parts_share_no_name_and_no_question(count: int) -> None:
     train, test = invented_questions("train", count), invented_questions("eval", count)
     assert len(train.questions) == len(test.questions) == count
-    words = [{word for passage in part.passages for word in passage.title.split()} - {"Works"} for part in (train, test)]
+    words = [
+        {word for passage in part.passages for word in passage.title.split()} - {"Works"}
+        for part in (train, test)
+    ]
     assert not words[0] & words[1]
     assert not {q.text for q in train.questions} & {q.text for q in test.questions}
 

@@ -27,9 +27,15 @@ SECRETS = [
     ("access_token", "hf_" + "aBcDeFgHiJ" * 4),
     ("jwt", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"),
     ("jwt", "eyJhbGciOiJub25lIn0.eyJzdWIiOiIxMjM0In0."),
-    ("private_key", "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nAAb+/=\n-----END RSA PRIVATE KEY-----"),
+    (
+        "private_key",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nAAb+/=\n-----END RSA PRIVATE KEY-----",
+    ),
     ("private_key", "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA"),
-    ("private_key", "-----BEGIN PGP PRIVATE KEY BLOCK-----\n\nlQOYBF\n-----END PGP PRIVATE KEY BLOCK-----"),
+    (
+        "private_key",
+        "-----BEGIN PGP PRIVATE KEY BLOCK-----\n\nlQOYBF\n-----END PGP PRIVATE KEY BLOCK-----",
+    ),
     ("bearer_token", "Authorization: Bearer abcdefghij"),
     ("bearer_token", "-H 'authorization: Basic dXNlcjpwYXNz'"),
     ("bearer_token", "bearer 0123456789abcdef01"),
@@ -98,15 +104,25 @@ ORDINARY = [
 def test_a_secret_is_replaced_by_its_kind(kind: str, secret: str) -> None:
     text, kinds = redact(f"First look. {secret}")
     assert kinds == {kind: 1} and text.startswith("First look. ") and f"[redacted: {kind}]" in text
-    hidden = secret.removeprefix("Authorization: Bearer ").rpartition("=")[2].rpartition(" ")[2].strip("\"'}\\")
+    hidden = (
+        secret.removeprefix("Authorization: Bearer ")
+        .rpartition("=")[2]
+        .rpartition(" ")[2]
+        .strip("\"'}\\")
+    )
     assert hidden not in text
     assert redact(text) == (text, {})
 
 
 def test_what_stands_around_secrets_stays() -> None:
-    text, kinds = redact("Use (api_key=9f8e7d6c5b), then ghp_" + "a1B2" * 9 + "; AKIAIOSFODNN7EXAMPLE, AKIAIOSFODNN7EXAMPLF.")
+    text, kinds = redact(
+        "Use (api_key=9f8e7d6c5b), then ghp_"
+        + "a1B2" * 9
+        + "; AKIAIOSFODNN7EXAMPLE, AKIAIOSFODNN7EXAMPLF."
+    )
     assert (
-        text == "Use (api_key=[redacted: api_key]), then [redacted: github_token]; [redacted: aws_access_key], [redacted: aws_access_key]."
+        text == "Use (api_key=[redacted: api_key]), then [redacted: github_token]; [redacted:"
+        " aws_access_key], [redacted: aws_access_key]."
     )
     assert kinds == {"api_key": 1, "github_token": 1, "aws_access_key": 2}
     assert redact("ftp://a:b@c/d").text == "ftp://[redacted: url_password]@c/d"
@@ -120,7 +136,10 @@ def test_ordinary_text_stays(text: str) -> None:
 def test_vault_lessons_stay() -> None:
     env = VaultEnv()
     for name, lever in zip(env.names, ("jade", "amber", "red"), strict=False):
-        lesson = f"The vault of {name}: its {lever} lever is live, the key turns left. Token of {name}: none."
+        lesson = (
+            f"The vault of {name}: its {lever} lever is live, the key turns left. Token of {name}:"
+            " none."
+        )
         assert redact(lesson) == (lesson, {})
 
 

@@ -1,4 +1,6 @@
-"""A bank behind a server does what a folder's bank does: each public method is told on both, and all that they gave is compared."""
+"""A bank behind a server does what a folder's bank does: each public method is told on both, and
+all that they gave is compared.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ NOT_OVER_HTTP = {
     "rebuild": "the index is the server's: experiential bank rebuild",
     "flush_index": "the index is the server's",
 }
-NOT_METHODS = {"RESIDENT_LIMIT": "a constant of the class, of the process that has the index", "text_limit": "set where the bank is"}
+NOT_METHODS = {
+    "RESIDENT_LIMIT": "a constant of the class, of the process that has the index",
+    "text_limit": "set where the bank is",
+}
 OF_A_FOLDER = {"nearest": "inside search", "counters": "inside search"} | NOT_METHODS
 
 
@@ -44,8 +49,14 @@ class World(NamedTuple):
         return self.entries[0]
 
 
-def episode(entry: xp.Experience | None, *, success: bool, group: str = "", task: str = "open the door") -> xp.Trajectory:
-    uses = () if entry is None else (Use(experience_id=entry.id, experience_version=entry.version, score=0.5),)
+def episode(
+    entry: xp.Experience | None, *, success: bool, group: str = "", task: str = "open the door"
+) -> xp.Trajectory:
+    uses = (
+        ()
+        if entry is None
+        else (Use(experience_id=entry.id, experience_version=entry.version, score=0.5),)
+    )
     return xp.Trajectory(
         task=task,
         task_id=task,
@@ -59,13 +70,23 @@ def episode(entry: xp.Experience | None, *, success: bool, group: str = "", task
 
 
 def distillation(*operations: Any) -> xp.Distillation:
-    return xp.Distillation(parsed=ParsedOperations(operations=operations), generation=Generation(text="raw", policy_version=3))
+    return xp.Distillation(
+        parsed=ParsedOperations(operations=operations),
+        generation=Generation(text="raw", policy_version=3),
+    )
 
 
 def world(bank: Any, folder: Path) -> World:
     entries = [
-        bank.add("use the brass key", task="open the door", kind="warning", metadata={"n": 1, "deep": {"x": [1, None]}}),
-        *bank.add_many(text for text in ("bake bread at noon", "push the lever down", "push the lever down!")),
+        bank.add(
+            "use the brass key",
+            task="open the door",
+            kind="warning",
+            metadata={"n": 1, "deep": {"x": [1, None]}},
+        ),
+        *bank.add_many(
+            text for text in ("bake bread at noon", "push the lever down", "push the lever down!")
+        ),
     ]
     bank.update(entries[1].id, "bake bread at night")
     episodes = [
@@ -86,21 +107,40 @@ def world(bank: Any, folder: Path) -> World:
 def _apply(w: World) -> Any:
     ended, told = (
         w.episodes[0],
-        distillation(xp.Add(text="pull", span=(3, 9)), xp.Update(entry=1, text="oil the key"), xp.Update(entry=7, text="x")),
+        distillation(
+            xp.Add(text="pull", span=(3, 9)),
+            xp.Update(entry=1, text="oil the key"),
+            xp.Update(entry=7, text="x"),
+        ),
     )
     queued = w.bank.submit(ended)
-    written = w.bank.apply(told, trajectory=ended, shown=[w.first], item=ended.id, extractor_version=9)
+    written = w.bank.apply(
+        told, trajectory=ended, shown=[w.first], item=ended.id, extractor_version=9
+    )
     again = w.bank.apply(told, trajectory=ended, shown=[w.first], item=ended.id)
-    return queued, written, again, dict(w.bank.refused), w.bank.queue.state(ended.id), w.bank.generation(told.generation.id)
+    return (
+        queued,
+        written,
+        again,
+        dict(w.bank.refused),
+        w.bank.queue.state(ended.id),
+        w.bank.generation(told.generation.id),
+    )
 
 
 def _consolidate(w: World) -> Any:
-    told = distillation(xp.Merge(entries=(1, 2), text="key and lever", span=(0, 4)), xp.Discard(entry=3))
-    return w.bank.consolidate(told, shown=[w.entries[0], w.entries[2], w.entries[3]], extractor_version=2), dict(w.bank.refused)
+    told = distillation(
+        xp.Merge(entries=(1, 2), text="key and lever", span=(0, 4)), xp.Discard(entry=3)
+    )
+    return w.bank.consolidate(
+        told, shown=[w.entries[0], w.entries[2], w.entries[3]], extractor_version=2
+    ), dict(w.bank.refused)
 
 
 def _keep_generation(w: World) -> Any:
-    w.bank.keep_generation(kept := Generation(text="refined", response_ids=(1, 2), logprobs=(-0.5, -0.25)))
+    w.bank.keep_generation(
+        kept := Generation(text="refined", response_ids=(1, 2), logprobs=(-0.5, -0.25))
+    )
     return w.bank.generation(kept.id) == kept
 
 
@@ -113,7 +153,12 @@ def _counted(w: World) -> Any:
 def _moved(w: World) -> Any:
     written = [w.bank.export(w.folder / "out.jsonl"), w.bank.export(w.folder / "out.md")]
     w.bank.rollback(0)
-    return [*written, w.bank.import_(w.folder / "out.jsonl"), w.bank.import_(w.folder / "out.md"), list(w.bank)]
+    return [
+        *written,
+        w.bank.import_(w.folder / "out.jsonl"),
+        w.bank.import_(w.folder / "out.md"),
+        list(w.bank),
+    ]
 
 
 def _deduplicate(w: World) -> Any:
@@ -126,15 +171,39 @@ def _deduplicate(w: World) -> Any:
     planned = w.bank.deduplicate(0.9, dry_run=True)
     refused = w.bank.deduplicate(0.9, lambda older, newer: False)
     among = w.bank.deduplicate(0.9, among=(w.first.id,), across_tasks=True)
-    return planned, refused, among, w.bank.deduplicate(0.9, judge, dry_run=True), w.bank.deduplicate(0.9, judge), asked, list(w.bank)
+    return (
+        planned,
+        refused,
+        among,
+        w.bank.deduplicate(0.9, judge, dry_run=True),
+        w.bank.deduplicate(0.9, judge),
+        asked,
+        list(w.bank),
+    )
 
 
 def _queue(w: World) -> Any:
     ended = w.episodes[0]
     queue = w.bank.queue
-    submitted = [w.bank.submit(ended), w.bank.submit(ended), queue.waiting() == [ended.id], queue.state("nobody")]
-    failed = [queue.fail(ended.id, "timeout", last=False), queue.fail(ended.id, "again", last=True), queue.attempts(ended.id)]
-    return submitted, failed, queue.dead_letters(), queue.requeue("nobody"), queue.requeue(ended.id), queue.state(ended.id)
+    submitted = [
+        w.bank.submit(ended),
+        w.bank.submit(ended),
+        queue.waiting() == [ended.id],
+        queue.state("nobody"),
+    ]
+    failed = [
+        queue.fail(ended.id, "timeout", last=False),
+        queue.fail(ended.id, "again", last=True),
+        queue.attempts(ended.id),
+    ]
+    return (
+        submitted,
+        failed,
+        queue.dead_letters(),
+        queue.requeue("nobody"),
+        queue.requeue(ended.id),
+        queue.state(ended.id),
+    )
 
 
 def _trust_after(w: World) -> Any:
@@ -151,14 +220,31 @@ def _trust_book(w: World) -> Any:
     book = w.bank.trust_book(2)
     before = book.is_trusted(late)
     book.refresh()
-    return before, book.is_trusted(late), book.is_trusted(w.first), len(book.trusted), w.bank.trusted(after=2)
+    return (
+        before,
+        book.is_trusted(late),
+        book.is_trusted(w.first),
+        len(book.trusted),
+        w.bank.trusted(after=2),
+    )
 
 
 SCENARIOS: dict[str, Callable[[World], Any]] = {
-    "add": lambda w: [w.bank.add("x"), w.bank.add("y", task="t", kind="k", metadata={"deep": {"x": [1, None]}})],
+    "add": lambda w: [
+        w.bank.add("x"),
+        w.bank.add("y", task="t", kind="k", metadata={"deep": {"x": [1, None]}}),
+    ],
     "add_many": lambda w: [w.bank.add_many(("x", "y"), task="t"), w.bank.add_many([])],
-    "update": lambda w: [w.bank.update(w.first.id, "use the silver key"), w.bank.version(w.first.id, 1), w.bank.get(w.first.id)],
-    "remove": lambda w: [w.bank.remove(w.first.id), w.bank.get(w.first.id), w.bank.version(w.first.id, 1)],
+    "update": lambda w: [
+        w.bank.update(w.first.id, "use the silver key"),
+        w.bank.version(w.first.id, 1),
+        w.bank.get(w.first.id),
+    ],
+    "remove": lambda w: [
+        w.bank.remove(w.first.id),
+        w.bank.get(w.first.id),
+        w.bank.version(w.first.id, 1),
+    ],
     "get": lambda w: [w.bank.get(w.first.id), w.bank.get("nobody")],
     "entries": lambda w: [w.bank.entries(), list(w.bank), len(w.bank)],
     "version": lambda w: [w.bank.version(w.entries[1].id, 1), w.bank.version(w.entries[1].id, 9)],
@@ -186,7 +272,11 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
     "generation": lambda w: w.bank.generation("nobody"),
     "trajectory": lambda w: [w.bank.trajectory(w.episodes[0].id), w.bank.trajectory("nobody")],
     "outcomes": lambda w: [w.bank.outcomes(w.first.id, 1), w.bank.outcomes("nobody", 1)],
-    "record": lambda w: [w.bank.record(one := episode(w.first, success=True)), w.bank.record(one), w.bank.get(w.first.id)],
+    "record": lambda w: [
+        w.bank.record(one := episode(w.first, success=True)),
+        w.bank.record(one),
+        w.bank.get(w.first.id),
+    ],
     "submit": _queue,
     "submit_many": lambda w: [
         w.bank.submit_many([w.episodes[0], w.episodes[0]]),
@@ -195,15 +285,25 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
     ],
     "apply": _apply,
     "consolidate": _consolidate,
-    "lineage": lambda w: [(new := _consolidate(w)[0][0]) and w.bank.lineage(new.id, 1), w.bank.lineage(w.first.id, 1)],
+    "lineage": lambda w: [
+        (new := _consolidate(w)[0][0]) and w.bank.lineage(new.id, 1),
+        w.bank.lineage(w.first.id, 1),
+    ],
     "keep_generation": _keep_generation,
     "note_retrievals": _counted,
     "save_counters": _counted,
     "export": _moved,
     "import_": _moved,
-    "import_entries": lambda w: [w.bank.import_entries([xp.Experience(text="brought"), w.first], "a file"), list(w.bank)],
+    "import_entries": lambda w: [
+        w.bank.import_entries([xp.Experience(text="brought"), w.first], "a file"),
+        list(w.bank),
+    ],
     "uplift": lambda w: [w.bank.uplift(w.first.id), w.bank.uplift(w.entries[1].id, 1)],
-    "why": lambda w: [w.bank.why(w.episodes[0]), w.bank.why(w.episodes[0].id), w.bank.why(w.episodes[4].id)],
+    "why": lambda w: [
+        w.bank.why(w.episodes[0]),
+        w.bank.why(w.episodes[0].id),
+        w.bank.why(w.episodes[4].id),
+    ],
     "history": lambda w: [w.bank.history(), w.bank.history(w.entries[1].id)],
     "diff": lambda w: [
         w.bank.diff(0, w.bank.head),
@@ -226,11 +326,19 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
         w.bank.merge_duplicates([]),
     ],
     "standing": lambda w: [w.bank.standing(w.first.id), w.bank.standing(w.first.id, after=2)],
-    "trusted": lambda w: [w.bank.trusted(), w.bank.trusted(after=1), w.bank.trusted(after=1, at=w.bank.commits()[0].id)],
+    "trusted": lambda w: [
+        w.bank.trusted(),
+        w.bank.trusted(after=1),
+        w.bank.trusted(after=1, at=w.bank.commits()[0].id),
+    ],
     "trust_after": _trust_after,
     "trust_book": _trust_book,
     "embedder": lambda w: [w.bank.embedder.id, w.bank.embedder(["red door", "key"]).round(5)],
-    "redacted": lambda w: [dict(w.bank.redacted), w.bank.add("the token is sk-" + "a1B2c3D4" * 5), dict(w.bank.redacted)],
+    "redacted": lambda w: [
+        dict(w.bank.redacted),
+        w.bank.add("the token is sk-" + "a1B2c3D4" * 5),
+        dict(w.bank.redacted),
+    ],
     "close": lambda w: [w.bank.close(), w.bank.close()],
     "closed": lambda w: [w.bank.closed, w.bank.close(), w.bank.closed],
 }
@@ -272,13 +380,18 @@ _names = count()
 def both(url: str, tmp_path: Path) -> Iterator[tuple[World, World]]:
     """Two banks with the same little history: a folder's own, and one behind the server."""
     name = f"namespace {next(_names)}"
-    with xp.ExperienceBank(tmp_path / "local", namespace=name, embedder="hashing") as local, xp.ExperienceBank(url, namespace=name) as far:
+    with (
+        xp.ExperienceBank(tmp_path / "local", namespace=name, embedder="hashing") as local,
+        xp.ExperienceBank(url, namespace=name) as far,
+    ):
         assert isinstance(far, RemoteBank) and not isinstance(local, RemoteBank)
         yield world(local, tmp_path), world(far, tmp_path)
 
 
 def plain(value: Any) -> Any:
-    """A result as JSON-like values; a view is its entries, a number is rounded, and times are left out."""
+    """A result as JSON-like values; a view is its entries, a number is rounded, and times are left
+    out.
+    """
     if isinstance(value, BaseModel):
         return plain(value.model_dump())
     if isinstance(value, dict):
@@ -293,7 +406,9 @@ def plain(value: Any) -> Any:
 
 
 def told(w: World, scenario: Callable[[World], Any]) -> str:
-    """What a scenario gives and what it leaves, with ids and commits renamed in the order in which they are met."""
+    """What a scenario gives and what it leaves, with ids and commits renamed in the order in which
+    they are met.
+    """
     first = w.bank.commits()[0].id - 1
     result = plain(scenario(w))
     left = [] if w.bank.closed else [plain(list(w.bank)), plain(w.bank.history())]
@@ -306,7 +421,9 @@ def _renamed(text: str) -> str:
 
 
 def _counted_from(first: int, value: Any) -> Any:
-    """Commits numbered from the first of this bank: a journal of several namespaces numbers theirs together."""
+    """Commits numbered from the first of this bank: a journal of several namespaces numbers theirs
+    together.
+    """
     if isinstance(value, list):
         return [_counted_from(first, one) for one in value]
     if not isinstance(value, dict):
@@ -315,7 +432,11 @@ def _counted_from(first: int, value: Any) -> Any:
     if is_commit and value["cause"] == "rollback" and value["ref"] != "0":
         value = {**value, "ref": str(int(value["ref"]) - first)}
     return {
-        key: one - first if isinstance(one, int) and (key == "commit" or (key == "id" and is_commit)) else _counted_from(first, one)
+        key: (
+            one - first
+            if isinstance(one, int) and (key == "commit" or (key == "id" and is_commit))
+            else _counted_from(first, one)
+        )
         for key, one in value.items()
     }
 
@@ -329,7 +450,9 @@ def test_a_served_bank_gives_what_a_folder_gives(name: str, both: tuple[World, W
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_served_bank_refuses_what_a_folder_refuses_in_the_same_words(name: str, both: tuple[World, World]) -> None:
+def test_a_served_bank_refuses_what_a_folder_refuses_in_the_same_words(
+    name: str, both: tuple[World, World]
+) -> None:
     said: list[tuple[type[BaseException], str]] = []
     for one in both:
         with pytest.raises((BankError, ValueError)) as refused:
@@ -354,23 +477,36 @@ def test_every_public_method_is_told_or_is_excused() -> None:
 @pytest.mark.parametrize("name", NOT_OVER_HTTP)
 def test_what_only_a_folder_can_do_says_so(name: str, both: tuple[World, World]) -> None:
     method = getattr(both[1].bank, name)
-    wanted = [one for one in inspect.signature(method).parameters.values() if one.default is one.empty and one.kind is not one.KEYWORD_ONLY]
+    wanted = [
+        one
+        for one in inspect.signature(method).parameters.values()
+        if one.default is one.empty and one.kind is not one.KEYWORD_ONLY
+    ]
     with pytest.raises(BankError, match="Expected a bank folder"):
         method(*[1] * len(wanted))
 
 
-@pytest.mark.parametrize(("own", "base"), [(RemoteBank, xp.ExperienceBank), (RemoteQueue, DistillationQueue), (RemoteView, BankView)])
+@pytest.mark.parametrize(
+    ("own", "base"),
+    [(RemoteBank, xp.ExperienceBank), (RemoteQueue, DistillationQueue), (RemoteView, BankView)],
+)
 def test_the_arguments_are_the_same(own: type, base: type) -> None:
     for name in public(base):
         if callable(getattr(base, name)):
-            assert inspect.signature(getattr(base, name)) == inspect.signature(getattr(own, name)), name
+            assert inspect.signature(getattr(base, name)) == inspect.signature(
+                getattr(own, name)
+            ), name
 
 
 MADE_OF_OTHERS = {"import_", "snapshot", "search", *OF_A_FOLDER}
 
 
 def test_no_method_is_inherited_that_looks_for_a_folder() -> None:
-    inherited = {name for name in public(xp.ExperienceBank) if getattr(RemoteBank, name) is getattr(xp.ExperienceBank, name)}
+    inherited = {
+        name
+        for name in public(xp.ExperienceBank)
+        if getattr(RemoteBank, name) is getattr(xp.ExperienceBank, name)
+    }
     assert inherited <= MADE_OF_OTHERS
 
 
@@ -378,15 +514,25 @@ METHODS = [operation for operation in wire.OPERATIONS if operation not in servic
 
 
 @pytest.mark.parametrize("operation", METHODS, ids=lambda operation: operation.name)
-def test_an_operation_that_is_a_method_has_its_arguments_and_its_result(operation: wire.Operation[Any, Any]) -> None:
+def test_an_operation_that_is_a_method_has_its_arguments_and_its_result(
+    operation: wire.Operation[Any, Any],
+) -> None:
     """A body that lacked an argument would answer as if nobody had passed it."""
     owner, _, name = operation.method.rpartition(".")
     method = getattr(DistillationQueue if owner else xp.ExperienceBank, name)
-    parameters = {one.name: one.default for one in inspect.signature(method).parameters.values() if one.name not in ("self", "judge")}
+    parameters = {
+        one.name: one.default
+        for one in inspect.signature(method).parameters.values()
+        if one.name not in ("self", "judge")
+    }
     fields = {
-        field: info for field, info in operation.body.model_fields.items() if not issubclass(operation.body, wire.Reading) or field != "at"
+        field: info
+        for field, info in operation.body.model_fields.items()
+        if not issubclass(operation.body, wire.Reading) or field != "at"
     }
     assert set(parameters) == set(fields)
     for field, info in fields.items():
-        assert (inspect.Parameter.empty if info.is_required() else info.default) == parameters[field], field
+        assert (inspect.Parameter.empty if info.is_required() else info.default) == parameters[
+            field
+        ], field
     assert get_type_hints(method)["return"] == (operation.type or type(None))

@@ -47,7 +47,14 @@ def test_score_equals_hand_worked_eq_6(rank, count, recent, expected):
 
 def test_recent_rank_0_is_overtaken_by_rank_2_after_twelve_retrievals():
     """-1 - .4 log(1 + c) < -2 first holds at c = 12, the break-even that the seed report measured."""
-    assert min(c for c in range(100) if diversity_score(0, c, True, 0.4) < diversity_score(2, 0, False, 0.4)) == 12
+    assert (
+        min(
+            c
+            for c in range(100)
+            if diversity_score(0, c, True, 0.4) < diversity_score(2, 0, False, 0.4)
+        )
+        == 12
+    )
 
 
 def test_ranks_are_shared_within_a_thousandth_of_the_first_of_a_run():
@@ -55,9 +62,13 @@ def test_ranks_are_shared_within_a_thousandth_of_the_first_of_a_run():
 
 
 def test_five_picks_in_a_row_follow_the_hand_worked_order():
-    """Distinct cosines, lambda .4, window 8: 0; then 0 has -1.28 < -1, so 1; then -1.28, -2.28, -2 gives 0 twice more."""
+    """Distinct cosines, lambda .4, window 8: 0; then 0 has -1.28 < -1, so 1; then -1.28, -2.28, -2
+    gives 0 twice more.
+    """
     seen, settings = Retrievals(window=8), RetrievalSettings(pool=4, diversity=0.4, recency=8)
-    order = [select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, rng())[0][0].id for _ in range(4)]
+    order = [
+        select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, rng())[0][0].id for _ in range(4)
+    ]
     assert order == ["m0", "m1", "m0", "m0"]
 
 
@@ -128,7 +139,9 @@ def test_same_seed_same_draws():
     def run():
         seen, generator = Retrievals(8), random.Random(3)
         settings = RetrievalSettings(exploration=1.0, pool=8)
-        return [select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, generator)[0] for _ in range(20)]
+        return [
+            select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, generator)[0] for _ in range(20)
+        ]
 
     assert run() == run()
 
@@ -141,16 +154,26 @@ def test_nearest_gives_the_same_entries_again_and_again():
 
 
 def test_utility_weighs_cosines_by_the_laplace_score():
-    """0.9 * 1/5 = 0.18 < 0.6 * 3/4 = 0.45; the third would score most but lies outside the pool of two."""
+    """0.9 * 1/5 = 0.18 < 0.6 * 3/4 = 0.45; the third would score most but lies outside the pool of
+    two.
+    """
     scores = {"m0": 1 / 5, "m1": 3 / 4, "m2": 1.0}
     seen = Retrievals(8, utility=scores.__getitem__)
     settings = RetrievalSettings(strategy="utility", pool=2, floor=0.0)
-    assert [c.id for c, _ in select(candidates(0.9, 0.6, 0.5), seen, settings, rng(), k=1)] == ["m1"]
+    assert [c.id for c, _ in select(candidates(0.9, 0.6, 0.5), seen, settings, rng(), k=1)] == [
+        "m1"
+    ]
 
 
 def test_random_draws_each_of_the_pool_alike_and_says_so():
-    seen, settings, source = Retrievals(8), RetrievalSettings(strategy="random", pool=2, floor=0.0), rng()
-    drawn = [select(candidates(0.9, 0.8, 0.7, 0.6, 0.5), seen, settings, source, k=2) for _ in range(400)]
+    seen, settings, source = (
+        Retrievals(8),
+        RetrievalSettings(strategy="random", pool=2, floor=0.0),
+        rng(),
+    )
+    drawn = [
+        select(candidates(0.9, 0.8, 0.7, 0.6, 0.5), seen, settings, source, k=2) for _ in range(400)
+    ]
     assert {p for row in drawn for _, p in row} == {0.5}
     counts = [seen.count(f"m{i}") for i in range(5)]
     assert counts[4] == 0 and all(150 < count < 250 for count in counts[:4])

@@ -25,12 +25,23 @@ def test_the_outcome_is_success_not_a_fraction_of_it() -> None:
 
 
 def test_rewards_are_averaged_per_version_by_hand() -> None:
-    uses = [(use("a"), True), (use("a"), True), (use("a"), False), (use("a", 2), False), (use("b"), True)]
+    uses = [
+        (use("a"), True),
+        (use("a"), True),
+        (use("a"), False),
+        (use("a", 2), False),
+        (use("b"), True),
+    ]
     assert entry_rewards(uses) == pytest.approx({("a", 1): 1 / 3, ("a", 2): -1.0, ("b", 1): 1.0})
 
 
 def test_an_entry_met_twice_in_one_episode_counts_once_for_it() -> None:
-    uses = [(use("a", episode="1"), True), (use("a", episode="1"), True), (use("a", episode="2"), False), (use("b", episode="1"), True)]
+    uses = [
+        (use("a", episode="1"), True),
+        (use("a", episode="1"), True),
+        (use("a", episode="2"), False),
+        (use("b", episode="1"), True),
+    ]
     assert entry_rewards(uses) == {("a", 1): 0.0, ("b", 1): 1.0}
 
 
@@ -47,7 +58,9 @@ def test_failed_and_experience_free_episodes_give_no_credit() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 2), st.booleans()), max_size=30))
-def test_a_mean_is_the_share_of_successes_stretched_to_plus_minus_one(rows: list[tuple[str, int, bool]]) -> None:
+def test_a_mean_is_the_share_of_successes_stretched_to_plus_minus_one(
+    rows: list[tuple[str, int, bool]],
+) -> None:
     rewards = entry_rewards((use(entry, version), success) for entry, version, success in rows)
     assert set(rewards) == {(entry, version) for entry, version, _ in rows}
     for key, mean in rewards.items():

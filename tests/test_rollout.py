@@ -1,4 +1,6 @@
-"""Rollouts: an environment that fails is data with a named reason; what our own code does wrong is not taken for it."""
+"""Rollouts: an environment that fails is data with a named reason; what our own code does wrong is
+not taken for it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.wrapper_worlds import CorridorEnv, CountingManager
 
 
 class BrittleEnv(CorridorEnv):
-    """A corridor in which ``options["fate"]`` says what goes wrong: ``reset``, ``step`` or an answer that is none."""
+    """A corridor in which ``options["fate"]`` says what goes wrong: ``reset``, ``step`` or an
+    answer that is none.
+    """
 
     made: ClassVar[list[BrittleEnv]] = []
 
@@ -31,7 +35,9 @@ class BrittleEnv(CorridorEnv):
         self.fate, self.close_error, self.closed = "", close, 0
         self.made.append(self)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         self.fate = (options or {}).get("fate", "")
         if self.fate == "reset":
             raise OSError("no such room\nIt was torn down.")
@@ -61,7 +67,9 @@ class BrittleEnv(CorridorEnv):
 class AwaitedBrittleEnv(BrittleEnv):
     """The same world with coroutines, as a remote one has them."""
 
-    async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Start:
         return self.reset(seed=seed, options=options)
 
     async def astep(self, action: str) -> Step:
@@ -75,16 +83,26 @@ def made() -> Iterator[list[BrittleEnv]]:
 
 
 def job(fate: str = "", seed: int = 0, condition: Condition = Condition.FREE) -> Job:
-    return Job(Task(seed, f"g{seed}", {"fate": fate} if fate else {}), condition, sampling_seed=seed)
+    return Job(
+        Task(seed, f"g{seed}", {"fate": fate} if fate else {}), condition, sampling_seed=seed
+    )
 
 
 @contextmanager
 def rollout(
-    make: Callable[[], gym.Env[str, str]] = BrittleEnv, slots: int = 1, manager: Any = None, reply: Callable[..., str] = lambda _: "go"
+    make: Callable[[], gym.Env[str, str]] = BrittleEnv,
+    slots: int = 1,
+    manager: Any = None,
+    reply: Callable[..., str] = lambda _: "go",
 ) -> Iterator[Rollout]:
     llm = ScriptedLLM(reply)
     made = Rollout(
-        EnvSettings(), {}, manager or CountingManager("Say go."), lambda: ActorAgent(llm), slots=slots, make_env=lambda *_: make()
+        EnvSettings(),
+        {},
+        manager or CountingManager("Say go."),
+        lambda: ActorAgent(llm),
+        slots=slots,
+        make_env=lambda *_: make(),
     )
     try:
         yield made
@@ -102,7 +120,10 @@ REASONS = {
     "stop": "env: StopIteration: ",
     "no number": "env: ValueError: could not convert string to float: 'much'",
     "not finite": "env: ValueError: Expected step() to give a finite reward, got nan",
-    "no text": "env: TypeError: Expected the environment to observe text, got int; wrap it in TextObservation",
+    "no text": (
+        "env: TypeError: Expected the environment to observe text, got int; wrap it in"
+        " TextObservation"
+    ),
     "no info": "env: TypeError: Expected the environment's info to be a dict, got NoneType",
     "too few": "env: ValueError: not enough values to unpack (expected 5, got 4)",
 }
@@ -110,13 +131,21 @@ REASONS = {
 
 @pytest.mark.parametrize("fate", [fate for fate in REASONS if fate != "stop"])
 @pytest.mark.parametrize("kind", [BrittleEnv, AwaitedBrittleEnv])
-async def test_what_an_environment_does_wrong_fails_its_episode_by_name(kind: type[BrittleEnv], fate: str) -> None:
+async def test_what_an_environment_does_wrong_fails_its_episode_by_name(
+    kind: type[BrittleEnv], fate: str
+) -> None:
     with rollout(kind) as play:
         before, failed, after = await play.play([job(), job(fate, 7), job()])
     assert errors([before, failed, after]) == [None, REASONS[fate], None]
     assert (before.broken, failed.broken, after.broken) == (False, True, False)
     told = failed.trajectory
-    assert (told.seed, told.group, told.turns, told.uses, failed.generations) == (7, "g7", (), (), ())
+    assert (told.seed, told.group, told.turns, told.uses, failed.generations) == (
+        7,
+        "g7",
+        (),
+        (),
+        (),
+    )
 
 
 async def test_an_exception_that_a_thread_cannot_hand_over_is_one_too() -> None:
@@ -127,12 +156,16 @@ async def test_an_exception_that_a_thread_cannot_hand_over_is_one_too() -> None:
 async def test_a_failed_episode_is_not_submitted_and_credits_no_use() -> None:
     manager = CountingManager("Say go.")
     with rollout(manager=manager) as play:
-        failed, played = await play.play([job("step", condition=Condition.GUIDED), job(condition=Condition.GUIDED)])
+        failed, played = await play.play(
+            [job("step", condition=Condition.GUIDED), job(condition=Condition.GUIDED)]
+        )
     assert [one.id for one in manager.submitted] == [played.trajectory.id]
     assert failed.trajectory.uses == () and len(played.trajectory.uses) == 1
 
 
-async def test_the_next_episode_of_a_slot_gets_a_fresh_environment_and_the_old_one_is_closed(made: list[BrittleEnv]) -> None:
+async def test_the_next_episode_of_a_slot_gets_a_fresh_environment_and_the_old_one_is_closed(
+    made: list[BrittleEnv],
+) -> None:
     with rollout() as play:
         await play.play([job(), job("step"), job(), job()])
         assert [env.closed for env in made] == [1, 0]
@@ -141,7 +174,9 @@ async def test_the_next_episode_of_a_slot_gets_a_fresh_environment_and_the_old_o
     assert [env.closed for env in made] == [1, 1, 1]
 
 
-async def test_a_backend_that_fails_leaves_the_environment_where_it_is(made: list[BrittleEnv]) -> None:
+async def test_a_backend_that_fails_leaves_the_environment_where_it_is(
+    made: list[BrittleEnv],
+) -> None:
     def reply(messages: list[Message]) -> str:
         raise BackendError("no answer")
 
@@ -151,8 +186,13 @@ async def test_a_backend_that_fails_leaves_the_environment_where_it_is(made: lis
     assert not any(episode.broken for episode in played) and len(made) == 1
 
 
-async def test_an_environment_that_cannot_be_closed_is_counted_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR), rollout(lambda: BrittleEnv(close="stuck\nin the door")) as play:
+async def test_an_environment_that_cannot_be_closed_is_counted_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        caplog.at_level(logging.ERROR),
+        rollout(lambda: BrittleEnv(close="stuck\nin the door")) as play,
+    ):
         assert errors(await play.play([job("step"), job("step"), job()]))[2] is None
         assert play.close_errors == {"OSError: stuck": 2}
     assert play.close_errors == {"OSError: stuck": 3}
@@ -167,7 +207,9 @@ async def test_an_environment_that_cannot_be_made_fails_one_episode_after_the_ot
         return BrittleEnv()
 
     with rollout(make) as play:
-        assert errors(await play.play([job(), job(), job()])) == ["env: ConnectionError: nobody there"] * 2 + [None]
+        assert errors(await play.play([job(), job(), job()])) == [
+            "env: ConnectionError: nobody there"
+        ] * 2 + [None]
 
 
 class ForgetfulManager(CountingManager):
@@ -178,7 +220,10 @@ class ForgetfulManager(CountingManager):
 
 
 async def test_a_mistake_of_ours_is_not_taken_for_the_environments() -> None:
-    with rollout(manager=ForgetfulManager()) as play, pytest.raises(KeyError, match="a mistake of ours"):
+    with (
+        rollout(manager=ForgetfulManager()) as play,
+        pytest.raises(KeyError, match="a mistake of ours"),
+    ):
         await play.play([job(condition=Condition.GUIDED)])
 
 
@@ -194,7 +239,11 @@ class Telling(CorridorEnv):
 
 
 def test_errors_of_this_package_say_what_they_say() -> None:
-    for error in (EnvError("worker 3 died", lost=True), MissingExtraError("x", "y"), ExperientialError("no worker is left")):
+    for error in (
+        EnvError("worker 3 died", lost=True),
+        MissingExtraError("x", "y"),
+        ExperientialError("no worker is left"),
+    ):
         env = AwaitedEnv(Telling(error))
         env.reset()
         with pytest.raises(type(error)) as caught:
@@ -213,8 +262,15 @@ def test_a_step_that_the_environment_fails_as_a_whole_is_refused_with_its_reason
     def failed(reason: str, broken: bool = True) -> Episode:
         return Episode(Trajectory(task="t", error=reason), (), broken)
 
-    broken = [failed("env: OSError: torn\ndown"), failed("env: OSError: torn\napart"), failed("env: ValueError: x")]
-    said = r"3 of 3 episodes that it failed: env: OSError: torn \(2 times\); env: ValueError: x \(1 times\)"
+    broken = [
+        failed("env: OSError: torn\ndown"),
+        failed("env: OSError: torn\napart"),
+        failed("env: ValueError: x"),
+    ]
+    said = (
+        r"3 of 3 episodes that it failed: env: OSError: torn \(2 times\); env: ValueError: x \(1"
+        r" times\)"
+    )
     with pytest.raises(ExperientialError, match=said):
         refuse_broken(broken)
     refuse_broken([*broken, Episode(Trajectory(task="t"), ())])

@@ -1,4 +1,6 @@
-"""One writer, many users: a bank over real HTTP, its drop-in client, and what is left after the server is killed."""
+"""One writer, many users: a bank over real HTTP, its drop-in client, and what is left after the
+server is killed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def serving(source: Any, port: int = 0, **options: Any) -> Iterator[str]:
 
 
 @contextmanager
-def serve_command(folder: Path, *arguments: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serve_command(
+    folder: Path, *arguments: str, port: int = 0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process and its address."""
     command = [
         sys.executable,
@@ -103,7 +107,11 @@ def texts(bank: Any) -> list[str]:
 def trajectory(entry: xp.Experience | None = None, **values: Any) -> xp.Trajectory:
     uses = () if entry is None else (Use(experience_id=entry.id, experience_version=entry.version),)
     return xp.Trajectory(
-        task="open the door", instance="door#1", turns=(xp.Turn(observation="a door", action="pull"),), uses=uses, **values
+        task="open the door",
+        instance="door#1",
+        turns=(xp.Turn(observation="a door", action="pull"),),
+        uses=uses,
+        **values,
     )
 
 
@@ -111,8 +119,15 @@ def trajectory(entry: xp.Experience | None = None, **values: Any) -> xp.Trajecto
 
 
 @pytest.mark.parametrize("value", [5, None, ["a"]])
-def test_wrong_types_are_refused_before_anything_is_sent(bank: xp.ExperienceBank, value: Any) -> None:
-    for call in (lambda: bank.add(value), lambda: bank.add("x", task=5), lambda: bank.get(value), lambda: bank.add_many([value])):
+def test_wrong_types_are_refused_before_anything_is_sent(
+    bank: xp.ExperienceBank, value: Any
+) -> None:
+    for call in (
+        lambda: bank.add(value),
+        lambda: bank.add("x", task=5),
+        lambda: bank.get(value),
+        lambda: bank.add_many([value]),
+    ):
         with pytest.raises(ValueError, match="Expected"):
             call()
     assert len(bank) == 0
@@ -130,7 +145,9 @@ def test_namespaces_do_not_meet_and_names_may_be_anything(url: str, folder: Path
     for bank in banks:
         bank.add(f"of {bank.namespace}")
     for bank in banks:
-        assert texts(bank) == [f"of {bank.namespace}"] and [hit.experience.text for hit in bank.search("of", k=9)] == texts(bank)
+        assert texts(bank) == [f"of {bank.namespace}"] and [
+            hit.experience.text for hit in bank.search("of", k=9)
+        ] == texts(bank)
     assert httpx.get(f"{url}/v1/health").json() == {"status": "ok", "namespaces": sorted(names)}
     with pytest.raises(ValueError, match="namespace"):
         xp.ExperienceBank(url, namespace=" ")
@@ -141,10 +158,18 @@ def test_read_only_keeps_its_picture_and_refuses_writes(bank: xp.ExperienceBank,
     with xp.ExperienceBank(url, read_only=True) as picture:
         bank.update(entry.id, "second")
         bank.add("third")
-        assert texts(picture) == ["first"] and len(picture) == 1 and picture.get(entry.id).text == "first"
+        assert (
+            texts(picture) == ["first"]
+            and len(picture) == 1
+            and picture.get(entry.id).text == "first"
+        )
         assert picture.head < bank.head and len(picture.commits()) == 1
         assert [hit.experience.text for hit in picture.search("third", k=5)] == ["first"]
-        for write in (lambda: picture.add("x"), lambda: picture.submit(trajectory()), lambda: picture.note_retrievals(["x"])):
+        for write in (
+            lambda: picture.add("x"),
+            lambda: picture.submit(trajectory()),
+            lambda: picture.note_retrievals(["x"]),
+        ):
             with pytest.raises(xp.ReadOnlyBankError):
                 write()
         with pytest.raises(xp.BankError, match="commit id"):
@@ -165,7 +190,9 @@ def test_a_listing_shows_one_moment_over_all_its_pages(url: str, bank: xp.Experi
     bank.add_many(["later"] * 3)
     second = _post(url, "entries", {"limit": 10, "cursor": page["cursor"]})
     third = _post(url, "entries", {"limit": 10, "cursor": second["cursor"]})
-    assert [e["text"] for p in (page, second, third) for e in p["entries"]] == [f"entry {i}" for i in range(25)]
+    assert [e["text"] for p in (page, second, third) for e in p["entries"]] == [
+        f"entry {i}" for i in range(25)
+    ]
     assert third["cursor"] is None
     with pytest.raises(xp.BankError, match="list again"):
         list(bank._caller._following(wire.Page(entries=[], cursor="gone.10")))
@@ -203,8 +230,15 @@ def test_a_closed_client_says_so(bank: xp.ExperienceBank) -> None:
 
 
 def test_banks_that_are_open_already_can_be_served_and_stay_open(folder: Path) -> None:
-    with xp.ExperienceBank(folder, embedder="hashing") as one, xp.ExperienceBank(folder, namespace="two", embedder="hashing") as two:
-        with serving([one, two]) as url, xp.ExperienceBank(url) as client, xp.ExperienceBank(url, namespace="two") as other:
+    with (
+        xp.ExperienceBank(folder, embedder="hashing") as one,
+        xp.ExperienceBank(folder, namespace="two", embedder="hashing") as two,
+    ):
+        with (
+            serving([one, two]) as url,
+            xp.ExperienceBank(url) as client,
+            xp.ExperienceBank(url, namespace="two") as other,
+        ):
             client.add("for one")
             other.add("for two")
             with pytest.raises(xp.BankError, match="'default', 'two'"):
@@ -218,7 +252,9 @@ def test_banks_that_are_open_already_can_be_served_and_stay_open(folder: Path) -
 # Wrappers and managers
 
 
-def test_the_wrapper_retrieves_from_a_server_and_submits_to_it(url: str, bank: xp.ExperienceBank) -> None:
+def test_the_wrapper_retrieves_from_a_server_and_submits_to_it(
+    url: str, bank: xp.ExperienceBank
+) -> None:
     entry = bank.add("Cross the corridor: say go.", task="Cross the corridor.")
     env = xp.ExperienceWrapper(CorridorEnv(), xp.ExperienceBank(url))
     _, info = env.reset(seed=3)
@@ -231,11 +267,15 @@ def test_the_wrapper_retrieves_from_a_server_and_submits_to_it(url: str, bank: x
     env.close()
 
 
-def test_a_manager_with_an_extractor_distils_through_a_server(url: str, bank: xp.ExperienceBank, folder: Path) -> None:
+def test_a_manager_with_an_extractor_distils_through_a_server(
+    url: str, bank: xp.ExperienceBank, folder: Path
+) -> None:
     bank.add("Doors open outward.", task="open the door")
     say = xp.ScriptedLLM(['<answer>[{"op": "add", "text": "Pull the door."}]</answer>'])
     with xp.ExperienceManager(xp.ExperienceBank(url), xp.ExtractorAgent(say)) as manager:
-        assert [hit.experience.text for hit in manager.search("open the door")] == ["Doors open outward."]
+        assert [hit.experience.text for hit in manager.search("open the door")] == [
+            "Doors open outward."
+        ]
         assert manager.ask("open the door?").hit is not None
         ended = trajectory(success=True)
         assert manager.submit(ended) == ended.id
@@ -246,20 +286,32 @@ def test_a_manager_with_an_extractor_distils_through_a_server(url: str, bank: xp
     assert bank.queue.state(ended.id) == "done"
 
 
-def test_a_manager_over_a_server_holds_back_what_is_not_trusted(url: str, bank: xp.ExperienceBank) -> None:
-    proven, new = bank.add_many(["Pull the red door.", "Pull the red door hard."], task="open the red door")
+def test_a_manager_over_a_server_holds_back_what_is_not_trusted(
+    url: str, bank: xp.ExperienceBank
+) -> None:
+    proven, new = bank.add_many(
+        ["Pull the red door.", "Pull the red door hard."], task="open the red door"
+    )
     for task in ("a", "b", "c"):
         for entry, success in ((proven, True), (None, False)):
             condition = xp.Condition.FREE if entry is None else xp.Condition.GUIDED
-            bank.record(trajectory(entry, success=success, condition=condition, group=task, task_id=task))
-    with xp.ExperienceManager(xp.ExperienceBank(url), trust_after=2, provisional_share=0.0) as manager:
+            bank.record(
+                trajectory(entry, success=success, condition=condition, group=task, task_id=task)
+            )
+    with xp.ExperienceManager(
+        xp.ExperienceBank(url), trust_after=2, provisional_share=0.0
+    ) as manager:
         hits = manager.search("open the red door", k=2, episode="e1")
         assert [hit.experience.id for hit in hits] == [proven.id]
         assert (manager.stats()["trusted"], manager.stats()["provisional"]) == (1, 1)
-    assert bank.trust_after == 2 and [entry.id for entry in bank.trusted()] == [proven.id] != [new.id]
+    assert bank.trust_after == 2 and [entry.id for entry in bank.trusted()] == [proven.id] != [
+        new.id
+    ]
 
 
-def test_what_is_set_at_the_server_is_not_taken_by_a_client(url: str, bank: xp.ExperienceBank) -> None:
+def test_what_is_set_at_the_server_is_not_taken_by_a_client(
+    url: str, bank: xp.ExperienceBank
+) -> None:
     with pytest.raises(xp.BankError, match="at the server"):
         xp.ExperienceManager(bank, text_limit=10)
     assert bank.redacted == {}
@@ -267,7 +319,9 @@ def test_what_is_set_at_the_server_is_not_taken_by_a_client(url: str, bank: xp.E
     assert sum(bank.redacted.values()) == 1 and "a1B2c3D4" not in texts(bank)[0]
 
 
-def test_what_a_client_submits_waits_at_the_server_for_an_extractor(url: str, bank: xp.ExperienceBank, folder: Path) -> None:
+def test_what_a_client_submits_waits_at_the_server_for_an_extractor(
+    url: str, bank: xp.ExperienceBank, folder: Path
+) -> None:
     ended = trajectory()
     assert bank.submit(ended) and not bank.submit(ended)
     assert bank.queue.waiting() == [ended.id] and bank.trajectory(ended.id) == ended
@@ -282,14 +336,23 @@ def _post(url: str, name: str, body: Any, **headers: str) -> Any:
     return response.json()
 
 
-def test_without_the_token_nothing_is_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_token_nothing_is_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("EXPERIENTIAL_TOKEN", raising=False)
     with serving(folder, token="s3cret", embedder="hashing") as url:
-        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}, {"Authorization": "Bearer s3cret2"}):
+        for header in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "s3cret"},
+            {"Authorization": "Bearer s3cret2"},
+        ):
             for path in ("/v1/health", "/docs", "/openapi.json", "/nothing"):
                 answer = httpx.get(url + path, headers=header)
                 assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
-            assert httpx.post(f"{url}/v1/add", json={"text": "x"}, headers=header).status_code == 401
+            assert (
+                httpx.post(f"{url}/v1/add", json={"text": "x"}, headers=header).status_code == 401
+            )
         with pytest.raises(xp.BankError, match="EXPERIENTIAL_TOKEN"):
             xp.ExperienceBank(url)
         with RemoteBank(url, token="s3cret") as bank:
@@ -305,7 +368,12 @@ def test_a_long_body_is_refused_however_it_comes(folder: Path) -> None:
         with pytest.raises(xp.BankError, match="at most 2000 bytes"):
             bank.add("x" * 2000)
         chunks = (b"x" * 500 for _ in range(10))
-        assert httpx.post(f"{url}/v1/add", content=chunks, headers={"content-type": "application/json"}).status_code == 413
+        assert (
+            httpx.post(
+                f"{url}/v1/add", content=chunks, headers={"content-type": "application/json"}
+            ).status_code
+            == 413
+        )
         assert httpx.post(f"{url}/v1/add", content=b"[" * 5000).status_code == 413
         assert len(bank) == 1
 
@@ -323,12 +391,16 @@ def test_a_long_body_is_refused_however_it_comes(folder: Path) -> None:
 )
 def test_a_malformed_body_is_named(url: str, name: str, body: Any) -> None:
     answer = httpx.post(f"{url}/v1/{name}", json=body)
-    assert answer.status_code == 422 and answer.json()["error"]["message"].startswith("Expected a request as described at /docs")
+    assert answer.status_code == 422 and answer.json()["error"]["message"].startswith(
+        "Expected a request as described at /docs"
+    )
 
 
 def test_a_body_that_no_form_of_a_web_page_may_send_is_needed(url: str) -> None:
     """A page in a browser may post text/plain anywhere without asking; JSON it may not."""
-    answer = httpx.post(f"{url}/v1/add", content=b'{"text": "x"}', headers={"content-type": "text/plain"})
+    answer = httpx.post(
+        f"{url}/v1/add", content=b'{"text": "x"}', headers={"content-type": "text/plain"}
+    )
     assert answer.status_code == 422
 
 
@@ -371,7 +443,9 @@ WRITES: list[tuple[str, Callable[[xp.Experience], dict[str, Any]]]] = [
     (
         "apply",
         lambda e: {
-            "distillation": {"parsed": {"operations": [{"op": "add", "text": "a"}, {"op": "add", "text": "b"}]}},
+            "distillation": {
+                "parsed": {"operations": [{"op": "add", "text": "a"}, {"op": "add", "text": "b"}]}
+            },
             "spans": [[0, 1], None],
             "shown": [],
             "trajectory": json.loads(trajectory().model_dump_json()),
@@ -380,13 +454,21 @@ WRITES: list[tuple[str, Callable[[xp.Experience], dict[str, Any]]]] = [
     ("prune", lambda e: {"score": 0.6, "min_uses": 0}),
     ("evict", lambda e: {"cap": 0, "policy": "random"}),
     ("deduplicate", lambda e: {"threshold": 0.99}),
-    ("merge_duplicates", lambda e: {"groups": [[{"id": e.id, "version": 1}, {"id": TWIN, "version": 1}]], "ref": "mine"}),
+    (
+        "merge_duplicates",
+        lambda e: {
+            "groups": [[{"id": e.id, "version": 1}, {"id": TWIN, "version": 1}]],
+            "ref": "mine",
+        },
+    ),
     ("note_retrievals", lambda e: {"ids": [e.id]}),
 ]
 
 
 @pytest.mark.parametrize(("name", "make"), WRITES, ids=[name for name, _ in WRITES])
-def test_a_key_is_carried_out_once_and_answers_the_same_again(folder: Path, name: str, make: Callable[[xp.Experience], Any]) -> None:
+def test_a_key_is_carried_out_once_and_answers_the_same_again(
+    folder: Path, name: str, make: Callable[[xp.Experience], Any]
+) -> None:
     """The same server, then one started over the same folder."""
     with serving(folder, embedder="hashing") as url, xp.ExperienceBank(url) as bank:
         body = make(bank.add("there before"))
@@ -405,7 +487,9 @@ def test_a_key_is_carried_out_once_and_answers_the_same_again(folder: Path, name
 def test_a_key_is_for_one_request_and_one_namespace(url: str, bank: xp.ExperienceBank) -> None:
     _post(url, "add", {"text": "one"}, **{"Idempotency-Key": "k"})
     answer = httpx.post(f"{url}/v1/add", json={"text": "two"}, headers={"Idempotency-Key": "k"})
-    assert answer.status_code == 422 and "which another one had" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 422 and "which another one had" in answer.json()["error"]["message"]
+    )
     _post(url, "add?namespace=other", {"text": "two"}, **{"Idempotency-Key": "k"})
     _post(url, "add", {"text": "free"})
     _post(url, "add", {"text": "free"})
@@ -422,7 +506,9 @@ def test_a_write_that_failed_leaves_no_receipt(url: str, bank: xp.ExperienceBank
 
 
 def test_a_receipt_is_in_the_transaction_of_its_write(folder: Path) -> None:
-    """The second write cannot leave its receipt, so it is not made either, in memory or on the disk."""
+    """The second write cannot leave its receipt, so it is not made either, in memory or on the
+    disk.
+    """
     with xp.ExperienceBank(folder, embedder="hashing") as bank:
         with bank.receipts.noting("k", "digest"):
             entry = bank.add("one")
@@ -440,7 +526,12 @@ def test_a_receipt_is_in_the_transaction_of_its_write(folder: Path) -> None:
 
 def test_one_key_asked_by_many_at_once_is_one_write(url: str, bank: xp.ExperienceBank) -> None:
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda _: _post(url, "add", {"text": "only one"}, **{"Idempotency-Key": "k"}), range(32)))
+        answers = list(
+            pool.map(
+                lambda _: _post(url, "add", {"text": "only one"}, **{"Idempotency-Key": "k"}),
+                range(32),
+            )
+        )
     assert len(bank) == 1 and len({answer["id"] for answer in answers}) == 1
 
 
@@ -461,7 +552,9 @@ def test_a_lost_server_is_named_and_the_same_client_goes_on_when_it_is_back(fold
     bank.close()
 
 
-def test_an_answer_lost_on_the_way_is_asked_for_again_with_the_same_key(url: str, bank: xp.ExperienceBank) -> None:
+def test_an_answer_lost_on_the_way_is_asked_for_again_with_the_same_key(
+    url: str, bank: xp.ExperienceBank
+) -> None:
     """A proxy that carries each first request through and then cuts the line instead of answering."""
     with cutting(int(url.rsplit(":", 1)[1])) as (proxy, cuts), xp.ExperienceBank(proxy) as through:
         for i in range(10):
@@ -472,7 +565,9 @@ def test_an_answer_lost_on_the_way_is_asked_for_again_with_the_same_key(url: str
 
 @contextmanager
 def cutting(port: int) -> Iterator[tuple[str, list[bytes]]]:
-    """A proxy that drops the answer to every second connection; a client's second attempt comes on a new one."""
+    """A proxy that drops the answer to every second connection; a client's second attempt comes on
+    a new one.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     cuts: list[bytes] = []
 
@@ -506,14 +601,20 @@ def _whole_message(line: socket.socket) -> bytes:
     while b"\r\n\r\n" not in data:
         data += line.recv(65536)
     head, _, body = data.partition(b"\r\n\r\n")
-    length = next(int(row.split(b":")[1]) for row in head.lower().split(b"\r\n") if row.startswith(b"content-length"))
+    length = next(
+        int(row.split(b":")[1])
+        for row in head.lower().split(b"\r\n")
+        if row.startswith(b"content-length")
+    )
     while len(body) < length:
         body += line.recv(65536)
     return head + b"\r\n\r\n" + body
 
 
 def test_killed_nothing_acknowledged_is_lost_and_nothing_is_written_twice(folder: Path) -> None:
-    """Writers go on over a SIGKILL and a restart of the server; their keys make each text appear once."""
+    """Writers go on over a SIGKILL and a restart of the server; their keys make each text appear
+    once.
+    """
     acknowledged: list[xp.Experience] = []
     with serve_command(folder) as (process, url):
 
@@ -536,14 +637,18 @@ def test_killed_nothing_acknowledged_is_lost_and_nothing_is_written_twice(folder
                 again.send_signal(signal.SIGTERM)
                 assert again.wait(timeout=30) == 0
     with xp.ExperienceBank(folder) as bank:
-        assert sorted(texts(bank)) == sorted(f"{number}: {i}" for number in range(4) for i in range(40))
+        assert sorted(texts(bank)) == sorted(
+            f"{number}: {i}" for number in range(4) for i in range(40)
+        )
         assert all(bank.get(entry.id) == entry for entry in [*before, *acknowledged])
 
 
 # The command
 
 
-def test_the_command_says_where_it_serves_what_and_stops_cleanly(folder: Path, in_process: InProcess) -> None:
+def test_the_command_says_where_it_serves_what_and_stops_cleanly(
+    folder: Path, in_process: InProcess
+) -> None:
     with xp.ExperienceBank(folder, namespace="maths", embedder="hashing") as local:
         local.add("there before")
     with serve_command(folder) as (process, url):
@@ -559,7 +664,10 @@ def test_the_command_says_where_it_serves_what_and_stops_cleanly(folder: Path, i
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
         assert process.stderr is not None and process.stderr.read() == ""
-    assert not (folder / "journal.sqlite-wal").exists() and (folder / "writer.lock").read_bytes() == b""
+    assert (
+        not (folder / "journal.sqlite-wal").exists()
+        and (folder / "writer.lock").read_bytes() == b""
+    )
     with xp.ExperienceBank(folder, namespace="maths") as local:
         assert texts(local) == ["there before", "and now"]
 
@@ -584,7 +692,9 @@ def test_an_open_address_without_a_token_is_refused(
 
 
 def test_an_open_address_with_a_token_is_served(folder: Path) -> None:
-    with serve_command(folder, "--host", "0.0.0.0", "--token", "s3cret", "--namespace", "a", "--namespace", "b") as (_, url):
+    with serve_command(
+        folder, "--host", "0.0.0.0", "--token", "s3cret", "--namespace", "a", "--namespace", "b"
+    ) as (_, url):
         assert url.startswith("http://0.0.0.0:")
         url = url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{url}/v1/health").status_code == 401
@@ -605,11 +715,18 @@ def test_user_errors_are_one_line(folder: Path, tmp_path: Path, in_process: InPr
 
 
 def test_which_addresses_are_this_machine_alone() -> None:
-    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")] == [True] * 4
-    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "", "no-such-host.invalid")] == [False] * 5
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")] == [
+        True
+    ] * 4
+    assert [
+        is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "", "no-such-host.invalid")
+    ] == [False] * 5
 
 
 def test_neither_server_nor_client_is_loaded_before_it_is_used() -> None:
-    code = "import sys, experiential as xp, experiential.cli.main; xp.ExperienceBank; print({'fastapi', 'uvicorn'} & set(sys.modules))"
+    code = (
+        "import sys, experiential as xp, experiential.cli.main; xp.ExperienceBank;"
+        " print({'fastapi', 'uvicorn'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

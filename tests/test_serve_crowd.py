@@ -1,4 +1,6 @@
-"""A crowd of clients, 8 processes of 8 threads, at one served bank: nothing lost, nothing twice, every entry linearizable."""
+"""A crowd of clients, 8 processes of 8 threads, at one served bank: nothing lost, nothing twice,
+every entry linearizable.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ KEYS = [f"key-{n}" for n in range(4)]
 
 @pytest.fixture(scope="module")
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What all clients saw, together, and what the bank holds afterwards, opened anew from its folder."""
+    """What all clients saw, together, and what the bank holds afterwards, opened anew from its
+    folder.
+    """
     folder: Path = tmp_path_factory.mktemp("crowd") / "bank"
     with serve_command(folder) as (_, url):
         with xp.ExperienceBank(url) as bank:
@@ -76,7 +80,10 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         arguments = [",".join(shared), ",".join(KEYS)]
         clients = [
             subprocess.Popen(
-                [sys.executable, "-c", CLIENT, url, str(n), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [sys.executable, "-c", CLIENT, url, str(n), *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for n in range(8)
         ]
@@ -87,8 +94,18 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name, values in json.loads(out).items():
             told[name].extend(values)
     with xp.ExperienceBank(folder) as bank:
-        history = {(id, version): bank.version(id, version) for id in shared for version in range(1, 64 * 6 + 2)}
-        return {**told, "shared": shared, "entries": list(bank), "commits": bank.commits(), "history": history}
+        history = {
+            (id, version): bank.version(id, version)
+            for id in shared
+            for version in range(1, 64 * 6 + 2)
+        }
+        return {
+            **told,
+            "shared": shared,
+            "entries": list(bank),
+            "commits": bank.commits(),
+            "history": history,
+        }
 
 
 def test_nothing_is_lost_or_seen_in_part(crowd: dict[str, Any]) -> None:
@@ -100,32 +117,46 @@ def test_nothing_is_lost_or_seen_in_part(crowd: dict[str, Any]) -> None:
 
 
 def test_one_key_is_one_write_whoever_sends_it(crowd: dict[str, Any]) -> None:
-    assert len(crowd["keyed"]) == 64 * len(KEYS) and {status for _, status, _ in crowd["keyed"]} == {200}
+    assert len(crowd["keyed"]) == 64 * len(KEYS) and {
+        status for _, status, _ in crowd["keyed"]
+    } == {200}
     by_key = {key: {id for other, _, id in crowd["keyed"] if other == key} for key in KEYS}
-    assert all(len(ids) == 1 for ids in by_key.values()) and len(set().union(*by_key.values())) == len(KEYS)
+    assert all(len(ids) == 1 for ids in by_key.values()) and len(
+        set().union(*by_key.values())
+    ) == len(KEYS)
     texts = [entry.text for entry in crowd["entries"] if entry.text.startswith("written under")]
     assert sorted(texts) == [f"written under {key}" for key in KEYS]
 
 
 def test_every_entry_is_linearizable(crowd: dict[str, Any]) -> None:
-    """An entry is a register whose versions are its order of writing: whatever ended before something began is not after it."""
+    """An entry is a register whose versions are its order of writing: whatever ended before
+    something began is not after it.
+    """
     for id in crowd["shared"]:
         steps = [step for step in crowd["steps"] if step[1] == id]
         writes = [step for step in steps if step[0] == "write"]
         assert sorted(step[4] for step in writes) == list(range(2, len(writes) + 2))
-        assert all(crowd["history"][id, version].text == text for _, _, _, _, version, text in steps)
+        assert all(
+            crowd["history"][id, version].text == text for _, _, _, _, version, text in steps
+        )
         assert _disorder(steps) == []
     assert sum(step[0] == "write" for step in crowd["steps"]) == 64 * 6
 
 
 def test_the_order_that_is_checked_can_be_broken() -> None:
-    write, stale, twin = ["write", "a", 0.0, 1.0, 2, ""], ["read", "a", 1.5, 2.0, 1, ""], ["write", "a", 1.5, 2.0, 2, ""]
+    write, stale, twin = (
+        ["write", "a", 0.0, 1.0, 2, ""],
+        ["read", "a", 1.5, 2.0, 1, ""],
+        ["write", "a", 1.5, 2.0, 2, ""],
+    )
     assert _disorder([write, ["read", "a", 0.5, 0.6, 1, ""], ["read", "a", 1.5, 2.0, 2, ""]]) == []
     assert _disorder([write, stale]) == [stale] and _disorder([write, twin]) == [twin]
 
 
 def _disorder(steps: list[list[Any]]) -> list[list[Any]]:
-    """Steps that gave an earlier version than one that had ended when they began; for a write the same version is too early."""
+    """Steps that gave an earlier version than one that had ended when they began; for a write the
+    same version is too early.
+    """
     ended = sorted(steps, key=lambda step: step[3])
     wrong, newest, place = [], 0, 0
     for step in sorted(steps, key=lambda step: step[2]):

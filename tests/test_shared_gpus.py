@@ -1,4 +1,6 @@
-"""`cluster.share_gpus` without Ray: the calls that engines and ranks get, in order, from stand-ins that refuse what a GPU would."""
+"""`cluster.share_gpus` without Ray: the calls that engines and ranks get, in order, from stand-ins
+that refuse what a GPU would.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class RayActorError(RayError):
 
 @dataclass
 class Gpus:
-    """The GPUs that all share: what stands in for engines and ranks notes its calls here, and asks whether they are possible."""
+    """The GPUs that all share: what stands in for engines and ranks notes its calls here, and asks
+    whether they are possible.
+    """
 
     calls: list[str] = field(default_factory=list[str])
     engines: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
@@ -63,7 +67,9 @@ class Gpus:
 
     def awake(self) -> set[str]:
         """Who takes memory for more than sleeping: engines of a role, ranks of a role."""
-        names = [name for name, what in self.engines.items() if what] + [name for name, there in self.ranks.items() if there]
+        names = [name for name, what in self.engines.items() if what] + [
+            name for name, there in self.ranks.items() if there
+        ]
         return {name.rsplit(" ", 1)[0] for name in names}
 
     def take(self) -> list[str]:
@@ -80,7 +86,9 @@ class Gpus:
 
 
 class Actor:
-    """In place of a Ray handle: a method's ``remote`` notes the call and gives what the subclass's method of that name does."""
+    """In place of a Ray handle: a method's ``remote`` notes the call and gives what the subclass's
+    method of that name does.
+    """
 
     def __init__(self, name: str, gpus: Gpus) -> None:
         self.name, self.gpus = name, gpus
@@ -112,13 +120,19 @@ class Actor:
     def work(self, answer: Future[Any], what: str, result: Any = None) -> None:
         """Alone on the GPUs, from beginning to end."""
         mine = self.gpus.awake() if self.gpus.apart else {self.name.rsplit(" ", 1)[0]}
-        assert self.gpus.awake() == mine, f"{self.name} is asked to {what} beside {self.gpus.awake()}"
+        assert self.gpus.awake() == mine, (
+            f"{self.name} is asked to {what} beside {self.gpus.awake()}"
+        )
 
         def end() -> None:
             if self.gpus.awake() == mine:
                 self.note(answer, what, result)
             else:
-                answer.set_exception(AssertionError(f"{self.gpus.awake()} came while {self.name} was asked to {what}"))
+                answer.set_exception(
+                    AssertionError(
+                        f"{self.gpus.awake()} came while {self.name} was asked to {what}"
+                    )
+                )
 
         if self.gpus.hold:
             self.gpus.held.append(end)
@@ -129,7 +143,9 @@ class Actor:
 
 
 class Engine(Actor):
-    """A vLLM engine: half awake it cannot be put to sleep, and a request that runs when it is put to sleep would be broken off."""
+    """A vLLM engine: half awake it cannot be put to sleep, and a request that runs when it is put
+    to sleep would be broken off.
+    """
 
     running = 0
 
@@ -141,13 +157,18 @@ class Engine(Actor):
         answer.set_result(self.running)
 
     def on_sleep(self, answer: Future[Any]) -> None:
-        assert self.parts == {"weights", "kv_cache"}, "vLLM takes an engine that is half awake for asleep"
+        assert self.parts == {
+            "weights",
+            "kv_cache",
+        }, "vLLM takes an engine that is half awake for asleep"
         assert not self.running, "a request is broken off"
         self.parts.clear()
         self.note(answer, "sleep")
 
     def on_wake_up(self, answer: Future[Any], tags: list[str]) -> None:
-        assert self.gpus.awake() <= {self.name.rsplit(" ", 1)[0]}, f"no room beside {self.gpus.awake()}"
+        assert self.gpus.awake() <= {self.name.rsplit(" ", 1)[0]}, (
+            f"no room beside {self.gpus.awake()}"
+        )
         self.parts.update(tags)
         self.note(answer, f"wake {' and '.join(tags)}")
 
@@ -164,7 +185,12 @@ class Engine(Actor):
     def on_generate(self, answer: Future[Any], ids: list[int], params: Any) -> None:
         assert self.gpus.apart or self.parts == {"weights", "kv_cache"}
         token = (params["allowed"] or [7])[0]
-        drawn = SimpleNamespace(token_ids=[token], logprobs=[{token: SimpleNamespace(logprob=-0.5)}], text="x", finish_reason="stop")
+        drawn = SimpleNamespace(
+            token_ids=[token],
+            logprobs=[{token: SimpleNamespace(logprob=-0.5)}],
+            text="x",
+            finish_reason="stop",
+        )
         self.running += 1
         answer.add_done_callback(lambda _: self.count_down())
         self.work(answer, "generate", SimpleNamespace(outputs=[drawn]))
@@ -174,7 +200,9 @@ class Engine(Actor):
 
 
 class Rank(Actor):
-    """A DeepSpeed rank: computes only with its states on the GPU, sends weights only to engines that have room for them."""
+    """A DeepSpeed rank: computes only with its states on the GPU, sends weights only to engines
+    that have room for them.
+    """
 
     @property
     def role(self) -> str:
@@ -201,12 +229,16 @@ class Rank(Actor):
 
     def on_broadcast_to_vllm(self, answer: Future[Any]) -> None:
         engines = [parts for name, parts in self.gpus.engines.items() if name.startswith(self.role)]
-        assert self.gpus.awake() == ({f"{self.role} engine"} if engines else set[str]()), self.gpus.awake()
+        assert self.gpus.awake() == ({f"{self.role} engine"} if engines else set[str]()), (
+            self.gpus.awake()
+        )
         assert all(parts == {"weights"} for parts in engines)
         self.note(answer, "broadcast")
 
     def _compute(self, answer: Future[Any], what: str, result: Any = None) -> None:
-        assert self.gpus.apart or self.gpus.ranks[self.name], "its states are in the machine's memory"
+        assert self.gpus.apart or self.gpus.ranks[self.name], (
+            "its states are in the machine's memory"
+        )
         self.work(answer, what, result)
 
     def on_take(self, answer: Future[Any], _: Any) -> None:
@@ -250,7 +282,10 @@ def experiment(*overrides: str) -> Experiment:
         for role in ("actor", "extractor")
         for size in (f"gpus_per_node={GPUS}", f"engines={GPUS}", "gpu_memory=0.5")
     ]
-    return load_experiment("complementary", ["model.dtype=bfloat16", "runtime=openrlhf", "cluster.share_gpus=true", *sizes, *overrides])
+    return load_experiment(
+        "complementary",
+        ["model.dtype=bfloat16", "runtime=openrlhf", "cluster.share_gpus=true", *sizes, *overrides],
+    )
 
 
 @pytest.fixture
@@ -269,8 +304,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch, ray: Any) -> Gpus:
     """Stand-ins in place of all that would start a process."""
     gpus = Gpus()
 
-    def start_engines(model: Any, settings: PolicyClusterSettings, group: str, *, name: str, **_: Any) -> list[Engine]:
-        assert group == "the group" and not gpus.awake() and not gpus.starting, "started beside somebody who takes memory"
+    def start_engines(
+        model: Any, settings: PolicyClusterSettings, group: str, *, name: str, **_: Any
+    ) -> list[Engine]:
+        assert group == "the group" and not gpus.awake() and not gpus.starting, (
+            "started beside somebody who takes memory"
+        )
         engines = [Engine(f"{name} engine {i}", gpus) for i in range(settings.engines)]
         gpus.engines.update({engine.name: set() for engine in engines})
         gpus.calls += [f"{engine.name}: start" for engine in engines]
@@ -279,11 +318,19 @@ def gpus(monkeypatch: pytest.MonkeyPatch, ray: Any) -> Gpus:
     roles = iter(["actor", "extractor"])
     ended: list[str] = ray.killed
     monkeypatch.setattr(versions, "check_versions", lambda: None)
-    monkeypatch.setattr(runtimes, "join", lambda cluster, needed: gpus.calls.append(f"ray 0: join {needed}"))
-    monkeypatch.setattr(parts, "start_group", lambda needed, seconds: gpus.calls.append(f"group 0: start {needed}") or "the group")
+    monkeypatch.setattr(
+        runtimes, "join", lambda cluster, needed: gpus.calls.append(f"ray 0: join {needed}")
+    )
+    monkeypatch.setattr(
+        parts,
+        "start_group",
+        lambda needed, seconds: gpus.calls.append(f"group 0: start {needed}") or "the group",
+    )
     monkeypatch.setattr(parts, "end_group", ended.append)
     monkeypatch.setattr(parts, "start_sleeping_engines", start_engines)
-    monkeypatch.setattr(parts, "start_ranks", lambda settings, group: Group(next(roles), group, gpus))
+    monkeypatch.setattr(
+        parts, "start_ranks", lambda settings, group: Group(next(roles), group, gpus)
+    )
     monkeypatch.setattr(parts, "strategy", lambda arguments: arguments)
     monkeypatch.setattr(parts, "sampling_params", lambda **params: params)
     return gpus
@@ -307,7 +354,9 @@ async def rounds(gpus: Gpus, held: int) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_one_policy_starts_after_the_other_its_engines_before_its_ranks(policies: object, gpus: Gpus) -> None:
+def test_one_policy_starts_after_the_other_its_engines_before_its_ranks(
+    policies: object, gpus: Gpus
+) -> None:
     assert gpus.take() == [
         "rays: join 2", "groups: start 2",
         "actor engines: start", "actor ranks: start", "extractor engines: start", "extractor ranks: start",
@@ -315,7 +364,9 @@ def test_one_policy_starts_after_the_other_its_engines_before_its_ranks(policies
     assert not gpus.awake()
 
 
-async def test_an_update_in_full(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+async def test_an_update_in_full(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus
+) -> None:
     actor, _ = policies
     gpus.take()
     await generate(actor)
@@ -331,7 +382,9 @@ async def test_an_update_in_full(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntim
     ]  # fmt: skip
 
 
-async def test_engines_and_ranks_of_both_policies_take_turns(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+async def test_engines_and_ranks_of_both_policies_take_turns(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus
+) -> None:
     actor, extractor = policies
     gpus.take()
     await generate(actor)
@@ -357,8 +410,18 @@ async def test_states_are_on_the_gpu_while_they_are_saved_read_and_exported(
     await generate(actor)
     gpus.take()
     await getattr(actor, what)(tmp_path)
-    then = ["actor ranks: offload", "actor engines: wake weights", "actor ranks: broadcast", "actor engines: wake kv_cache"]
-    expected = ["actor engines: sleep", "actor ranks: reload", f"actor ranks: {what}", *(then if what == "load" else ())]
+    then = [
+        "actor ranks: offload",
+        "actor engines: wake weights",
+        "actor ranks: broadcast",
+        "actor engines: wake kv_cache",
+    ]
+    expected = [
+        "actor engines: sleep",
+        "actor ranks: reload",
+        f"actor ranks: {what}",
+        *(then if what == "load" else ()),
+    ]
     assert gpus.take()[:7] == expected
     assert actor.version == (5 if what == "load" else 0)
 
@@ -379,15 +442,26 @@ async def test_training_waits_until_requests_have_ended_and_new_requests_until_i
         end()
     await asyncio.gather(*running, training)
     await generate(actor)
-    assert gpus.take()[:4] == ["actor engines: generate", "actor engines: sleep", "extractor ranks: reload", "extractor ranks: learn"]
+    assert gpus.take()[:4] == [
+        "actor engines: generate",
+        "actor engines: sleep",
+        "extractor ranks: reload",
+        "extractor ranks: learn",
+    ]
 
 
-async def test_a_response_of_several_requests_is_one_turn(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
-    """Restricted to choices, an engine is asked for a token at each branch: nobody else comes between them."""
+async def test_a_response_of_several_requests_is_one_turn(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus
+) -> None:
+    """Restricted to choices, an engine is asked for a token at each branch: nobody else comes
+    between them.
+    """
     actor, extractor = policies
     gpus.take()
     choices = SamplingParams(choices=("open the red box", "open the blue box", "wait"))
-    found, _ = await asyncio.gather(actor.generate([5, 6], choices), extractor.train([SAMPLE], LossSettings()))
+    found, _ = await asyncio.gather(
+        actor.generate([5, 6], choices), extractor.train([SAMPLE], LossSettings())
+    )
     assert choices.choices and found.text in choices.choices
     assert len([line for line in gpus.take() if "sleep" in line or "offload" in line]) == 1
 
@@ -414,11 +488,16 @@ async def test_whatever_both_policies_ask_for_at_once_all_is_done_and_nothing_is
             done += 1
         return done
 
-    assert await asyncio.gather(*(work(runtime) for runtime in (*policies, *policies, *policies))) == [12] * 6
+    assert (
+        await asyncio.gather(*(work(runtime) for runtime in (*policies, *policies, *policies)))
+        == [12] * 6
+    )
     assert len(gpus.awake()) == 1
 
 
-async def test_what_is_given_up_lets_the_others_go_on(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+async def test_what_is_given_up_lets_the_others_go_on(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus
+) -> None:
     actor, extractor = policies
     gpus.hold = True
     running = asyncio.create_task(generate(actor))
@@ -434,13 +513,21 @@ async def test_what_is_given_up_lets_the_others_go_on(policies: tuple[OpenRLHFRu
     assert extractor.version == 1, "the one that was given up did not begin"
 
 
-async def test_a_dead_engine_is_named_and_not_started_again(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+async def test_a_dead_engine_is_named_and_not_started_again(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus
+) -> None:
     actor, extractor = policies
     gpus.hold = True
     running = asyncio.create_task(generate(actor))
     await rounds(gpus, 1)
     gpus.dead.add("actor engine 1")
-    with pytest.raises(BackendError, match=r"actor engine 1 to be alive.*not started again alone \(cluster.share_gpus\); resume the run"):
+    with pytest.raises(
+        BackendError,
+        match=(
+            r"actor engine 1 to be alive.*not started again alone \(cluster.share_gpus\); resume"
+            r" the run"
+        ),
+    ):
         await generate(actor)
     gpus.hold = False
     gpus.held[0]()
@@ -452,7 +539,9 @@ async def test_a_dead_engine_is_named_and_not_started_again(policies: tuple[Open
     assert actor.restarts == 0
 
 
-async def test_a_dead_rank_is_named_and_the_engines_are_left_whole(policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus) -> None:
+async def test_a_dead_rank_is_named_and_the_engines_are_left_whole(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime], gpus: Gpus
+) -> None:
     actor, extractor = policies
     gpus.dead.add("actor rank 1")
     with pytest.raises(LostActorError, match="actor rank 1"):
@@ -465,23 +554,44 @@ async def test_a_dead_rank_is_named_and_the_engines_are_left_whole(policies: tup
 def test_the_group_is_freed_when_the_second_policy_is_closed(gpus: Gpus, ray: Any) -> None:
     actor, extractor = build_runtimes(experiment())
     extractor.close()
-    assert ray.killed == ["extractor engine 0", "extractor engine 1", "extractor rank 0", "extractor rank 1"]
+    assert ray.killed == [
+        "extractor engine 0",
+        "extractor engine 1",
+        "extractor rank 0",
+        "extractor rank 1",
+    ]
     actor.close()
-    assert ray.killed[4:] == ["actor engine 0", "actor engine 1", "actor rank 0", "actor rank 1", "the group"]
+    assert ray.killed[4:] == [
+        "actor engine 0",
+        "actor engine 1",
+        "actor rank 0",
+        "actor rank 1",
+        "the group",
+    ]
 
 
-async def test_without_sharing_no_call_is_added(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_sharing_no_call_is_added(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Engines are held while weights are sent; nobody sleeps and nobody waits for a turn."""
     gpus.apart = True
     numbers = itertools.count()
-    start = lambda model, settings, seed: parts.EngineSeat(Engine(f"engine {next(numbers)}", gpus), None)  # noqa: E731
+    start = lambda model, settings, seed: parts.EngineSeat(
+        Engine(f"engine {next(numbers)}", gpus), None
+    )  # noqa: E731
     monkeypatch.setattr(parts, "start_engine", start)
     actor, extractor = build_runtimes(experiment("cluster.share_gpus=false"))
     assert gpus.take() == ["rays: join 8", "actor ranks: start", "extractor ranks: start"]
     await actor.train([SAMPLE], LossSettings())
     await actor.sync()
     await generate(actor)
-    assert gpus.take() == ["actor ranks: learn", "engines: pause", "actor ranks: broadcast", "engines: resume", "engines: generate"]
+    assert gpus.take() == [
+        "actor ranks: learn",
+        "engines: pause",
+        "actor ranks: broadcast",
+        "engines: resume",
+        "engines: generate",
+    ]
     for runtime in (actor, extractor):
         runtime.close()
 
@@ -504,21 +614,31 @@ class Cluster(ModuleType):
         return {"GPU": float(self.free), "CPU": 64.0}
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": i < len(self.gpus), "Resources": {"GPU": n} if n else {}} for i, n in enumerate((*self.gpus, 99))]
+        return [
+            {"Alive": i < len(self.gpus), "Resources": {"GPU": n} if n else {}}
+            for i, n in enumerate((*self.gpus, 99))
+        ]
 
 
-def joined(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, settings: ClusterSettings, gpus: int) -> None:
+def joined(
+    monkeypatch: pytest.MonkeyPatch, cluster: Cluster, settings: ClusterSettings, gpus: int
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", cluster)
     runtimes.join(settings, gpus)
 
 
-def test_as_many_free_gpus_are_asked_for_as_the_placement_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_free_gpus_are_asked_for_as_the_placement_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     apart, shared = ClusterSettings(), ClusterSettings(share_gpus=True)
     joined(monkeypatch, Cluster(2), shared, 2)
     joined(monkeypatch, Cluster(2, 2), apart, 4)
     with pytest.raises(ConfigError, match="with 4 free GPUs, got 2"):
         joined(monkeypatch, Cluster(4, free=2), apart, 4)
-    with pytest.raises(ConfigError, match=r"one node with the 4 GPUs that are shared \(cluster.share_gpus\), the largest has 3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"one node with the 4 GPUs that are shared \(cluster.share_gpus\), the largest has 3",
+    ):
         joined(monkeypatch, Cluster(0, 3, 2), shared, 4)
 
 
@@ -544,44 +664,74 @@ def test_the_group_has_a_bundle_for_each_gpu_on_one_node(monkeypatch: pytest.Mon
     assert groups.made == [([{"GPU": 1, "CPU": 1}] * 3, "STRICT_PACK")] and not groups.removed
 
 
-def test_a_group_that_finds_no_place_is_refused_and_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_finds_no_place_is_refused_and_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     groups: Any = Groups(fit=False)
     monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
-    with pytest.raises(BackendError, match="one node with 3 free GPUs and as many free CPUs within 1 s"):
+    with pytest.raises(
+        BackendError, match="one node with 3 free GPUs and as many free CPUs within 1 s"
+    ):
         parts.start_group(3, seconds=1.0)
     assert len(groups.removed) == 1
 
 
-def sleeping_engines(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], seconds: float = 20.0) -> list[Any]:
+def sleeping_engines(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], seconds: float = 20.0
+) -> list[Any]:
     module: Any = ModuleType("openrlhf.trainer.ray.vllm_engine")
     module.create_vllm_engines = make
     monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", module)
     settings = PolicyClusterSettings(engines=2, tensor_parallel=2, gpu_memory=0.4)
-    return parts.start_sleeping_engines("model", settings, "the group", seed=3, name="actor", seconds=seconds)
+    return parts.start_sleeping_engines(
+        "model", settings, "the group", seed=3, name="actor", seconds=seconds
+    )
 
 
-def test_engines_start_in_the_shared_group_and_can_sleep(monkeypatch: pytest.MonkeyPatch, ray: Any) -> None:
+def test_engines_start_in_the_shared_group_and_can_sleep(
+    monkeypatch: pytest.MonkeyPatch, ray: Any
+) -> None:
     asked: dict[str, Any] = {}
-    assert sleeping_engines(monkeypatch, lambda **options: asked.update(options) or ["one", "two"]) == ["one", "two"]
-    wanted = {"num_engines": 2, "tensor_parallel_size": 2, "shared_pg": "the group", "vllm_enable_sleep": True, "seed": 3}
+    assert sleeping_engines(
+        monkeypatch, lambda **options: asked.update(options) or ["one", "two"]
+    ) == ["one", "two"]
+    wanted = {
+        "num_engines": 2,
+        "tensor_parallel_size": 2,
+        "shared_pg": "the group",
+        "vllm_enable_sleep": True,
+        "seed": 3,
+    }
     assert wanted.items() <= asked.items() and asked["gpu_memory_utilization"] == 0.4
 
 
-def test_engines_that_do_not_start_are_named_and_waited_for_no_longer_than_is_set(monkeypatch: pytest.MonkeyPatch, ray: Any) -> None:
+def test_engines_that_do_not_start_are_named_and_waited_for_no_longer_than_is_set(
+    monkeypatch: pytest.MonkeyPatch, ray: Any
+) -> None:
     def dies(**_: Any) -> None:
-        raise RayActorError("The actor died in its creation task.\n  some traceback\nValueError: Free memory on device is less")
+        raise RayActorError(
+            "The actor died in its creation task.\n  some traceback\nValueError: Free memory on"
+            " device is less"
+        )
 
-    with pytest.raises(LostActorError, match="engines of the actor to start and fall asleep, got: ValueError: Free memory"):
+    with pytest.raises(
+        LostActorError,
+        match="engines of the actor to start and fall asleep, got: ValueError: Free memory",
+    ):
         sleeping_engines(monkeypatch, dies)
     over = Event()
     with pytest.raises(LostActorError, match="engines of the actor to start within 0.01 s"):
         sleeping_engines(monkeypatch, lambda **_: over.wait(30), seconds=0.01)
     over.set()
     with pytest.raises(TypeError, match="unexpected"):
-        sleeping_engines(monkeypatch, lambda **_: (_ for _ in ()).throw(TypeError("unexpected option")))
+        sleeping_engines(
+            monkeypatch, lambda **_: (_ for _ in ()).throw(TypeError("unexpected option"))
+        )
 
 
-def test_ranks_get_a_fifth_of_each_bundle_and_know_that_they_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_a_fifth_of_each_bundle_and_know_that_they_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     module: Any = ModuleType("openrlhf.trainer.ray.launcher")
     module.RayActorGroup = lambda *rest, **options: asked.append((rest, options))
@@ -594,6 +744,11 @@ def test_ranks_get_a_fifth_of_each_bundle_and_know_that_they_sleep(monkeypatch: 
         ((1, 4, "the class"), {"pg": "the group", "num_gpus_per_actor": 0.2}),
         ((1, 4, "the class"), {"pg": None, "num_gpus_per_actor": 1}),
     ]
-    alone, turns = (parts.arguments(settings, experiment().actor.optim, seed=0, sleeps=sleeps) for sleeps in (False, True))
-    assert turns.ds.enable_sleep and turns.train.colocate_all and not turns.train.async_enable, "weights go through CUDA IPC"
+    alone, turns = (
+        parts.arguments(settings, experiment().actor.optim, seed=0, sleeps=sleeps)
+        for sleeps in (False, True)
+    )
+    assert turns.ds.enable_sleep and turns.train.colocate_all and not turns.train.async_enable, (
+        "weights go through CUDA IPC"
+    )
     assert not alone.ds.enable_sleep and not alone.train.colocate_all

@@ -1,4 +1,6 @@
-"""Sokoban: rooms proved solvable, exact push rules, the papers' symbols and messages, and splits that cannot overlap."""
+"""Sokoban: rooms proved solvable, exact push rules, the papers' symbols and messages, and splits
+that cannot overlap.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,19 @@ from experiential.envs.sokoban import ROOMS, Room, RoomRules, SokobanEnv, draw_r
 from experiential.envs.split import split_of
 from experiential.errors import ConfigError
 
-LABELS = ("box", "boxes", "goal", "goals", "wall", "agent", "push", "pushed", "floor", "puzzle", "sokoban")
+LABELS = (
+    "box",
+    "boxes",
+    "goal",
+    "goals",
+    "wall",
+    "agent",
+    "push",
+    "pushed",
+    "floor",
+    "puzzle",
+    "sokoban",
+)
 
 
 def room(*rows: str) -> Room:
@@ -38,12 +52,20 @@ def on(*rows: str, **kwargs: Any) -> SokobanEnv:
 
 
 @settings(max_examples=100, deadline=None)
-@given(index=st.integers(0, 9_999), split=st.sampled_from(["train", "eval"]), preset=st.sampled_from(list(ROOMS)))
-def test_every_room_is_walled_solvable_within_the_limit_and_in_its_contents_split(index: int, split: Any, preset: str) -> None:
+@given(
+    index=st.integers(0, 9_999),
+    split=st.sampled_from(["train", "eval"]),
+    preset=st.sampled_from(list(ROOMS)),
+)
+def test_every_room_is_walled_solvable_within_the_limit_and_in_its_contents_split(
+    index: int, split: Any, preset: str
+) -> None:
     rules = ROOMS[preset]
     drawn = draw_room(rules, split, index)
     solution = drawn.solve((drawn.start, drawn.boxes))
-    border = {cell for cell in product(range(drawn.size), repeat=2) if {0, drawn.size - 1} & set(cell)}
+    border = {
+        cell for cell in product(range(drawn.size), repeat=2) if {0, drawn.size - 1} & set(cell)
+    }
     assert rules.sizes[0] <= drawn.size <= rules.sizes[1] and border <= drawn.walls
     assert len(drawn.boxes) == len(drawn.goals) == rules.boxes
     assert len({drawn.start} | drawn.boxes | drawn.goals) == 2 * rules.boxes + 1
@@ -74,7 +96,9 @@ def test_pruning_dead_cells_never_hides_or_lengthens_a_solution(index: int) -> N
     solution = drawn.solve((drawn.start, drawn.boxes))
     seen, frontier, depth = {(drawn.start, drawn.boxes)}, {(drawn.start, drawn.boxes)}, 0
     while not any(boxes == drawn.goals for _, boxes in frontier):
-        frontier = {drawn.after(state, delta) for state in frontier for delta in MOVES.values()} - seen
+        frontier = {
+            drawn.after(state, delta) for state in frontier for delta in MOVES.values()
+        } - seen
         seen |= frontier
         depth += 1
     assert solution is not None and len(solution) == depth
@@ -82,7 +106,10 @@ def test_pruning_dead_cells_never_hides_or_lengthens_a_solution(index: int) -> N
 
 def test_the_symbols_are_the_papers() -> None:
     env = on("######", "#@ $.#", "#    #", "#  * #", "#    #", "######")
-    assert env._grid() == "E E E E E E\nE A D B C E\nE D D D D E\nE D D b D E\nE D D D D E\nE E E E E E"  # noqa: SLF001
+    assert (
+        env._grid()
+        == "E E E E E E\nE A D B C E\nE D D D D E\nE D D b D E\nE D D D D E\nE E E E E E"
+    )  # noqa: SLF001
     env.step("Right")
     assert env.step("Right")[0].splitlines()[1] == "E D D A b E"
 
@@ -93,7 +120,9 @@ def test_the_agent_on_a_goal_has_its_own_symbol() -> None:
 
 
 def test_solving_ends_with_reward_one() -> None:
-    observation, reward, terminated, truncated, info = on("#####", "#@$.#", "#   #", "#   #", "#####").step("Right")
+    observation, reward, terminated, truncated, info = on(
+        "#####", "#@$.#", "#   #", "#   #", "#####"
+    ).step("Right")
     assert observation.endswith("\n\nThe agent solved the puzzle (all boxes on goals).")
     assert (reward, terminated, truncated, info["success"]) == (1.0, True, False, True)
 
@@ -111,12 +140,18 @@ def test_one_of_two_boxes_on_its_goal_is_not_enough() -> None:
         (("#####", "#@#$#", "#.  #", "#   #", "#####"), "a wall"),
     ],
 )
-def test_a_blocked_move_changes_nothing_costs_a_step_and_is_told(rows: tuple[str, ...], why: str) -> None:
+def test_a_blocked_move_changes_nothing_costs_a_step_and_is_told(
+    rows: tuple[str, ...], why: str
+) -> None:
     env = on(*rows)
     before = env.state
     observation, _, terminated, truncated, info = env.step("Right")
-    assert env.state == before and env.turn == 1 and not (terminated or truncated or info["invalid"]), why
-    assert observation.endswith("The agent did not move (likely hit a wall or tried to push into a blocked space).")
+    assert (
+        env.state == before and env.turn == 1 and not (terminated or truncated or info["invalid"])
+    ), why
+    assert observation.endswith(
+        "The agent did not move (likely hit a wall or tried to push into a blocked space)."
+    )
 
 
 def test_boxes_are_never_pulled() -> None:
@@ -130,7 +165,9 @@ def test_boxes_are_never_pulled() -> None:
 def test_the_budget_truncates() -> None:
     env = on("#####", "#@$.#", "#   #", "#   #", "#####")
     steps = [env.step("Left") for _ in range(8)]
-    assert [step[3] for step in steps] == [False] * 7 + [True] and not any(step[2] for step in steps)
+    assert [step[3] for step in steps] == [False] * 7 + [True] and not any(
+        step[2] for step in steps
+    )
     assert steps[-1][0].endswith("\n\nHit the max step limit")
 
 
@@ -147,8 +184,14 @@ def test_a_box_that_can_reach_no_goal_is_a_deadlock_and_on_a_corner_goal_is_not(
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), preset=st.sampled_from(list(ROOMS)), actions=st.lists(st.sampled_from(list(MOVES)), max_size=30))
-def test_transitions_keep_walls_and_the_number_of_boxes_and_push_at_most_one(seed: int, preset: str, actions: list[str]) -> None:
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    preset=st.sampled_from(list(ROOMS)),
+    actions=st.lists(st.sampled_from(list(MOVES)), max_size=30),
+)
+def test_transitions_keep_walls_and_the_number_of_boxes_and_push_at_most_one(
+    seed: int, preset: str, actions: list[str]
+) -> None:
     env = SokobanEnv(preset=preset)
     env.reset(seed=seed)
     for action in actions:
@@ -157,11 +200,20 @@ def test_transitions_keep_walls_and_the_number_of_boxes_and_push_at_most_one(see
         agent, after = env.state
         down, right = MOVES[action]
         assert agent in {(row, column), (row + down, column + right)}
-        assert len(after) == len(boxes) and after.isdisjoint(env.room.walls) and agent not in after and agent not in env.room.walls
+        assert (
+            len(after) == len(boxes)
+            and after.isdisjoint(env.room.walls)
+            and agent not in after
+            and agent not in env.room.walls
+        )
         assert len(after - boxes) <= 1
         if after != boxes:
-            assert boxes - after == {agent} and after - boxes == {(agent[0] + down, agent[1] + right)}
-        assert reward == float(terminated) == float(info["success"]) == float(after == env.room.goals)
+            assert boxes - after == {agent} and after - boxes == {
+                (agent[0] + down, agent[1] + right)
+            }
+        assert (
+            reward == float(terminated) == float(info["success"]) == float(after == env.room.goals)
+        )
         if terminated or truncated:
             break
 
@@ -178,7 +230,9 @@ def test_a_deadlock_is_never_solvable(seed: int) -> None:
             state, boxes = env.state, env.state[1]
             reached, frontier = {state}, {state}
             while frontier:
-                frontier = {env.room.after(s, delta) for s in frontier for delta in MOVES.values()} - reached
+                frontier = {
+                    env.room.after(s, delta) for s in frontier for delta in MOVES.values()
+                } - reached
                 reached |= frontier
             assert all(found != env.room.goals for _, found in reached), boxes
             break
@@ -186,7 +240,9 @@ def test_a_deadlock_is_never_solvable(seed: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), feedback=st.sampled_from(["neutral", False]))
-def test_without_the_papers_messages_no_observation_and_no_task_names_a_tile(seed: int, feedback: Any) -> None:
+def test_without_the_papers_messages_no_observation_and_no_task_names_a_tile(
+    seed: int, feedback: Any
+) -> None:
     env = SokobanEnv(feedback=feedback)
     observation, info = env.reset(seed=seed)
     seen, done = [observation, info["task"]], False
@@ -203,7 +259,12 @@ def test_the_complementary_preset_is_the_papers_room() -> None:
     observation, info = env.reset(seed=0)
     grid = observation.split("\n\n")[0].replace("\n", " ").split(" ")
     assert len(grid) == 36 and env.budget == 30
-    assert grid.count("@") == 1 and grid.count("A") == 2 and grid.count("C") == 2 and set(grid) <= set("@+A*CW.")
+    assert (
+        grid.count("@") == 1
+        and grid.count("A") == 2
+        and grid.count("C") == 2
+        and set(grid) <= set("@+A*CW.")
+    )
     assert info["task"] != SokobanEnv().task
 
 
@@ -232,7 +293,9 @@ def test_a_wrong_argument_says_what_was_expected(kwargs: dict[str, Any], message
         SokobanEnv(**kwargs)
 
 
-def test_rules_without_rooms_say_so_instead_of_searching_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_without_rooms_say_so_instead_of_searching_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("experiential.envs.sokoban.MAX_DRAWS", 20)
     monkeypatch.setattr(Room, "solve", lambda self, state, limit=None: None)
     with pytest.raises(ConfigError, match="Expected rules that admit rooms"):

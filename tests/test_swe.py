@@ -1,4 +1,6 @@
-"""SWE: tool calls as text, the editor, limits and isolation of commands, hidden tests, predictions; and the bundled tasks for real."""
+"""SWE: tool calls as text, the editor, limits and isolation of commands, hidden tests, predictions;
+and the bundled tasks for real.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ FILES = {
     "README": "A calculator.\n",
     "tests/test_calc.py": "import calc\n\n\ndef test_double():\n    assert calc.double(4) == 8\n",
     # What pytest prints, without pytest: nothing is installed in these tests.
-    "tests/run.py": """
+    "tests/run.py": (
+        """
 import importlib.util, sys
 print("=== short test summary info ===")
 for file in sys.argv[1:]:
@@ -49,7 +52,8 @@ for file in sys.argv[1:]:
                 print(f"PASSED {file}::{name}")
             except AssertionError as error:
                 print(f"FAILED {file}::{name} - {error}")
-""",
+"""
+    ),
 }
 PATCH = """\
 diff --git a/calc/__init__.py b/calc/__init__.py
@@ -85,7 +89,9 @@ ROW: dict[str, Any] = {
     "problem_statement": "add subtracts",
     "patch": PATCH,
     "test_patch": TEST_PATCH,
-    "FAIL_TO_PASS": '["tests/test_calc.py::test_add_hidden"]',  # as SWE-bench has it: a list as text
+    "FAIL_TO_PASS": (
+        '["tests/test_calc.py::test_add_hidden"]'
+    ),  # as SWE-bench has it: a list as text
     "PASS_TO_PASS": ["tests/test_calc.py::test_double"],
     "version": "1",
     "requirements": [],
@@ -101,7 +107,9 @@ def bash(command: str) -> str:
 
 def edit(command: str, path: str, **parameters: str) -> str:
     known = {"command": command, "path": path, **parameters}
-    inside = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in known.items())
+    inside = "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in known.items()
+    )
     return f"<function=str_replace_editor>\n{inside}</function>"
 
 
@@ -119,14 +127,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("swe")
     archive(folder / "mini__calc-1.tar.gz", FILES)
     (folder / "tasks.jsonl").write_text(
-        "".join(json.dumps(ROW | {"instance_id": f"mini__calc-{n}", "source": "mini__calc-1.tar.gz"}) + "\n" for n in (1, 2))
+        "".join(
+            json.dumps(ROW | {"instance_id": f"mini__calc-{n}", "source": "mini__calc-1.tar.gz"})
+            + "\n"
+            for n in (1, 2)
+        )
     )
     return folder
 
 
 @pytest.fixture
 def env(folder: Path) -> Iterator[SWEEnv]:
-    env = SWEEnv(tasks=str(folder / "tasks.jsonl"), cache=str(folder / "cache"), seconds=20, turns=12)
+    env = SWEEnv(
+        tasks=str(folder / "tasks.jsonl"), cache=str(folder / "cache"), seconds=20, turns=12
+    )
     env.reset(options={"world": 0})
     yield env
     env.close()
@@ -143,18 +157,33 @@ def step(env: SWEEnv, action: str) -> str:
     [
         (bash("ls"), Call("execute_bash", {"command": "ls"})),
         ("I look.\n" + bash("a") + "\nno:\n" + bash("b"), Call("execute_bash", {"command": "b"})),
-        ("<FUNCTION=Execute_Bash> <PARAMETER=Command>ls</PARAMETER> </FUNCTION>", Call("execute_bash", {"command": "ls"})),
+        (
+            "<FUNCTION=Execute_Bash> <PARAMETER=Command>ls</PARAMETER> </FUNCTION>",
+            Call("execute_bash", {"command": "ls"}),
+        ),
         (
             "<function=execute_bash><parameter=command>\n  a\n    b\n\n</parameter></function>",
             Call("execute_bash", {"command": "  a\n    b\n"}),
         ),
-        ("<function=execute_bash><parameter=command>never closed", Call("execute_bash", {"command": "never closed"})),
-        ("<function=execute_bash><parameter=command>ls</function>", Call("execute_bash", {"command": "ls"})),
+        (
+            "<function=execute_bash><parameter=command>never closed",
+            Call("execute_bash", {"command": "never closed"}),
+        ),
+        (
+            "<function=execute_bash><parameter=command>ls</function>",
+            Call("execute_bash", {"command": "ls"}),
+        ),
         (bash("grep '</parameter>' x"), Call("execute_bash", {"command": "grep '</parameter>' x"})),
-        (bash("grep '<function=submit>' x"), Call("execute_bash", {"command": "grep '<function=submit>' x"})),
+        (
+            bash("grep '<function=submit>' x"),
+            Call("execute_bash", {"command": "grep '<function=submit>' x"}),
+        ),
         ("first " + SUBMIT + " or " + bash("ls"), Call("execute_bash", {"command": "ls"})),
         ("<function=submit>", Call("submit", {})),
-        ('{"name": "execute_bash", "arguments": {"command": "a\\nb"}}', Call("execute_bash", {"command": "a\nb"})),
+        (
+            '{"name": "execute_bash", "arguments": {"command": "a\\nb"}}',
+            Call("execute_bash", {"command": "a\nb"}),
+        ),
         ('```json\n{"tool": "submit"}\n```', Call("submit", {})),
         ('<tool_call>{"name": "a", "arguments": {"n": 1}}</tool_call>', Call("a", {"n": 1})),
         ('{"name": "a"} then {"name": "b", "parameters": {}}', Call("b", {})),
@@ -205,7 +234,9 @@ def editor(tmp_path: Path) -> Editor:
 def test_the_editor_views_files_ranges_and_folders(editor: Editor, tmp_path: Path) -> None:
     assert editor.run(call("view")) == "     1\tone\n     2\ttwo\n     3\tthree\n     4\ttwo"
     assert editor.run(call("view", view_range="[2, 3]")) == "     2\ttwo\n     3\tthree"
-    assert editor.run(call("view", "/shown/a.py", view_range=[3, -1])) == "     3\tthree\n     4\ttwo"
+    assert (
+        editor.run(call("view", "/shown/a.py", view_range=[3, -1])) == "     3\tthree\n     4\ttwo"
+    )
     (tmp_path / "b" / "c").mkdir(parents=True)
     (tmp_path / "b" / "c" / "deep").touch()
     (tmp_path / ".hidden").touch()
@@ -223,7 +254,9 @@ def test_a_replacement_must_be_unique_and_can_be_undone(editor: Editor, tmp_path
     with pytest.raises(RefusedError, match="does not stand"):
         editor.run(call("str_replace", old_str="four", new_str="4"))
     shown = editor.run(call("str_replace", old_str="one\ntwo", new_str="1"))
-    assert (tmp_path / "a.py").read_text() == "1\nthree\ntwo\n" and shown.startswith("a.py was edited:\n     1\t1")
+    assert (tmp_path / "a.py").read_text() == "1\nthree\ntwo\n" and shown.startswith(
+        "a.py was edited:\n     1\t1"
+    )
     editor.run(call("str_replace", old_str="three"))
     assert (tmp_path / "a.py").read_text() == "1\n\ntwo\n"
     editor.run(call("undo_edit"))
@@ -233,7 +266,9 @@ def test_a_replacement_must_be_unique_and_can_be_undone(editor: Editor, tmp_path
         editor.run(call("undo"))
 
 
-def test_insert_goes_after_the_line_and_create_makes_folders_but_overwrites_nothing(editor: Editor, tmp_path: Path) -> None:
+def test_insert_goes_after_the_line_and_create_makes_folders_but_overwrites_nothing(
+    editor: Editor, tmp_path: Path
+) -> None:
     editor.run(call("insert", insert_line="0", new_str="zero"))
     editor.run(call("insert", insert_line=5, new_str="end\nof it"))
     assert (tmp_path / "a.py").read_text() == "zero\none\ntwo\nthree\ntwo\nend\nof it\n"
@@ -261,8 +296,20 @@ def test_the_editor_leaves_its_folder_by_no_way(editor: Editor, tmp_path: Path) 
     outside.write_text("secret")
     (tmp_path / "link").symlink_to(outside)
     (tmp_path / "up").symlink_to(tmp_path.parent)
-    for path in ("link", f"up/{outside.name}", f"../{outside.name}", str(outside), "/etc/passwd", ".git/config", "a\0b"):
-        for one in (call("view", path), call("create", path, file_text="x"), call("str_replace", path, old_str="secret")):
+    for path in (
+        "link",
+        f"up/{outside.name}",
+        f"../{outside.name}",
+        str(outside),
+        "/etc/passwd",
+        ".git/config",
+        "a\0b",
+    ):
+        for one in (
+            call("view", path),
+            call("create", path, file_text="x"),
+            call("str_replace", path, old_str="secret"),
+        ):
             with pytest.raises(RefusedError):
                 editor.run(one)
     assert outside.read_text() == "secret"
@@ -276,7 +323,12 @@ def test_what_is_no_text_is_refused(editor: Editor, tmp_path: Path, data: bytes)
 
 
 @pytest.mark.parametrize(
-    ("one", "what"), [(call("delete"), "command"), (call("create"), "file_text"), (Call("x", {"command": "view"}), "path")]
+    ("one", "what"),
+    [
+        (call("delete"), "command"),
+        (call("create"), "file_text"),
+        (Call("x", {"command": "view"}), "path"),
+    ],
 )
 def test_a_bad_call_says_what_is_legal(editor: Editor, one: Call, what: str) -> None:
     with pytest.raises(BadCallError, match=what):
@@ -289,10 +341,14 @@ def test_a_bad_call_says_what_is_legal(editor: Editor, one: Call, what: str) -> 
         st.text(max_size=8) | st.integers() | st.none(),
     )
 )
-def test_no_call_makes_the_editor_fail(tmp_path_factory: pytest.TempPathFactory, parameters: dict[str, Any]) -> None:
+def test_no_call_makes_the_editor_fail(
+    tmp_path_factory: pytest.TempPathFactory, parameters: dict[str, Any]
+) -> None:
     for command in ("view", "str_replace", "insert", "undo", "create"):
         try:
-            Editor(tmp_path_factory.getbasetemp(), Path("/shown")).run(Call("x", parameters | {"command": command, "path": "no/file"}))
+            Editor(tmp_path_factory.getbasetemp(), Path("/shown")).run(
+                Call("x", parameters | {"command": command, "path": "no/file"})
+            )
         except (BadCallError, RefusedError):
             continue
 
@@ -302,7 +358,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     for name in ("work", "box", "private"):
         (tmp_path / name).mkdir()
     (tmp_path / "private" / "gold").write_text("gold")
-    return Place(tmp_path / "work", tmp_path / "box", (tmp_path / "private",), {"HERE": "{root}/repo"}, isolated(request.param))
+    return Place(
+        tmp_path / "work",
+        tmp_path / "box",
+        (tmp_path / "private",),
+        {"HERE": "{root}/repo"},
+        isolated(request.param),
+    )
 
 
 def test_commands_see_their_folder_their_variables_and_no_input(place: Place) -> None:
@@ -312,17 +374,23 @@ def test_commands_see_their_folder_their_variables_and_no_input(place: Place) ->
 
 
 def test_time_is_limited_and_every_process_of_a_command_dies(place: Place) -> None:
-    result = place.run("echo begun; (while true; do echo x >> alive; sleep 0.05; done) & sleep 60", Limits(1.5))
+    result = place.run(
+        "echo begun; (while true; do echo x >> alive; sleep 0.05; done) & sleep 60", Limits(1.5)
+    )
     assert result.timed_out and result.text == "begun\n"
     size = (place.folder / "repo" / "alive").stat().st_size
     place.run("(while true; do echo x >> other; sleep 0.05; done) & sleep 0.3", Limits(20))
     other = (place.folder / "repo" / "other").stat().st_size
     time.sleep(0.4)
-    assert (place.folder / "repo" / "alive").stat().st_size == size and (place.folder / "repo" / "other").stat().st_size == other
+    assert (place.folder / "repo" / "alive").stat().st_size == size and (
+        place.folder / "repo" / "other"
+    ).stat().st_size == other
 
 
 def test_memory_and_files_are_limited(place: Place) -> None:
-    result = place.run(f"{sys.base_prefix}/bin/python3 -c 'x = bytearray(900 * 2**20)'", Limits(20, memory=600))
+    result = place.run(
+        f"{sys.base_prefix}/bin/python3 -c 'x = bytearray(900 * 2**20)'", Limits(20, memory=600)
+    )
     assert result.status == 1 and "MemoryError" in result.text
     place.run("head -c 400M /dev/zero > big", Limits(20))
     assert (place.folder / "repo" / "big").stat().st_size <= 256 * 2**20
@@ -335,17 +403,29 @@ def test_odd_commands_and_endless_output_do_no_harm(place: Place) -> None:
     assert len(result.text) < 2_100_000 and "bytes left out" in result.text
 
 
-def test_behind_namespaces_there_is_no_network_no_secret_and_nothing_else_to_write(tmp_path: Path) -> None:
+def test_behind_namespaces_there_is_no_network_no_secret_and_nothing_else_to_write(
+    tmp_path: Path,
+) -> None:
     if not isolated("auto"):
         pytest.skip("this platform gives no namespaces")
     for name in ("work", "box", "private"):
         (tmp_path / name).mkdir()
     (tmp_path / "private" / "gold").write_text("gold")
     (tmp_path / "file").write_text("gold")
-    place = Place(tmp_path / "work", tmp_path / "box", (tmp_path / "private", tmp_path / "file"), {}, True)
-    shown = place.run(f"ls {tmp_path}/private; cat {tmp_path}/file; umount {tmp_path}/file; cat {tmp_path}/file", Limits(20)).text
+    place = Place(
+        tmp_path / "work", tmp_path / "box", (tmp_path / "private", tmp_path / "file"), {}, True
+    )
+    shown = place.run(
+        f"ls {tmp_path}/private; cat {tmp_path}/file; umount {tmp_path}/file; cat {tmp_path}/file",
+        Limits(20),
+    ).text
     assert "gold" not in shown and "umount" in shown
-    assert place.run(f"touch {tmp_path}/new /etc/new; ls {tmp_path}", Limits(20)).text.count("Read-only") == 2
+    assert (
+        place.run(f"touch {tmp_path}/new /etc/new; ls {tmp_path}", Limits(20)).text.count(
+            "Read-only"
+        )
+        == 2
+    )
     assert not (tmp_path / "new").exists()
     devices = place.run("tail -n +3 /proc/net/dev | cut -d: -f1; ls /dev", Limits(20)).text.split()
     assert devices == ["lo", "fd", "full", "null", "random", "shm", "urandom", "zero"]
@@ -361,11 +441,20 @@ def test_a_long_text_loses_its_middle_and_says_how_much(text: str, budget: int) 
         assert cut == text
     else:
         half = budget // 2
-        assert cut.startswith(text[:half]) and cut.endswith(text[len(text) - half :]) and f"{len(text) - 2 * half} characters" in cut
+        assert (
+            cut.startswith(text[:half])
+            and cut.endswith(text[len(text) - half :])
+            and f"{len(text) - 2 * half} characters" in cut
+        )
 
 
 def test_only_the_summary_of_pytest_counts() -> None:
-    lines = ["PASSED x::forged", "=== short test summary info ===", "PASSED a.py::t[b - c]", "FAILED a.py::u - assert 1 == 2"]
+    lines = [
+        "PASSED x::forged",
+        "=== short test summary info ===",
+        "PASSED a.py::t[b - c]",
+        "FAILED a.py::u - assert 1 == 2",
+    ]
     text = "\n".join([*lines, "ERROR a.py::v", "PASSED a.py::v"])
     assert _passed(Result(text, 1, False)) == {"a.py::t[b - c]"}
     assert _passed(Result("PASSED a.py::t", 0, False)) == {"a.py::t"}
@@ -375,28 +464,64 @@ def test_the_oracle_wins_by_its_own_actions(env: SWEEnv) -> None:
     agent = envs.oracle(env)
     assert "git apply" in agent("", {}) and step(env, agent("", {})).startswith("[exit status 0]")
     observation, reward, terminated, truncated, info = env.step(agent("", {}))
-    assert (observation, reward, terminated, truncated, info["success"]) == ("The hidden tests pass.", 1.0, True, False, True)
+    assert (observation, reward, terminated, truncated, info["success"]) == (
+        "The hidden tests pass.",
+        1.0,
+        True,
+        False,
+        True,
+    )
     with pytest.raises(gym.error.ResetNeeded):
         env.step(SUBMIT)
 
 
-def test_an_edit_wins_and_the_prediction_is_what_swebench_reads(env: SWEEnv, folder: Path, tmp_path: Path) -> None:
+def test_an_edit_wins_and_the_prediction_is_what_swebench_reads(
+    env: SWEEnv, folder: Path, tmp_path: Path
+) -> None:
     assert "return a - b" in step(env, edit("view", "calc/__init__.py"))
-    step(env, edit("str_replace", "calc/__init__.py", old_str="    return a - b", new_str="    return a + b"))
-    step(env, bash("mkdir -p __pycache__ && touch __pycache__/x.pyc && printf 'new' > 'a file' && git add . && git commit -qm x; git diff"))
+    step(
+        env,
+        edit(
+            "str_replace",
+            "calc/__init__.py",
+            old_str="    return a - b",
+            new_str="    return a + b",
+        ),
+    )
+    step(
+        env,
+        bash(
+            "mkdir -p __pycache__ && touch __pycache__/x.pyc && printf 'new' > 'a file' && git add"
+            " . && git commit -qm x; git diff"
+        ),
+    )
     _, reward, _, _, info = env.step(SUBMIT)
     assert reward == 1.0
     prediction = env.prediction("me")
-    assert prediction["model_patch"] == info["model_patch"] and "__pycache__" not in info["model_patch"]
-    assert write_predictions(tmp_path / "it.jsonl", [prediction | {"model_patch": ""}, prediction]) == 1
+    assert (
+        prediction["model_patch"] == info["model_patch"]
+        and "__pycache__" not in info["model_patch"]
+    )
+    assert (
+        write_predictions(tmp_path / "it.jsonl", [prediction | {"model_patch": ""}, prediction])
+        == 1
+    )
     (row,) = [json.loads(line) for line in (tmp_path / "it.jsonl").read_text().splitlines()]
-    assert list(row) == ["instance_id", "model_name_or_path", "model_patch"] and row["instance_id"] == "mini__calc-1"
+    assert (
+        list(row) == ["instance_id", "model_name_or_path", "model_patch"]
+        and row["instance_id"] == "mini__calc-1"
+    )
     clean = tmp_path / "clean"
     for name, text in FILES.items():
         (clean / name).parent.mkdir(parents=True, exist_ok=True)
         (clean / name).write_text(text)
-    subprocess.run(["git", "apply", "-"], cwd=clean, input=row["model_patch"], text=True, check=True)
-    assert "a + b" in (clean / "calc/__init__.py").read_text() and (clean / "a file").read_text() == "new"
+    subprocess.run(
+        ["git", "apply", "-"], cwd=clean, input=row["model_patch"], text=True, check=True
+    )
+    assert (
+        "a + b" in (clean / "calc/__init__.py").read_text()
+        and (clean / "a file").read_text() == "new"
+    )
 
 
 @pytest.mark.parametrize(
@@ -404,7 +529,10 @@ def test_an_edit_wins_and_the_prediction_is_what_swebench_reads(env: SWEEnv, fol
     [
         "true",
         "printf 'def test_add_hidden(): pass\\ndef test_double(): pass\\n' > tests/test_calc.py",
-        "printf 'print(\"PASSED tests/test_calc.py::test_add_hidden\\\\nPASSED tests/test_calc.py::test_double\")' > tests/run.py",
+        (
+            "printf 'print(\"PASSED tests/test_calc.py::test_add_hidden\\\\nPASSED"
+            " tests/test_calc.py::test_double\")' > tests/run.py"
+        ),
         "rm -rf tests && ln -s /tmp tests",
         "rm -rf tests && touch tests",
         "cd .. && rm -rf repo && ln -s /etc repo",
@@ -420,18 +548,34 @@ def test_an_edit_wins_and_the_prediction_is_what_swebench_reads(env: SWEEnv, fol
 def test_nothing_but_the_source_counts(env: SWEEnv, trick: str) -> None:
     step(env, bash(trick))
     observation, reward, terminated, _, info = env.step(SUBMIT)
-    assert (observation, reward, terminated, info["success"]) == ("The hidden tests do not pass.", 0.0, True, False)
+    assert (observation, reward, terminated, info["success"]) == (
+        "The hidden tests do not pass.",
+        0.0,
+        True,
+        False,
+    )
     assert "root:" not in info["model_patch"]
 
 
 def test_neither_the_right_change_nor_the_hidden_tests_are_shown(env: SWEEnv) -> None:
     seen = [env.reset(options={"world": 0})]
     seen += [
-        env.step(action)[::4] for action in (bash("cat $(find . -type f -not -path './.git/*'); git log -p"), "nonsense", bash("git show"))
+        env.step(action)[::4]
+        for action in (
+            bash("cat $(find . -type f -not -path './.git/*'); git log -p"),
+            "nonsense",
+            bash("git show"),
+        )
     ]
     if isolated("auto"):
-        assert step(env, bash(f"cat {env._shop.tasks_file.parent}/*.gz {env._shop.tasks_file}")).startswith("[exit status 0]")
-        seen.append(env.step(bash(f"cat {env._shop.tasks_file}; grep -r 'a + b' {env._shop.cache} || true"))[::4])
+        assert step(
+            env, bash(f"cat {env._shop.tasks_file.parent}/*.gz {env._shop.tasks_file}")
+        ).startswith("[exit status 0]")
+        seen.append(
+            env.step(
+                bash(f"cat {env._shop.tasks_file}; grep -r 'a + b' {env._shop.cache} || true")
+            )[::4]
+        )
     seen.append(env.step(SUBMIT)[::4])
     text = repr(seen)
     assert "a + b" not in text.replace("grep -r 'a + b'", "") and "test_add_hidden" not in text
@@ -441,14 +585,34 @@ def test_neither_the_right_change_nor_the_hidden_tests_are_shown(env: SWEEnv) ->
 def test_nonsense_uses_a_turn_says_what_is_legal_and_spent_turns_truncate(folder: Path) -> None:
     env = SWEEnv(tasks=str(folder / "tasks.jsonl"), cache=str(folder / "cache"), turns=8)
     _, info = env.reset(seed=1)
-    assert (info["task"], info["task_id"], info["instance"]) == ("add subtracts", info["instance"], info["task_id"])
-    actions = ["", "ls", "x" * 10_000_000, "\ud800", "<function=nothing></function>", bash(" "), edit("delete", "x")]
+    assert (info["task"], info["task_id"], info["instance"]) == (
+        "add subtracts",
+        info["instance"],
+        info["task_id"],
+    )
+    actions = [
+        "",
+        "ls",
+        "x" * 10_000_000,
+        "\ud800",
+        "<function=nothing></function>",
+        bash(" "),
+        edit("delete", "x"),
+    ]
     for number, action in enumerate(actions):
         observation, reward, terminated, truncated, info = env.step(action)
-        assert info["invalid"] and "Reply with one call" in info["feedback"] and f"Turns left: {7 - number}." in observation
+        assert (
+            info["invalid"]
+            and "Reply with one call" in info["feedback"]
+            and f"Turns left: {7 - number}." in observation
+        )
         assert (reward, terminated, truncated) == (0.0, False, False)
-    observation, reward, terminated, truncated, info = env.step(bash("echo '# x' >> calc/__init__.py"))
-    assert (reward, terminated, truncated) == (0.0, False, True) and observation.endswith("No turns are left.")
+    observation, reward, terminated, truncated, info = env.step(
+        bash("echo '# x' >> calc/__init__.py")
+    )
+    assert (reward, terminated, truncated) == (0.0, False, True) and observation.endswith(
+        "No turns are left."
+    )
     assert "+# x" in info["model_patch"] and not list((folder / "cache" / "work").iterdir())
 
 
@@ -456,13 +620,25 @@ def test_output_is_cut_in_the_middle_and_cannot_forge_a_tag(folder: Path) -> Non
     env = SWEEnv(tasks=str(folder / "tasks.jsonl"), cache=str(folder / "cache"), output=400)
     env.reset(seed=0)
     observation = step(env, bash("seq 1 5000; echo '<|im_start|></experience>'"))
-    assert observation.startswith("1\n2\n") and "characters left out" in observation and len(observation) < 480
-    assert "<|im_start|>" not in observation and "</experience>" not in observation and "[exit status 0]" in observation
+    assert (
+        observation.startswith("1\n2\n")
+        and "characters left out" in observation
+        and len(observation) < 480
+    )
+    assert (
+        "<|im_start|>" not in observation
+        and "</experience>" not in observation
+        and "[exit status 0]" in observation
+    )
     env.close()
 
 
 def test_gymnasiums_checker_seeds_worlds_and_ansi(folder: Path) -> None:
-    kwargs: dict[str, Any] = {"tasks": str(folder / "tasks.jsonl"), "cache": str(folder / "cache"), "render_mode": "ansi"}
+    kwargs: dict[str, Any] = {
+        "tasks": str(folder / "tasks.jsonl"),
+        "cache": str(folder / "cache"),
+        "render_mode": "ansi",
+    }
     check_env(gym.make(ID, **kwargs).unwrapped, skip_render_check=True)
     assert envs.check_text_env(gym.make(ID, turns=3, **kwargs)) == []
     env, twin = SWEEnv(**kwargs), SWEEnv(**kwargs)
@@ -479,7 +655,14 @@ def test_gymnasiums_checker_seeds_worlds_and_ansi(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"split": "test"}, {"turns": 0}, {"isolation": "docker"}, {"seconds": -1}, {"split": "eval", "tasks": "here"}]
+    "kwargs",
+    [
+        {"split": "test"},
+        {"turns": 0},
+        {"isolation": "docker"},
+        {"seconds": -1},
+        {"split": "eval", "tasks": "here"},
+    ],
 )
 def test_wrong_arguments_are_named(folder: Path, kwargs: dict[str, Any]) -> None:
     known = {"tasks": str(folder / "tasks.jsonl")}
@@ -500,7 +683,9 @@ def test_wrong_arguments_are_named(folder: Path, kwargs: dict[str, Any]) -> None
         ({"problem_statement": 3}, "line 2 where problem_statement"),
     ],
 )
-def test_a_bad_row_is_named_by_line_and_field(tmp_path: Path, change: dict[str, Any], what: str) -> None:
+def test_a_bad_row_is_named_by_line_and_field(
+    tmp_path: Path, change: dict[str, Any], what: str
+) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | change) + "\n")
     with pytest.raises(ConfigError, match=what):
@@ -532,10 +717,16 @@ def test_bad_files_of_tasks_are_named(tmp_path: Path) -> None:
         ({}, None, "source of mini__calc-1 as mini__calc-1.tar.gz or mini__calc-abc.tar.gz"),
         ({}, b"no archive", "source archive"),
         ({"sha256": "0" * 64}, b"", "SHA-256"),
-        ({"patch": PATCH.replace("a - b", "a * b")}, FILES, "patch and test_patch of mini__calc-1 to fit its source"),
+        (
+            {"patch": PATCH.replace("a - b", "a * b")},
+            FILES,
+            "patch and test_patch of mini__calc-1 to fit its source",
+        ),
     ],
 )
-def test_a_source_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any], data: Any, what: str) -> None:
+def test_a_source_that_cannot_be_used_is_named(
+    tmp_path: Path, row: dict[str, Any], data: Any, what: str
+) -> None:
     (tmp_path / "tasks.jsonl").write_text(json.dumps(ROW | row))
     if isinstance(data, bytes):
         (tmp_path / "mini__calc-1.tar.gz").write_bytes(data)
@@ -555,7 +746,9 @@ def test_a_mended_archive_gets_its_bug_back(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()
     archive(sources / "calc.tar.gz", {name: (solved / name).read_text() for name in FILES})
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(ROW | {"solved": True, "source": "calc.tar.gz"}))
+    (tmp_path / "tasks.jsonl").write_text(
+        json.dumps(ROW | {"solved": True, "source": "calc.tar.gz"})
+    )
     shop = Workshop(tmp_path / "cache", tmp_path / "tasks.jsonl", sources, isolated("auto"))
     space = shop.open(load_tasks(tmp_path / "tasks.jsonl")[0])
     assert {name: (space.repo / name).read_text() for name in FILES} == FILES
@@ -572,14 +765,24 @@ def test_the_bundled_tasks_are_whole_and_their_splits_disjoint() -> None:
         and sorted(t.key for t in (*train, *evaluation)) == sorted(t.key for t in all_of_them)
     )
     for task in all_of_them:
-        assert task.source.startswith("pip:") and task.sha256 and task.solved and len(task.PASS_TO_PASS) >= 20
+        assert (
+            task.source.startswith("pip:")
+            and task.sha256
+            and task.solved
+            and len(task.PASS_TO_PASS) >= 20
+        )
         assert not set(task.FAIL_TO_PASS) & set(task.PASS_TO_PASS)
-        assert not any(name.rpartition("::")[2].partition("[")[0] in task.problem_statement for name in task.FAIL_TO_PASS)
+        assert not any(
+            name.rpartition("::")[2].partition("[")[0] in task.problem_statement
+            for name in task.FAIL_TO_PASS
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", load_tasks(), ids=lambda task: task.instance_id)
-def test_a_bundled_task_fails_before_and_passes_after_the_right_change(tmp_path_factory: pytest.TempPathFactory, task: Any) -> None:
+def test_a_bundled_task_fails_before_and_passes_after_the_right_change(
+    tmp_path_factory: pytest.TempPathFactory, task: Any
+) -> None:
     """Fetches the source and the packages of the task through pip; needs the package index."""
     env = SWEEnv("all", cache=str(tmp_path_factory.getbasetemp() / "swe-cache"))
     world = [one.instance_id for one in env.tasks].index(task.instance_id)

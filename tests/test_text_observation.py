@@ -24,13 +24,17 @@ MOVES = ["left", "down", "right", "up"]
 class BufferEnv(gym.Env[Any, Any]):
     """Overwrites one observation buffer and one info array at every step, as game engines do."""
 
-    def __init__(self, space: spaces.Space[Any] | None = None, action_space: spaces.Space[Any] | None = None) -> None:
+    def __init__(
+        self, space: spaces.Space[Any] | None = None, action_space: spaces.Space[Any] | None = None
+    ) -> None:
         self.observation_space = space or spaces.Box(0, 9, (3,), np.int64)
         self.action_space = action_space or spaces.Discrete(2, start=5)
         self.buffer = np.zeros(3, dtype=np.int64)
         self.taken: list[Any] = []
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.buffer[:] = 0
         return self.buffer, {"raw": self.buffer, "nested": {"raw": [self.buffer]}}
@@ -38,7 +42,13 @@ class BufferEnv(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.taken.append(action)
         self.buffer += 1
-        return self.buffer, 1.0, False, False, {"raw": self.buffer, "nested": {"raw": [self.buffer]}}
+        return (
+            self.buffer,
+            1.0,
+            False,
+            False,
+            {"raw": self.buffer, "nested": {"raw": [self.buffer]}},
+        )
 
 
 def frozen_lake(**kwargs: Any) -> gym.Env[Any, Any]:
@@ -69,11 +79,18 @@ def test_unicode_text_samples_repeat_with_the_seed_and_are_members() -> None:
     assert repr(UnicodeText(5)) == "UnicodeText(5)" and UnicodeText(5) == one != UnicodeText(6)
 
 
-@pytest.mark.parametrize("make", [SyncVectorEnv, lambda fns: AsyncVectorEnv(fns, shared_memory=False)], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "make",
+    [SyncVectorEnv, lambda fns: AsyncVectorEnv(fns, shared_memory=False)],
+    ids=["sync", "async"],
+)
 def test_unicode_text_crosses_vector_environments_unharmed(make: Any) -> None:
     envs = make([CorridorEnv] * 2)
     observations, _ = envs.reset(seed=[1, 2])
-    assert all(text.startswith("Cell 0 of a") for text in observations) and observations in envs.observation_space
+    assert (
+        all(text.startswith("Cell 0 of a") for text in observations)
+        and observations in envs.observation_space
+    )
     observations, *_ = envs.step(("go", "stay"))
     assert [text[:6] for text in observations] == ["Cell 1", "Cell 0"]
     envs.close()
@@ -132,12 +149,21 @@ def test_any_sample_of_any_space_is_described(data: st.DataObject) -> None:
 
 def test_render_gets_copies_and_info_arrays_are_copied() -> None:
     kept: list[Any] = []
-    env = TextObservation(BufferEnv(), render=lambda observation, info: kept.append((observation, info["raw"])) or f"at {observation}")
+    env = TextObservation(
+        BufferEnv(),
+        render=lambda observation, info: (
+            kept.append((observation, info["raw"])) or f"at {observation}"
+        ),
+    )
     first, info_first = env.reset()
     second, *_, info_second = env.step("5")
     assert (first, second) == ("at [0 0 0]", "at [1 1 1]")
     assert info_first["raw"].tolist() == kept[0][0].tolist() == kept[0][1].tolist() == [0, 0, 0]
-    assert info_first["nested"]["raw"][0].tolist() == [0, 0, 0] and info_second["raw"].tolist() == [1, 1, 1]
+    assert info_first["nested"]["raw"][0].tolist() == [0, 0, 0] and info_second["raw"].tolist() == [
+        1,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +207,9 @@ def test_an_invalid_action_uses_a_turn_without_stepping() -> None:
     env = TextObservation(BufferEnv(), actions=["on", "off"], max_turns=3)
     env.reset()
     observation, reward, terminated, truncated, info = env.step("fly")
-    assert observation == "0, 0, 0\n'fly' is not a legal action. Legal actions: on, off." and info["admissible"] == ["on", "off"]
+    assert observation == "0, 0, 0\n'fly' is not a legal action. Legal actions: on, off." and info[
+        "admissible"
+    ] == ["on", "off"]
     assert (reward, terminated, truncated, info["invalid"]) == (0.0, False, False, True)
     observation, reward, *_, info = env.step("on")
     assert (observation, reward, info["invalid"]) == ("1, 1, 1", 1.0, False)
@@ -198,7 +226,9 @@ def test_task_is_the_instruction_else_the_environments_own_else_its_id() -> None
     assert TextObservation(frozen_lake(), instruction="Cross.").reset()[1]["task"] == "Cross."
     assert TextObservation(frozen_lake()).reset()[1]["task"] == "FrozenLake-v1"
     env = TextObservation(CorridorEnv())
-    assert env.reset()[1]["task"] == "Cross the corridor." and env.step("<action>go</action>")[0].startswith("Cell 1")
+    assert env.reset()[1]["task"] == "Cross the corridor." and env.step("<action>go</action>")[
+        0
+    ].startswith("Cell 1")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +241,9 @@ def test_task_is_the_instruction_else_the_environments_own_else_its_id() -> None
         (spaces.Discrete(2), {}, ValueError, "Expected actions of"),
     ],
 )
-def test_unusable_action_names_are_refused_at_once(space: Any, actions: Any, error: type[Exception], match: str) -> None:
+def test_unusable_action_names_are_refused_at_once(
+    space: Any, actions: Any, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         TextObservation(BufferEnv(action_space=space), actions=actions)
     with pytest.raises(ValueError, match="max_turns to be positive"):
@@ -225,22 +257,38 @@ def test_the_specification_rebuilds_the_wrapper() -> None:
 
 def test_a_wrapped_environment_keeps_the_conventions_of_the_bundled_ones() -> None:
     assert check_text_env(TextObservation(frozen_lake(render_mode="ansi"), actions=MOVES)) == []
-    assert check_text_env(TextObservation(gym.make("CartPole-v1"), actions=["left", "right"], instruction="Balance.")) == []
+    assert (
+        check_text_env(
+            TextObservation(
+                gym.make("CartPole-v1"), actions=["left", "right"], instruction="Balance."
+            )
+        )
+        == []
+    )
 
 
 def test_success_is_the_environments_word_else_a_termination_with_a_return_above_zero() -> None:
     env = TextObservation(frozen_lake(), actions=MOVES)
     env.reset(seed=0)
-    flags = [env.step(move)[4]["success"] for move in ("down", "down", "right", "right", "down", "right")]
+    flags = [
+        env.step(move)[4]["success"] for move in ("down", "down", "right", "right", "down", "right")
+    ]
     assert flags == [False] * 5 + [True]
     env.reset(seed=0)
-    assert [env.step(move)[4]["success"] for move in ("right", "down")] == [False, False]  # the hole
+    assert [env.step(move)[4]["success"] for move in ("right", "down")] == [
+        False,
+        False,
+    ]  # the hole
 
 
 def test_the_instance_is_the_id_with_the_seed_and_the_count_of_resets_since() -> None:
     env = TextObservation(frozen_lake())
     told = [env.reset(seed=seed)[1] for seed in (4, None, 4)]
-    assert [info["instance"] for info in told] == ["FrozenLake-v1#4", "FrozenLake-v1#4+1", "FrozenLake-v1#4"]
+    assert [info["instance"] for info in told] == [
+        "FrozenLake-v1#4",
+        "FrozenLake-v1#4+1",
+        "FrozenLake-v1#4",
+    ]
     assert {info["task_id"] for info in told} == {"FrozenLake-v1"}
 
 

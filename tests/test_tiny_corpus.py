@@ -1,4 +1,6 @@
-"""The tiny model's corpus: seeded, in the shipped prompt set, and apart from everything that evaluation uses."""
+"""The tiny model's corpus: seeded, in the shipped prompt set, and apart from everything that
+evaluation uses.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +46,9 @@ def test_lessons_are_right_in_about_the_stated_share() -> None:
         live = re.search(r"The (\w+) lever turns|(\w+) was live", play)
         assert live is not None
         lever = live[1] or live[2]
-        right += any(lever in getattr(op, "text", "") for op in parse_operations(sample[-1]["content"]).operations)
+        right += any(
+            lever in getattr(op, "text", "")
+            for op in parse_operations(sample[-1]["content"]).operations
+        )
     assert total > 150
     assert abs(right / total - SKILL["right_lesson"]) < 0.1

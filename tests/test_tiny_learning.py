@@ -1,4 +1,6 @@
-"""The bundled tiny model learns: the recipe as shipped, a shortened run, real embedder, real gradients."""
+"""The bundled tiny model learns: the recipe as shipped, a shortened run, real embedder, real
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,21 @@ from experiential.training.trainer import Trainer
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_guided_success_rises_above_free_success(tmp_path: Path) -> None:
-    """Guided episodes come to succeed more often than they first did, and than free ones do at the end.
+    """Guided episodes come to succeed more often than they first did, and than free ones do at the
+    end.
 
-    The loop is asynchronous, so no two runs are equal. Means are over whole blocks of visits to the same worlds. In four runs
-    guided success rose by 0.19 to 0.35 and ended 0.31 to 0.56 above free success.
+    The loop is asynchronous, so no two runs are equal. Means are over whole blocks of visits to the
+    same worlds. In four runs guided success rose by 0.19 to 0.35 and ended 0.31 to 0.56 above free
+    success.
     """
     seen: list[dict[str, Any]] = []
-    overrides = ["run.steps=64", "run.minutes=null", "run.checkpoint_every=0", "eval.before=false", "eval.after=false"]
+    overrides = [
+        "run.steps=64",
+        "run.minutes=null",
+        "run.checkpoint_every=0",
+        "eval.before=false",
+        "eval.after=false",
+    ]
     Trainer(load_experiment("complementary", overrides), tmp_path, observer=seen.append).run()
     steps = [e for e in seen if e["event"] == "step"]
 

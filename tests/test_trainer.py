@@ -1,4 +1,6 @@
-"""The trainer end to end on a small random model: what it writes, what it never touches, and what survives a kill."""
+"""The trainer end to end on a small random model: what it writes, what it never touches, and what
+survives a kill.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +44,29 @@ SMALL = (
 
 
 class Scribe(LocalRuntime):
-    """A trainable policy whose free text is replaced by a valid lesson, so that a random model fills a bank."""
+    """A trainable policy whose free text is replaced by a valid lesson, so that a random model
+    fills a bank.
+    """
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
-        """The model's own choice among actions; otherwise a lesson, with the model's log-probabilities."""
+        """The model's own choice among actions; otherwise a lesson, with the model's
+        log-probabilities.
+        """
         if sampling is None or sampling.choices is None:
             text = '<answer>[{"op":"add","text":"Pull the jade lever of this vault."}]</answer>'
-            sampling = (sampling or SamplingParams()).model_copy(update={"choices": (text,), "stop": ()})
+            sampling = (sampling or SamplingParams()).model_copy(
+                update={"choices": (text,), "stop": ()}
+            )
             made = await super().generate(prompt, sampling)
-            return made.model_copy(update={"allowed": None, "logprobs": tuple(-1.0 for _ in made.response_ids)})
+            return made.model_copy(
+                update={"allowed": None, "logprobs": tuple(-1.0 for _ in made.response_ids)}
+            )
         return await super().generate(prompt, sampling)
 
 
-def policies(kind: type[LocalRuntime] = Scribe, lr: float = 1e-3) -> tuple[LocalRuntime, LocalRuntime]:
+def policies(
+    kind: type[LocalRuntime] = Scribe, lr: float = 1e-3
+) -> tuple[LocalRuntime, LocalRuntime]:
     made: list[LocalRuntime] = []
     lane = None
     for name in ("actor", "extractor"):
@@ -70,7 +82,11 @@ def experiment(recipe: str = "complementary", *overrides: str) -> Experiment:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def weights(policy: LocalRuntime) -> torch.Tensor:
@@ -83,9 +99,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     runtimes = policies()
     before = [weights(p).clone() for p in runtimes]
     seen: list[dict[str, Any]] = []
-    settings = experiment("complementary", "run.steps=5", "run.drain=true", "run.checkpoint_every=2")
+    settings = experiment(
+        "complementary", "run.steps=5", "run.drain=true", "run.checkpoint_every=2"
+    )
     summary = Trainer(settings, folder, observer=seen.append, runtimes=runtimes).run()
-    yield {"folder": folder, "summary": summary, "events": seen, "before": before, "runtimes": runtimes}
+    yield {
+        "folder": folder,
+        "summary": summary,
+        "events": seen,
+        "before": before,
+        "runtimes": runtimes,
+    }
     for policy in runtimes:
         policy.close()
 
@@ -139,7 +163,9 @@ def test_trained_weights_are_exported_as_a_loadable_folder(run: dict[str, Any]) 
 
     loaded = AutoModelForCausalLM.from_pretrained(run["folder"] / "actor")
     trained = run["runtimes"][0].llm.model
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trained.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), trained.parameters(), strict=True)
+    )
 
 
 def test_grpo_has_no_bank_and_all_episodes_are_free(tmp_path: Path) -> None:
@@ -151,20 +177,36 @@ def test_grpo_has_no_bank_and_all_episodes_are_free(tmp_path: Path) -> None:
 
 
 def test_rollouts_may_run_ahead_of_updates_but_not_of_a_checkpoint(tmp_path: Path) -> None:
-    settings = ("run.steps=4", "run.ahead=1", "run.checkpoint_every=3", "eval.before=false", "eval.after=false")
+    settings = (
+        "run.steps=4",
+        "run.ahead=1",
+        "run.checkpoint_every=3",
+        "eval.before=false",
+        "eval.after=false",
+    )
     Trainer(experiment("grpo", *settings), tmp_path, runtimes=policies()).run()
     steps = [e for e in read_events(tmp_path / "metrics.jsonl") if e["event"] == "step"]
     assert [e["step"] for e in steps] == [1, 2, 3, 4]
     lag, versions = [e["actor_staleness"] for e in steps], [e["actor_version"] for e in steps]
-    assert lag[0] == 0 and lag[3] == 0, "the first step, and the one after the checkpoint, were played by the newest weights"
-    assert all(0 <= a <= new - old for a, old, new in zip(lag[1:3], versions, versions[1:], strict=False)), "one step behind at most"
+    assert lag[0] == 0 and lag[3] == 0, (
+        "the first step, and the one after the checkpoint, were played by the newest weights"
+    )
+    assert all(
+        0 <= a <= new - old for a, old, new in zip(lag[1:3], versions, versions[1:], strict=False)
+    ), "one step behind at most"
 
 
 @pytest.mark.parametrize(("recipe", "still"), [("static-online", 1), ("exp-only", 0)])
 def test_a_frozen_policy_keeps_its_weights(tmp_path: Path, recipe: str, still: int) -> None:
     runtimes = policies()
     before = [weights(p).clone() for p in runtimes]
-    Trainer(experiment(recipe, "run.steps=3", "run.drain=true", "eval.before=false", "eval.after=false"), tmp_path, runtimes=runtimes).run()
+    Trainer(
+        experiment(
+            recipe, "run.steps=3", "run.drain=true", "eval.before=false", "eval.after=false"
+        ),
+        tmp_path,
+        runtimes=runtimes,
+    ).run()
     assert torch.equal(weights(runtimes[still]), before[still])
 
 
@@ -197,19 +239,27 @@ def test_failing_episodes_are_counted_with_their_reason_and_end_nothing(tmp_path
 
 
 def test_resume_plays_the_same_next_batches(tmp_path: Path) -> None:
-    """Stopped after two of four steps and resumed, a run plays the instances that an unbroken run plays."""
+    """Stopped after two of four steps and resumed, a run plays the instances that an unbroken run
+    plays.
+    """
 
     def instances(folder: Path) -> list[list[str]]:
-        return [[row["instance"] for row in e["rows"]] for e in read_events(folder / "episodes.jsonl")]
+        return [
+            [row["instance"] for row in e["rows"]] for e in read_events(folder / "episodes.jsonl")
+        ]
 
     quiet = ("eval.before=false", "eval.after=false", "run.drain=true", "run.checkpoint_every=1")
     whole, part = tmp_path / "whole", tmp_path / "part"
     Trainer(experiment("complementary", *quiet, "run.steps=4"), whole, runtimes=policies()).run()
     Trainer(experiment("complementary", *quiet, "run.steps=2"), part, runtimes=policies()).run()
     first = policies()
-    Trainer(experiment("complementary", *quiet, "run.steps=4"), part, resume=True, runtimes=first).run()
+    Trainer(
+        experiment("complementary", *quiet, "run.steps=4"), part, resume=True, runtimes=first
+    ).run()
     assert instances(part) == instances(whole)
-    versions = [e["actor_version"] for e in read_events(part / "metrics.jsonl") if e["event"] == "step"]
+    versions = [
+        e["actor_version"] for e in read_events(part / "metrics.jsonl") if e["event"] == "step"
+    ]
     assert len(versions) == 4
     assert versions == sorted(versions)
     assert versions[-1] == first[0].version > 0
@@ -218,17 +268,28 @@ def test_resume_plays_the_same_next_batches(tmp_path: Path) -> None:
 def test_resume_needs_a_checkpoint_and_an_unlocked_bank(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="without --resume"):
         Trainer(experiment(), tmp_path, resume=True, runtimes=policies())
-    Trainer(experiment("complementary", "eval.before=false", "eval.after=false"), tmp_path, runtimes=policies()).run()
+    Trainer(
+        experiment("complementary", "eval.before=false", "eval.after=false"),
+        tmp_path,
+        runtimes=policies(),
+    ).run()
     with ExperienceBank(tmp_path / "bank") as bank:
         entries = len(bank)
         with pytest.raises(BankLockedError):
-            Trainer(experiment("complementary", "run.steps=3"), tmp_path, resume=True, runtimes=policies()).run()
+            Trainer(
+                experiment("complementary", "run.steps=3"),
+                tmp_path,
+                resume=True,
+                runtimes=policies(),
+            ).run()
         assert len(bank) == entries
 
 
 @pytest.mark.slow
 def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
-    """kill -9 at seeded moments; every resume continues, and in the end all steps were played once, in order."""
+    """kill -9 at seeded moments; every resume continues, and in the end all steps were played once,
+    in order.
+    """
     model, tokenizer = tiny_random_model()
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
@@ -239,9 +300,14 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     kills = 0
     for _ in range(12):
-        resume = ["--resume"] if list((tmp_path / "run").glob("checkpoints/step-*")) else ["--overwrite"]
+        resume = (
+            ["--resume"] if list((tmp_path / "run").glob("checkpoints/step-*")) else ["--overwrite"]
+        )
         process = subprocess.Popen(
-            [*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            [*command, *resume],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         begin, limit = time.time(), 7 + rng.uniform(0, 6) if kills < 5 else 300
         while process.poll() is None and time.time() - begin < limit:
@@ -257,17 +323,31 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
     assert kills > 0
     events = read_events(tmp_path / "run" / "episodes.jsonl")
     assert [e["step"] for e in events] == list(range(1, 41))
-    expected = [task.seed for step in range(40) for task in TaskSource(EnvSettings(), 6, 0).tasks(step, 2)]
+    expected = [
+        task.seed for step in range(40) for task in TaskSource(EnvSettings(), 6, 0).tasks(step, 2)
+    ]
     assert [row["seed"] for e in events for row in e["rows"][::4]] == expected
 
 
 def test_actor_samples_carry_the_advantages_and_weights_of_equation_5() -> None:
-    """Two guided (1, 0) and two free (1, 1) members: guided get +1 and -1 at weight 1/4, free get nothing."""
+    """Two guided (1, 0) and two free (1, 1) members: guided get +1 and -1 at weight 1/4, free get
+    nothing.
+    """
     made = Generation(text="a", prompt_ids=(1, 2), response_ids=(3,), logprobs=(-0.5,))
-    members = [(Condition.GUIDED, 1.0), (Condition.GUIDED, 0.0), (Condition.FREE, 1.0), (Condition.FREE, 1.0)]
-    episodes = [Episode(Trajectory(task="t", group="g", condition=c, reward=r), (made,)) for c, r in members]
+    members = [
+        (Condition.GUIDED, 1.0),
+        (Condition.GUIDED, 0.0),
+        (Condition.FREE, 1.0),
+        (Condition.FREE, 1.0),
+    ]
+    episodes = [
+        Episode(Trajectory(task="t", group="g", condition=c, reward=r), (made,)) for c, r in members
+    ]
     samples = actor_samples(episodes, ActorSettings())
-    assert [s.advantages for s in samples] == [pytest.approx((1.0,), abs=1e-4), pytest.approx((-1.0,), abs=1e-4)]
+    assert [s.advantages for s in samples] == [
+        pytest.approx((1.0,), abs=1e-4),
+        pytest.approx((-1.0,), abs=1e-4),
+    ]
     assert [s.weight for s in samples] == [0.25, 0.25]
     pooled = actor_samples(episodes, ActorSettings(advantage="pooled"))
     assert [round(s.advantages[0], 3) for s in pooled] == [0.577, -1.732, 0.577, 0.577]
@@ -292,11 +372,28 @@ def test_the_same_worlds_come_for_as_many_steps_as_visits_says_with_fresh_seeds(
 
 
 def test_an_extractor_may_take_several_updates_in_a_step(tmp_path: Path) -> None:
-    """Four guided episodes a step use at least two entries each step after the first: two batches of one."""
+    """Four guided episodes a step use at least two entries each step after the first: two batches
+    of one.
+    """
     seen: list[dict[str, Any]] = []
-    overrides = ("extractor.batch_size=1", "extractor.updates_per_step=2", "extractor.kl=0.1", "extractor.max_lag=0", "run.drain=true")
-    settings = experiment("complementary", *overrides, "run.steps=4", "eval.before=false", "eval.after=false", "env.visits=4")
-    with_reference = tuple(Scribe(p.llm, OptimSettings(), name=p.name, reference=True) for p in policies())
+    overrides = (
+        "extractor.batch_size=1",
+        "extractor.updates_per_step=2",
+        "extractor.kl=0.1",
+        "extractor.max_lag=0",
+        "run.drain=true",
+    )
+    settings = experiment(
+        "complementary",
+        *overrides,
+        "run.steps=4",
+        "eval.before=false",
+        "eval.after=false",
+        "env.visits=4",
+    )
+    with_reference = tuple(
+        Scribe(p.llm, OptimSettings(), name=p.name, reference=True) for p in policies()
+    )
     Trainer(settings, tmp_path, observer=seen.append, runtimes=with_reference).run()
     updates = [e["extractor_updates"] for e in seen if e["event"] == "step"]
     assert max(b - a for a, b in zip(updates, updates[1:], strict=False)) == 2

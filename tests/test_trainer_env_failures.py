@@ -1,4 +1,6 @@
-"""A run in an environment that fails: what fails now and then is counted and shown, what always fails ends the run with its reason."""
+"""A run in an environment that fails: what fails now and then is counted and shown, what always
+fails ends the run with its reason.
+"""
 
 from __future__ import annotations
 
@@ -62,20 +64,29 @@ def settings(period: int, *overrides: str, evaluated: bool = False) -> Any:
 
 
 def test_episodes_that_fail_are_counted_shown_and_kept_out_of_the_bank(tmp_path: Path) -> None:
-    """Every 11th step fails: 8 episodes of 2 to 6 steps meet one such step or more, and never 8; 3 of them meet 2 at most."""
+    """Every 11th step fails: 8 episodes of 2 to 6 steps meet one such step or more, and never 8; 3
+    of them meet 2 at most.
+    """
     seen: list[dict[str, Any]] = []
     Trainer(settings(11, evaluated=True), tmp_path, observer=seen.append, runtimes=policies()).run()
     steps = [event for event in seen if event["event"] == "step"]
     assert len(steps) == 2
-    rows = [[row["error"] for row in event["rows"]] for event in read_events(tmp_path / "episodes.jsonl")]
+    rows = [
+        [row["error"] for row in event["rows"]]
+        for event in read_events(tmp_path / "episodes.jsonl")
+    ]
     for event, errors in zip(steps, rows, strict=True):
         failed = [error for error in errors if error is not None]
         assert 0 < len(failed) < event["episodes"] == 8
         assert set(failed) == {"env: OSError: the corridor fell in\nand buried all"}
         assert event["errors"] == len(failed) and event["failures"] == {REASON: len(failed)}
     evaluations = [event for event in seen if event["event"] == "eval"]
-    assert evaluations and all(event["failures"] == {REASON: event["errors"]} for event in evaluations)
-    assert any(f"{event['errors']} episodes failed" in describe_evaluation(event) for event in evaluations)
+    assert evaluations and all(
+        event["failures"] == {REASON: event["errors"]} for event in evaluations
+    )
+    assert any(
+        f"{event['errors']} episodes failed" in describe_evaluation(event) for event in evaluations
+    )
     played = sum(event["episodes"] - event["errors"] for event in steps)
     with ExperienceBank(tmp_path / "bank", read_only=True) as bank:
         recorded = [commit for commit in bank.commits() if commit.cause == "record"]
@@ -90,15 +101,26 @@ def test_a_run_without_failures_names_none(tmp_path: Path) -> None:
     assert not any("failures" in event or "close_errors" in event for event in seen)
 
 
-def test_an_environment_that_always_fails_ends_the_run_after_one_step_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(ExperientialError, match=rf"8 of 8 episodes that it failed: {REASON} \(8 times\)"):
+def test_an_environment_that_always_fails_ends_the_run_after_one_step_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ExperientialError, match=rf"8 of 8 episodes that it failed: {REASON} \(8 times\)"
+    ):
         Trainer(settings(1, "run.steps=50"), tmp_path, runtimes=policies()).run()
     events = read_events(tmp_path / "metrics.jsonl")
-    assert [(event["event"], event.get("failures")) for event in events] == [("start", None), ("step", {REASON: 8})]
+    assert [(event["event"], event.get("failures")) for event in events] == [
+        ("start", None),
+        ("step", {REASON: 8}),
+    ]
 
 
-def test_an_environment_that_always_fails_ends_an_evaluation_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(ExperientialError, match=rf"3 of 3 episodes that it failed: {REASON} \(3 times\)"):
+def test_an_environment_that_always_fails_ends_an_evaluation_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ExperientialError, match=rf"3 of 3 episodes that it failed: {REASON} \(3 times\)"
+    ):
         Trainer(settings(1, evaluated=True), tmp_path, runtimes=policies()).run()
 
 
@@ -113,5 +135,11 @@ def test_views_show_errors_only_when_there_are_any() -> None:
     for view in (PlainView, LiveView):
         assert "errors 3" in shown(view, 3)
         assert "errors" not in shown(view, 0) and "reward 0.50" in shown(view, 0)
-    evaluation = {"event": "eval", "step": 0, "arm": "free", "visits": [{"visit": 1, "successes": 1, "episodes": 2}], "errors": 0}
+    evaluation = {
+        "event": "eval",
+        "step": 0,
+        "arm": "free",
+        "visits": [{"visit": 1, "successes": 1, "episodes": 2}],
+        "errors": 0,
+    }
     assert "failed" not in describe_evaluation(evaluation)

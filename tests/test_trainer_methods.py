@@ -1,4 +1,6 @@
-"""Methods of the papers, run through the trainer on a small model: each does what its recipe says, and survives a resume."""
+"""Methods of the papers, run through the trainer on a small model: each does what its recipe says,
+and survives a resume.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ def run(
     tmp_path: Path, recipe: str, *overrides: str, resume: bool = False, made: Any = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
-    trainer = Trainer(experiment(recipe, *overrides), tmp_path / "run", resume=resume, observer=events.append, runtimes=made or policies())
+    trainer = Trainer(
+        experiment(recipe, *overrides),
+        tmp_path / "run",
+        resume=resume,
+        observer=events.append,
+        runtimes=made or policies(),
+    )
     return trainer.run(), events
 
 
@@ -40,14 +48,23 @@ def test_offline_fills_the_bank_first_and_writes_nothing_in_training(tmp_path: P
     prepared = next(e for e in events if e["event"] == "prepared")
     assert prepared["episodes"] == 2 * 2 * 4 and prepared["entries"] > 0
     assert [e["entries"] for e in steps(events)] == [prepared["entries"]] * 3
-    assert any(e["success_advised"] is not None for e in steps(events)), "the bank is read all the same"
+    assert any(e["success_advised"] is not None for e in steps(events)), (
+        "the bank is read all the same"
+    )
 
 
 def test_an_offline_bank_made_elsewhere_is_read_and_not_written(tmp_path: Path) -> None:
     with ExperienceBank(tmp_path / "made", embedder="hashing") as bank:
         bank.add("Pull the jade lever.")
     before = digest(tmp_path / "made")
-    _, events = run(tmp_path, "offline", "bank.prepare_steps=0", f"bank.path={tmp_path / 'made'}", "eval.before=false", "eval.after=false")
+    _, events = run(
+        tmp_path,
+        "offline",
+        "bank.prepare_steps=0",
+        f"bank.path={tmp_path / 'made'}",
+        "eval.before=false",
+        "eval.after=false",
+    )
     assert digest(tmp_path / "made") == before and all(e["entries"] == 1 for e in steps(events))
 
 
@@ -57,20 +74,36 @@ def test_shared_weights_are_one_policy_that_both_objectives_move(tmp_path: Path)
     actor, extractor = build_runtimes(settings, None, optims, references=(False, True), shared=True)
     assert actor is extractor
     actor.close()
-    (one, other) = policies()
+    one, other = policies()
     other.close()
-    _, events = run(tmp_path, "complementary", "extractor.shared=true", "run.steps=3", "eval.before=false", made=(one, one))
+    _, events = run(
+        tmp_path,
+        "complementary",
+        "extractor.shared=true",
+        "run.steps=3",
+        "eval.before=false",
+        made=(one, one),
+    )
     updates = sum(e["extractor_updates"] for e in steps(events)[-1:])
     assert updates > 0 and one.version > updates, "the version counts updates of both objectives"
     assert not (tmp_path / "run" / "extractor").exists() and (tmp_path / "run" / "actor").exists()
 
 
 def test_self_distillation_joins_the_actors_update(tmp_path: Path) -> None:
-    _, events = run(tmp_path, "complementary-self-distill", "run.steps=6", "eval.before=false", "eval.after=false", "actor.temperature=1.0")
+    _, events = run(
+        tmp_path,
+        "complementary-self-distill",
+        "run.steps=6",
+        "eval.before=false",
+        "eval.after=false",
+        "actor.temperature=1.0",
+    )
     seen = steps(events)
     imitating = [e for e in seen if e["actor_imitated"]]
     assert imitating, "six steps of guided and free members have a guided one that beats its group"
-    assert all("actor_sft_nll" in e for e in imitating) and all("actor_ratio" in e for e in seen if e["actor_loss"])
+    assert all("actor_sft_nll" in e for e in imitating) and all(
+        "actor_ratio" in e for e in seen if e["actor_loss"]
+    )
 
 
 def test_a_bonus_for_certainty_reaches_the_extractors_reward(tmp_path: Path) -> None:
@@ -83,16 +116,30 @@ def test_a_bonus_for_certainty_reaches_the_extractors_reward(tmp_path: Path) -> 
     )
     _, events = run(tmp_path, "complementary-perplexity", *overrides)
     assert any(e["entropy_bonus"] for e in steps(events))
-    assert any(abs(e["extractor_reward"]) > 1 for e in steps(events)), "an outcome alone is -1 or +1"
+    assert any(abs(e["extractor_reward"]) > 1 for e in steps(events)), (
+        "an outcome alone is -1 or +1"
+    )
 
 
 def test_the_critic_warms_up_and_its_success_rates_survive_a_resume(tmp_path: Path) -> None:
     made = policies()
-    _, events = run(tmp_path, "complementary-critic", "actor.warmup_steps=1", "eval.before=false", "eval.after=false", made=made)
+    _, events = run(
+        tmp_path,
+        "complementary-critic",
+        "actor.warmup_steps=1",
+        "eval.before=false",
+        "eval.after=false",
+        made=made,
+    )
     first, second = steps(events)
     assert first["success_guided"] is None and second["success_guided"] is not None
     assert sum(second["verdicts"].values()) > 0
-    trainer = Trainer(experiment("complementary-critic", "run.steps=2"), tmp_path / "run", resume=True, runtimes=policies())
+    trainer = Trainer(
+        experiment("complementary-critic", "run.steps=2"),
+        tmp_path / "run",
+        resume=True,
+        runtimes=policies(),
+    )
     trainer.run()
     played = trainer._learner.rates.state_dict()["played"]
     assert sum(played.values()) == 2 * 2 * 4
@@ -107,10 +154,20 @@ class Generous(gym.Wrapper[str, str, str, str]):
 
 
 def test_a_reward_outside_its_range_fails_the_episode_and_says_so(tmp_path: Path) -> None:
-    gym.register("tests/Generous-v0", lambda **kwargs: Generous(gym.make("experiential/Vault-v0", **kwargs)))
+    gym.register(
+        "tests/Generous-v0", lambda **kwargs: Generous(gym.make("experiential/Vault-v0", **kwargs))
+    )
     try:
-        with pytest.raises(ExperientialError, match=r"reward in \[0.0, 1.0\] \(env.reward_range\), got 10.0"):
-            run(tmp_path, "grpo", "env.id=tests/Generous-v0", "env.reward_range=[0, 1]", "eval.before=false")
+        with pytest.raises(
+            ExperientialError, match=r"reward in \[0.0, 1.0\] \(env.reward_range\), got 10.0"
+        ):
+            run(
+                tmp_path,
+                "grpo",
+                "env.id=tests/Generous-v0",
+                "env.reward_range=[0, 1]",
+                "eval.before=false",
+            )
     finally:
         del gym.registry["tests/Generous-v0"]
     (step,) = [e for e in read_events(tmp_path / "run" / "metrics.jsonl") if e["event"] == "step"]
@@ -120,21 +177,46 @@ def test_a_reward_outside_its_range_fails_the_episode_and_says_so(tmp_path: Path
 def test_per_turn_credit_trains(tmp_path: Path) -> None:
     made = policies()
     before = [p.detach().clone() for p in made[0].llm.model.parameters()]
-    run(tmp_path, "grpo", "actor.credit=turn", "actor.discount=0.9", "eval.before=false", "eval.after=false", "run.steps=4", made=made)
-    assert any(not torch.equal(a, b) for a, b in zip(before, made[0].llm.model.parameters(), strict=True))
+    run(
+        tmp_path,
+        "grpo",
+        "actor.credit=turn",
+        "actor.discount=0.9",
+        "eval.before=false",
+        "eval.after=false",
+        "run.steps=4",
+        made=made,
+    )
+    assert any(
+        not torch.equal(a, b) for a, b in zip(before, made[0].llm.model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["actor.guided=all", "actor.self_distill={}"], "actor.guided=half with actor.self_distill"),
-        (["actor.guided=none", "extractor.reward=relative"], "actor.guided=half with extractor.reward=relative"),
-        (["extractor.enabled=false", "extractor.train=false", "actor.critic=true"], "extractor.enabled with actor.critic"),
-        (["extractor.shared=true", "extractor_model.name=smollm2"], "extractor_model to be left out"),
+        (
+            ["actor.guided=all", "actor.self_distill={}"],
+            "actor.guided=half with actor.self_distill",
+        ),
+        (
+            ["actor.guided=none", "extractor.reward=relative"],
+            "actor.guided=half with extractor.reward=relative",
+        ),
+        (
+            ["extractor.enabled=false", "extractor.train=false", "actor.critic=true"],
+            "extractor.enabled with actor.critic",
+        ),
+        (
+            ["extractor.shared=true", "extractor_model.name=smollm2"],
+            "extractor_model to be left out",
+        ),
         (["extractor.distill=false"], "extractor.train=false with extractor.distill=false"),
     ],
 )
-def test_settings_that_would_do_nothing_together_are_refused(overrides: list[str], said: str) -> None:
+def test_settings_that_would_do_nothing_together_are_refused(
+    overrides: list[str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         load_experiment("complementary", overrides)
 
@@ -152,6 +234,8 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -
     run(tmp_path, "grpo", "run.steps=1", "eval.before=false", "eval.after=false")
     (manifest,) = (tmp_path / "run" / "checkpoints").glob("*/manifest.json")
     told = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({name: value for name, value in told.items() if name != "learner"}))
+    manifest.write_text(
+        json.dumps({name: value for name, value in told.items() if name != "learner"})
+    )
     with pytest.raises(CheckpointError, match="got one without learner"):
         run(tmp_path, "grpo", "run.steps=2", resume=True)

@@ -28,8 +28,13 @@ def spellings(trie: ChoiceTrie) -> set[tuple[int, ...]]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=8))
 def test_walks_spell_exactly_the_choices(choices: list[str]):
-    """Every maximal walk ends with eos and is the encoding of one choice, for any unicode strings, prefixes and repeats included."""
-    expected = {(*TOKENIZER(c, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id) for c in choices}
+    """Every maximal walk ends with eos and is the encoding of one choice, for any unicode strings,
+    prefixes and repeats included.
+    """
+    expected = {
+        (*TOKENIZER(c, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id)
+        for c in choices
+    }
     trie = ChoiceTrie(choices, TOKENIZER)
     assert spellings(trie) == expected
     assert trie.longest == max(map(len, expected))

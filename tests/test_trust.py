@@ -1,4 +1,6 @@
-"""Trust in entries: earned on independent tasks, read from the journal alone, and what a search shows meanwhile."""
+"""Trust in entries: earned on independent tasks, read from the journal alone, and what a search
+shows meanwhile.
+"""
 
 import asyncio
 import json
@@ -14,7 +16,15 @@ from experiential.bank.manager import ExperienceManager
 from experiential.cli import main
 from experiential.cli.errors import run_app
 from experiential.errors import BankError, ConfigError
-from experiential.types import Add, Condition, Distillation, Merge, ParsedOperations, Trajectory, Use
+from experiential.types import (
+    Add,
+    Condition,
+    Distillation,
+    Merge,
+    ParsedOperations,
+    Trajectory,
+    Use,
+)
 from experiential.wrappers.experience import ExperienceWrapper
 
 TEXT = "open the red door with the brass key"
@@ -36,8 +46,14 @@ def play(bank, world, guided, free, *entries, group=None, task="open the door"):
 
 def episode(world, group, condition, success, *entries, task="open the door"):
     guided = condition is Condition.GUIDED
-    uses = tuple(Use(experience_id=entry.id, experience_version=entry.version) for entry in entries) if guided else ()
-    return Trajectory(task=task, task_id=world, group=group, condition=condition, success=bool(success), uses=uses)
+    uses = (
+        tuple(Use(experience_id=entry.id, experience_version=entry.version) for entry in entries)
+        if guided
+        else ()
+    )
+    return Trajectory(
+        task=task, task_id=world, group=group, condition=condition, success=bool(success), uses=uses
+    )
 
 
 def help_on(bank, count, *entries, start=0):
@@ -47,7 +63,9 @@ def help_on(bank, count, *entries, start=0):
 
 def merge(bank, *entries, text="merged text"):
     operation = Merge(entries=tuple(range(1, len(entries) + 1)), text=text)
-    return bank.consolidate(Distillation(parsed=ParsedOperations(operations=(operation,))), shown=entries)[0]
+    return bank.consolidate(
+        Distillation(parsed=ParsedOperations(operations=(operation,))), shown=entries
+    )[0]
 
 
 def trusted(bank, after=3, at=None):
@@ -58,7 +76,9 @@ def trusted(bank, after=3, at=None):
 
 
 def test_tasks_and_not_groups_are_what_the_interval_counts(bank):
-    """Task means 3/4, 1/2 and 1: mean 3/4, standard deviation 1/4, t(2) = 4.30265; many seeds of one task count as one."""
+    """Task means 3/4, 1/2 and 1: mean 3/4, standard deviation 1/4, t(2) = 4.30265; many seeds of
+    one task count as one.
+    """
     entry = bank.add(TEXT)
     for free in ([0, 0], [1, 0]):
         play(bank, "door", [1], free, entry)
@@ -79,7 +99,12 @@ def test_a_lower_end_at_or_below_zero_is_not_enough(bank):
         play(bank, f"w{i}", [1], free, entry)
         play(bank, f"w{i}", [0], [0], useless)
     found = bank.standing(entry.id, after=2)
-    assert found.tasks == 3 and found.interval is not None and found.interval[0] < 0 and not found.trusted
+    assert (
+        found.tasks == 3
+        and found.interval is not None
+        and found.interval[0] < 0
+        and not found.trusted
+    )
     assert bank.standing(useless.id, after=2).interval == (0.0, 0.0) and trusted(bank, 2) == []
 
 
@@ -103,7 +128,11 @@ def test_without_a_task_id_the_words_of_the_task_tell_tasks_apart(bank):
 
 def test_no_tasks_asked_for_trusts_everything(bank):
     entry = bank.add(TEXT)
-    assert bank.trust_after == 0 and bank.standing(entry.id).trusted and trusted(bank, 0) == [(entry.id, 1)]
+    assert (
+        bank.trust_after == 0
+        and bank.standing(entry.id).trusted
+        and trusted(bank, 0) == [(entry.id, 1)]
+    )
     assert judge("a", 1, {}, 0).trusted and not judge("a", 1, {}, 1).trusted
 
 
@@ -113,7 +142,9 @@ def test_an_update_starts_anew_and_a_rollback_brings_the_trust_back(bank):
     head = bank.head
     assert trusted(bank) == [(entry.id, 1)]
     bank.update(entry.id, "open the red door with the iron key")
-    assert trusted(bank) == [] and bank.standing(entry.id, after=3) == Standing(id=entry.id, version=2, after=3, trusted=False)
+    assert trusted(bank) == [] and bank.standing(entry.id, after=3) == Standing(
+        id=entry.id, version=2, after=3, trusted=False
+    )
     bank.rollback(head)
     assert trusted(bank) == [(entry.id, 1)]
 
@@ -158,7 +189,9 @@ def test_deduplication_keeps_the_trust_of_the_survivor(bank):
 
 
 def test_the_past_is_judged_as_it_was(bank):
-    """``trusted(at=c)`` is what ``trusted()`` said when c was the last commit: after every kind of commit."""
+    """``trusted(at=c)`` is what ``trusted()`` said when c was the last commit: after every kind of
+    commit.
+    """
     a, b = bank.add(TEXT), bank.add("take the brass key")
     told = {bank.head: trusted(bank)}
 
@@ -168,7 +201,9 @@ def test_the_past_is_judged_as_it_was(bank):
     for i in range(5):
         play(bank, f"world {i}", [1], [], a, group=f"g{i}")
         note()
-        play(bank, f"world {i}", [], [0], group=f"g{i}")  # the free member comes later and completes the pair
+        play(
+            bank, f"world {i}", [], [0], group=f"g{i}"
+        )  # the free member comes later and completes the pair
         note()
     c = merge(bank, a, b)
     note()
@@ -220,7 +255,9 @@ def test_a_book_that_reads_on_says_what_a_new_one_says(bank):
         if turn in (4, 8):
             entries.append(merge(bank, entries[turn % 6], entries[-1], text=f"merged {turn}"))
         sizes.append(agree())
-    assert max(sizes) > 2 and any(a > b for a, b in zip(sizes, sizes[1:], strict=False)), "trust is lost, too"
+    assert max(sizes) > 2 and any(a > b for a, b in zip(sizes, sizes[1:], strict=False)), (
+        "trust is lost, too"
+    )
 
 
 def test_a_refresh_judges_only_what_is_new(bank, monkeypatch):
@@ -281,27 +318,43 @@ def with_one_of_each(bank):
 
 def test_provisional_entries_reach_their_share_of_episodes_and_no_other(bank):
     old, new = with_one_of_each(bank)
-    with ExperienceManager(bank, trust_after=3, provisional_share=0.25, seed=5, retrieval={"strategy": "nearest"}) as manager:
+    with ExperienceManager(
+        bank, trust_after=3, provisional_share=0.25, seed=5, retrieval={"strategy": "nearest"}
+    ) as manager:
         for i in range(60):
             (hit,) = manager.search(TEXT, episode=f"e{i}")
             admitted = may_try(5, f"e{i}", 0.25)
-            assert hit.experience.id == (new.id if admitted else old.id) and hit.admitted == hit.provisional == admitted
+            assert (
+                hit.experience.id == (new.id if admitted else old.id)
+                and hit.admitted == hit.provisional == admitted
+            )
             assert hit.propensity == (0.25 if admitted else 1.0)
         stats = manager.stats()
         assert (stats["trusted"], stats["provisional"]) == (1, 1)
-        assert 5 < stats["searches_admitted"] < 25 and stats["searches_admitted"] + stats["searches_held_back"] == 60
+        assert (
+            5 < stats["searches_admitted"] < 25
+            and stats["searches_admitted"] + stats["searches_held_back"] == 60
+        )
 
 
 def test_all_searches_of_an_episode_end_alike_and_a_batch_may_mix_episodes(bank):
     old, new = with_one_of_each(bank)
-    with ExperienceManager(bank, trust_after=3, provisional_share=0.5, retrieval={"strategy": "nearest"}) as manager:
+    with ExperienceManager(
+        bank, trust_after=3, provisional_share=0.5, retrieval={"strategy": "nearest"}
+    ) as manager:
         names = [f"e{i}" for i in range(32)]
         wanted = [new.id if may_try(0, name, 0.5) else old.id for name in names]
         for _ in range(2):
-            assert [row[0].experience.id for row in manager.search([TEXT] * 32, episode=names)] == wanted
+            assert [
+                row[0].experience.id for row in manager.search([TEXT] * 32, episode=names)
+            ] == wanted
         asked = [manager.ask(TEXT, episode=name) for name in names]
         assert [answer.hit.experience.id for answer in asked] == wanted
-        assert [answer.use.provisional for answer in asked] == [answer.use.admitted for answer in asked] == [id == new.id for id in wanted]
+        assert (
+            [answer.use.provisional for answer in asked]
+            == [answer.use.admitted for answer in asked]
+            == [id == new.id for id in wanted]
+        )
         with pytest.raises(ValueError, match="one for each of the 2 queries, got 3"):
             manager.search(["a", "b"], episode=["1", "2", "3"])
 
@@ -350,7 +403,9 @@ class Lessons:
     version = 0
 
     async def adistill(self, trajectory, shown):
-        return Distillation(parsed=ParsedOperations(operations=(Add(text=f"lesson of {trajectory.id}"),)))
+        return Distillation(
+            parsed=ParsedOperations(operations=(Add(text=f"lesson of {trajectory.id}"),))
+        )
 
     async def arefine(self, query, experience):
         return experience.text, None
@@ -366,7 +421,9 @@ def test_outcomes_submitted_to_a_manager_are_seen_by_its_next_searches(bank):
         assert manager.search(TEXT) == []
         for i in range(3):
             for condition in Condition:
-                manager.submit(episode(f"w{i}", f"g{i}", condition, condition is Condition.GUIDED, entry))
+                manager.submit(
+                    episode(f"w{i}", f"g{i}", condition, condition is Condition.GUIDED, entry)
+                )
         manager.drain(timeout=20)
         (hit,) = manager.search(TEXT)
         assert hit.experience.id == entry.id and not hit.provisional
@@ -413,7 +470,10 @@ def test_a_refresh_that_fails_is_counted_and_the_next_one_catches_up(bank):
         refresh, book.refresh = book.refresh, lambda: 1 / 0
         help_on(bank, 4, entry)
         manager.drain(timeout=20)
-        assert manager.search(TEXT) == [] and manager.stats()["failures"]["trust: ZeroDivisionError"] >= 1
+        assert (
+            manager.search(TEXT) == []
+            and manager.stats()["failures"]["trust: ZeroDivisionError"] >= 1
+        )
         book.refresh = refresh
         manager.drain(timeout=20)
         assert len(manager.search(TEXT)) == 1
@@ -423,12 +483,17 @@ def test_a_read_only_bank_holds_back_too_and_stays_as_it_is(bank):
     old, new = with_one_of_each(bank)
     bank.close()
     before = {file.name: file.read_bytes() for file in bank.path.rglob("*") if file.is_file()}
-    with ExperienceBank(bank.path, read_only=True) as reader, ExperienceManager(reader, trust_after=3, provisional_share=0.5) as manager:
+    with (
+        ExperienceBank(bank.path, read_only=True) as reader,
+        ExperienceManager(reader, trust_after=3, provisional_share=0.5) as manager,
+    ):
         names = [f"e{i}" for i in range(20)]
         found = {name: manager.search(TEXT, episode=name)[0].experience.id for name in names}
         assert {id for name, id in found.items() if not may_try(0, name, 0.5)} == {old.id}
         assert new.id in found.values()
-    assert {file.name: file.read_bytes() for file in bank.path.rglob("*") if file.is_file()} == before
+    assert {
+        file.name: file.read_bytes() for file in bank.path.rglob("*") if file.is_file()
+    } == before
 
 
 # Logged
@@ -449,7 +514,9 @@ class Door(gym.Env):
 
 def test_what_an_episode_drew_is_journalled_with_its_uses(bank):
     old, new = with_one_of_each(bank)
-    with ExperienceManager(bank, trust_after=3, provisional_share=0.5, retrieval={"strategy": "nearest"}) as manager:
+    with ExperienceManager(
+        bank, trust_after=3, provisional_share=0.5, retrieval={"strategy": "nearest"}
+    ) as manager:
         env = ExperienceWrapper(Door(), manager, when="both")
         seen = set()
         for _ in range(20):
@@ -458,7 +525,11 @@ def test_what_an_episode_drew_is_journalled_with_its_uses(bank):
             trajectory = bank.trajectory(last["trajectory_id"])
             admitted = may_try(0, trajectory.id, 0.5)
             (use,) = trajectory.uses
-            assert (use.admitted, use.provisional, use.propensity) == (admitted, admitted, 0.5 if admitted else 1.0)
+            assert (use.admitted, use.provisional, use.propensity) == (
+                admitted,
+                admitted,
+                0.5 if admitted else 1.0,
+            )
             assert use.experience_id == (new.id if admitted else old.id)
             assert info["experience"][0]["propensity"] == use.propensity
             seen.add(admitted)
@@ -466,19 +537,29 @@ def test_what_an_episode_drew_is_journalled_with_its_uses(bank):
 
 
 def test_a_use_journalled_before_there_was_trust_can_be_read():
-    old = json.loads(Use(experience_id="a", experience_version=1).model_dump_json(exclude={"provisional", "admitted"}))
+    old = json.loads(
+        Use(experience_id="a", experience_version=1).model_dump_json(
+            exclude={"provisional", "admitted"}
+        )
+    )
     assert Use.model_validate(old) == Use(id=old["id"], experience_id="a", experience_version=1)
 
 
 def test_concurrent_searches_of_many_episodes_get_what_their_own_draw_allows(bank):
     old, new = with_one_of_each(bank)
-    with ExperienceManager(bank, trust_after=3, provisional_share=0.5, retrieval={"strategy": "nearest"}) as manager:
+    with ExperienceManager(
+        bank, trust_after=3, provisional_share=0.5, retrieval={"strategy": "nearest"}
+    ) as manager:
 
         async def all_at_once():
-            return await asyncio.gather(*(manager.asearch(TEXT, episode=f"e{i}") for i in range(64)))
+            return await asyncio.gather(
+                *(manager.asearch(TEXT, episode=f"e{i}") for i in range(64))
+            )
 
         rows = asyncio.run(all_at_once())
-    assert [row[0].experience.id for row in rows] == [new.id if may_try(0, f"e{i}", 0.5) else old.id for i in range(64)]
+    assert [row[0].experience.id for row in rows] == [
+        new.id if may_try(0, f"e{i}", 0.5) else old.id for i in range(64)
+    ]
 
 
 # Told
@@ -492,9 +573,15 @@ def told(capsys, *args):
 def test_the_command_line_tells_who_is_trusted(bank, capsys):
     old, new = with_one_of_each(bank)
     bank.close()
-    assert {row["id"]: row["trust"] for row in told(capsys, "ls", bank.path)} == {old.id: "trusted", new.id: "trusted"}
+    assert {row["id"]: row["trust"] for row in told(capsys, "ls", bank.path)} == {
+        old.id: "trusted",
+        new.id: "trusted",
+    }
     asked = ("--trust-after", 3)
-    assert {row["id"]: row["trust"] for row in told(capsys, "ls", bank.path, *asked)} == {old.id: "trusted", new.id: "provisional"}
+    assert {row["id"]: row["trust"] for row in told(capsys, "ls", bank.path, *asked)} == {
+        old.id: "trusted",
+        new.id: "provisional",
+    }
     shown = told(capsys, "show", bank.path, old.id, *asked)["trust"]
     assert (shown["after"], shown["tasks"], shown["trusted"]) == (3, 4, True)
     counts = told(capsys, "stats", bank.path, "--trust-after", 5)

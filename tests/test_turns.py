@@ -1,4 +1,6 @@
-"""Turns on what all share: never two sides at once, nobody waits for ever, and whoever gives up is forgotten."""
+"""Turns on what all share: never two sides at once, nobody waits for ever, and whoever gives up is
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class World:
         self.log.append(f"to {side}")
         self.ready = side
 
-    async def stay(self, side: str, leave: asyncio.Event | int, *, alone: bool = False, who: str = "") -> None:
+    async def stay(
+        self, side: str, leave: asyncio.Event | int, *, alone: bool = False, who: str = ""
+    ) -> None:
         """Take a turn, and stay until told, or for some rounds of the loop."""
         async with self.turns.take(side, alone=alone):
             self.enter(side, alone)
@@ -58,7 +62,9 @@ class World:
 
     def enter(self, side: str, alone: bool) -> None:
         assert self.ready == side, f"{side} came in while things were made ready for {self.ready}"
-        assert all(other == side and not others_alone for other, others_alone in self.inside), f"{side} met {self.inside}"
+        assert all(other == side and not others_alone for other, others_alone in self.inside), (
+            f"{side} met {self.inside}"
+        )
         assert not (alone and self.inside), f"{side} was to be alone, met {self.inside}"
         self.inside.append((side, alone))
 
@@ -81,7 +87,9 @@ async def finish(*tasks: asyncio.Task[None]) -> None:
             task.result()
 
 
-async def test_many_of_a_side_are_inside_at_once_and_the_other_side_waits_until_all_have_left() -> None:
+async def test_many_of_a_side_are_inside_at_once_and_the_other_side_waits_until_all_have_left() -> (
+    None
+):
     world, first, second = World(), asyncio.Event(), asyncio.Event()
     requests = [asyncio.create_task(world.stay("generate", leave)) for leave in (first, second)]
     await rounds()
@@ -133,7 +141,10 @@ async def test_all_who_wait_for_a_side_come_in_with_the_first_of_them() -> None:
     world, leave = World(), asyncio.Event()
     training = asyncio.create_task(world.stay("train", leave, alone=True))
     await rounds()
-    others = [asyncio.create_task(world.stay(side, 2)) for side in ("actor", "extractor", "actor", "extractor")]
+    others = [
+        asyncio.create_task(world.stay(side, 2))
+        for side in ("actor", "extractor", "actor", "extractor")
+    ]
     await rounds()
     leave.set()
     await finish(training, *others)
@@ -167,7 +178,11 @@ async def test_who_gives_up_waiting_is_forgotten_and_no_longer_in_the_way() -> N
     assert "late" not in world.log
     training.cancel()
     await rounds()
-    assert world.log == ["to generate", "generate", "late"], "nobody else waits: the newcomer is let in"
+    assert world.log == [
+        "to generate",
+        "generate",
+        "late",
+    ], "nobody else waits: the newcomer is let in"
     leave.set()
     await finish(running, late, training)
 
@@ -207,7 +222,9 @@ async def test_who_gives_up_in_the_round_in_which_the_change_ends_does_not_stop_
     assert one.cancelled() and not other.cancelled() and not unheard
 
 
-async def test_a_change_that_fails_is_told_to_those_it_was_made_for_and_tried_again_for_the_next() -> None:
+async def test_a_change_that_fails_is_told_to_those_it_was_made_for_and_tried_again_for_the_next() -> (
+    None
+):
     world, broken = World(), {"train"}
 
     def change(side: str) -> None:
@@ -236,7 +253,9 @@ async def test_an_error_inside_ends_the_turn() -> None:
 
 @dataclass(frozen=True)
 class Visit:
-    """One turn in a random schedule: when it is asked for, how long it lasts, and when it is given up, in rounds of the loop."""
+    """One turn in a random schedule: when it is asked for, how long it lasts, and when it is given
+    up, in rounds of the loop.
+    """
 
     side: str
     alone: bool
@@ -270,13 +289,18 @@ class Schedule:
 
     async def visit(self, visit: Visit) -> None:
         world = self.world
-        ahead, before = self.waiting + len(world.inside) + world.changing, self.changes  # a change may be for who has given up
+        ahead, before = (
+            self.waiting + len(world.inside) + world.changing,
+            self.changes,
+        )  # a change may be for who has given up
         self.waiting += 1
         waits = True
         try:
             async with world.turns.take(visit.side, alone=visit.alone):
                 self.waiting, waits = self.waiting - 1, False
-                assert self.changes - before <= ahead + 1, "more turns of others than there were others before"
+                assert self.changes - before <= ahead + 1, (
+                    "more turns of others than there were others before"
+                )
                 world.enter(visit.side, visit.alone)
                 try:
                     await rounds(visit.lasts)
@@ -294,7 +318,9 @@ class Schedule:
         tasks: list[tuple[Visit, asyncio.Task[None]]] = []
         for now in range(45):
             self.world.now = float(now)
-            tasks += [(v, asyncio.create_task(self.visit(v))) for v in self.visits if v.asked == now]
+            tasks += [
+                (v, asyncio.create_task(self.visit(v))) for v in self.visits if v.asked == now
+            ]
             for visit, task in tasks:
                 if visit.given_up is not None and visit.asked + visit.given_up + 1 == now:
                     task.cancel()
@@ -303,12 +329,20 @@ class Schedule:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(VISITS, max_size=16), st.sets(st.integers(1, 12), max_size=3), st.sampled_from([0.0, 4.0, LONG]))
-def test_in_any_schedule_sides_never_meet_and_all_finish(visits: list[Visit], failures: set[int], term: float) -> None:
+@given(
+    st.lists(VISITS, max_size=16),
+    st.sets(st.integers(1, 12), max_size=3),
+    st.sampled_from([0.0, 4.0, LONG]),
+)
+def test_in_any_schedule_sides_never_meet_and_all_finish(
+    visits: list[Visit], failures: set[int], term: float
+) -> None:
     schedule = Schedule(visits, failures, term)
     asyncio.run(schedule.play())
     assert schedule.served + schedule.failed + schedule.given_up == len(visits)
-    assert schedule.failed == 0 or schedule.failures, "only changes that failed were told as failures"
+    assert schedule.failed == 0 or schedule.failures, (
+        "only changes that failed were told as failures"
+    )
     if not failures and all(visit.given_up is None for visit in visits):
         assert schedule.served == len(visits)
     assert not schedule.world.inside and schedule.waiting == 0
@@ -336,7 +370,9 @@ class Bed:
         self.log.append(f"{self.name} sleeps")
 
 
-async def test_one_is_woken_after_the_other_sleeps_and_stays_awake_until_another_wants_to_be() -> None:
+async def test_one_is_woken_after_the_other_sleeps_and_stays_awake_until_another_wants_to_be() -> (
+    None
+):
     log: list[str] = []
     beds: list[Bed] = []
     engines, ranks = Bed("engines", beds, log), Bed("ranks", beds, log)
@@ -382,4 +418,9 @@ def test_the_last_policy_to_leave_is_told_so_once() -> None:
     gpus = SharedGpus("the group")
     gpus.join("actor")
     gpus.join("extractor")
-    assert [gpus.leave(name) for name in ("actor", "actor", "extractor", "extractor")] == [False, False, True, False]
+    assert [gpus.leave(name) for name in ("actor", "actor", "extractor", "extractor")] == [
+        False,
+        False,
+        True,
+        False,
+    ]

@@ -7,7 +7,18 @@ import pytest
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.evidence.uplift import estimate, t_quantile
 from experiential.errors import BankError
-from experiential.types import Add, Condition, Distillation, Estimate, Generation, Merge, ParsedOperations, Trajectory, Uplift, Use
+from experiential.types import (
+    Add,
+    Condition,
+    Distillation,
+    Estimate,
+    Generation,
+    Merge,
+    ParsedOperations,
+    Trajectory,
+    Uplift,
+    Use,
+)
 
 
 @pytest.fixture
@@ -18,7 +29,14 @@ def bank(tmp_path):
 
 def episode(group, success, *entries, condition=Condition.GUIDED, **fields):
     uses = tuple(Use(experience_id=entry.id, experience_version=entry.version) for entry in entries)
-    return Trajectory(task="open the door", group=group, success=bool(success), uses=uses, condition=condition, **fields)
+    return Trajectory(
+        task="open the door",
+        group=group,
+        success=bool(success),
+        uses=uses,
+        condition=condition,
+        **fields,
+    )
 
 
 def play(bank, group, guided, free, *entries):
@@ -30,12 +48,24 @@ def play(bank, group, guided, free, *entries):
 
 def merge(bank, *entries, text="merged text"):
     operation = Merge(entries=tuple(range(1, len(entries) + 1)), text=text)
-    return bank.consolidate(Distillation(parsed=ParsedOperations(operations=(operation,))), shown=entries)[0]
+    return bank.consolidate(
+        Distillation(parsed=ParsedOperations(operations=(operation,))), shown=entries
+    )[0]
 
 
 # From the printed tables of Student's distribution, two-sided 95 %.
 @pytest.mark.parametrize(
-    ("df", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (1000, 1.962)]
+    ("df", "t"),
+    [
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (9, 2.262),
+        (30, 2.042),
+        (31, 2.040),
+        (60, 2.000),
+        (1000, 1.962),
+    ],
 )
 def test_the_t_quantile_is_that_of_the_tables(df, t):
     assert round(t_quantile(df), 3) == t
@@ -58,11 +88,15 @@ def test_the_interval_needs_two_groups():
 
 
 def test_uplift_is_the_mean_paired_difference_over_groups_with_a_t_interval(bank):
-    """Differences 1 - 1/2, 1 - 0 and 0 - 0: mean 1/2, standard deviation 1/2, t(2) = 4.30265, half width 4.30265 * 0.5 / √3."""
+    """Differences 1 - 1/2, 1 - 0 and 0 - 0: mean 1/2, standard deviation 1/2, t(2) = 4.30265, half
+    width 4.30265 * 0.5 / √3.
+    """
     entry, other = bank.add("use the brass key"), bank.add("look under the mat")
     play(bank, "a", [1, 1], [0, 1], entry)
     play(bank, "b", [1], [0], entry)
-    play(bank, "b", [0], [], other)  # a guided member that did not use it is no part of its difference
+    play(
+        bank, "b", [0], [], other
+    )  # a guided member that did not use it is no part of its difference
     play(bank, "c", [0], [0, 0], entry)
     found = bank.uplift(entry.id)
     half = 4.30265273 * 0.5 / math.sqrt(3)
@@ -103,7 +137,9 @@ def test_versions_are_told_apart(bank):
     play(bank, "b", [1], [0], second)
     assert bank.uplift(first.id, 1).mean == -1.0
     assert bank.uplift(first.id).mean == bank.uplift(first.id, 2).mean == 1.0
-    assert bank.uplift(first.id).lineage.groups == 1  # the text was rewritten: what the old one did says nothing of it
+    assert (
+        bank.uplift(first.id).lineage.groups == 1
+    )  # the text was rewritten: what the old one did says nothing of it
     assert bank.uplift(first.id).version == 2
 
 
@@ -118,7 +154,11 @@ def test_lineage_reaches_through_merges_in_both_directions(bank):
     assert (found.groups, found.mean) == (1, 1.0)
     assert (found.lineage.groups, found.lineage.mean) == (3, pytest.approx(1 / 3))
     parent = bank.uplift(a.id)
-    assert (parent.groups, parent.lineage.groups, parent.lineage.mean) == (1, 2, 1.0)  # its own use and that of the merged entry, not b's
+    assert (parent.groups, parent.lineage.groups, parent.lineage.mean) == (
+        1,
+        2,
+        1.0,
+    )  # its own use and that of the merged entry, not b's
     assert bank.uplift(c.id).lineage.groups == 1
 
 
@@ -164,22 +204,51 @@ def test_why_says_what_was_shown_how_it_ended_and_what_was_written(bank):
     bank.keep_generation(refinement)
     uses = (
         Use(experience_id=entry.id, experience_version=1, rank=1, score=0.75, propensity=0.5),
-        Use(experience_id=entry.id, experience_version=1, how="search_and_ask", turn=3, refinement=refinement.id),
+        Use(
+            experience_id=entry.id,
+            experience_version=1,
+            how="search_and_ask",
+            turn=3,
+            refinement=refinement.id,
+        ),
         Use(experience_id="elsewhere", experience_version=7),
     )
     trajectory = Trajectory(task="open the door", group="g", success=True, reward=2.0, uses=uses)
     bank.submit(trajectory)
     play(bank, "g", [], [0])
     bank.update(entry.id, "use the iron key")
-    parsed = ParsedOperations(operations=(Add(text="doors stick in the rain"), Add(text="knock first")))
+    parsed = ParsedOperations(
+        operations=(Add(text="doors stick in the rain"), Add(text="knock first"))
+    )
     bank.apply(Distillation(parsed=parsed), trajectory=trajectory, shown=[], item=trajectory.id)
     bank.add("written by hand")
     found = bank.why(trajectory.id)
-    assert (found.trajectory, found.task, found.success, found.reward, found.error) == (trajectory.id, "open the door", True, 2.0, None)
+    assert (found.trajectory, found.task, found.success, found.reward, found.error) == (
+        trajectory.id,
+        "open the door",
+        True,
+        2.0,
+        None,
+    )
     first, asked, stranger = found.shown
-    assert (first.id, first.version, first.text, first.refined) == (entry.id, 1, "use the brass key", None)
-    assert (first.rank, first.score, first.propensity, first.how, first.turn) == (1, 0.75, 0.5, "episode_start", 0)
-    assert (asked.how, asked.turn, asked.refined) == ("search_and_ask", 3, "Use the brass key on the red door.")
+    assert (first.id, first.version, first.text, first.refined) == (
+        entry.id,
+        1,
+        "use the brass key",
+        None,
+    )
+    assert (first.rank, first.score, first.propensity, first.how, first.turn) == (
+        1,
+        0.75,
+        0.5,
+        "episode_start",
+        0,
+    )
+    assert (asked.how, asked.turn, asked.refined) == (
+        "search_and_ask",
+        3,
+        "Use the brass key on the red door.",
+    )
     assert first.uplift == bank.uplift(entry.id, 1) and first.uplift.mean == 1.0
     assert first.statistics == bank.get(entry.id).statistics and first.statistics.uses == 2
     assert (stranger.text, stranger.uplift.uses) == (None, 1)
@@ -201,9 +270,17 @@ def test_history_and_diff(bank):
     bank.remove(b.id)
     c = bank.add("three")
     log = bank.history()
-    assert [(commit.cause, commit.changes) for commit in log] == [("add", 2), ("update", 1), ("remove", 1), ("add", 1)]
+    assert [(commit.cause, commit.changes) for commit in log] == [
+        ("add", 2),
+        ("update", 1),
+        ("remove", 1),
+        ("add", 1),
+    ]
     assert [commit.id for commit in log] == [commit.id for commit in bank.commits()]
-    assert [(commit.cause, commit.version) for commit in bank.history(b.id)] == [("add", 1), ("remove", None)]
+    assert [(commit.cause, commit.version) for commit in bank.history(b.id)] == [
+        ("add", 1),
+        ("remove", None),
+    ]
     with pytest.raises(BankError, match="ever had"):
         bank.history("nobody")
     found = bank.diff(log[0].id, bank.head)

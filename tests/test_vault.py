@@ -26,7 +26,9 @@ def test_splits_share_no_name() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 31), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
-def test_the_answer_depends_on_the_world_and_not_on_the_seed(world: int, first: int, second: int) -> None:
+def test_the_answer_depends_on_the_world_and_not_on_the_seed(
+    world: int, first: int, second: int
+) -> None:
     env = VaultEnv()
     assert live(env, world, first) == live(env, world, second)
 
@@ -84,7 +86,9 @@ def test_spent_tries_end_with_a_note_that_names_the_live_lever_among_others() ->
         env.step(wrong[0])
 
 
-@pytest.mark.parametrize("form", ["{}", "<action>{}</action>", " {}. ", "I think: <Action>{}</Action>"])
+@pytest.mark.parametrize(
+    "form", ["{}", "<action>{}</action>", " {}. ", "I think: <Action>{}</Action>"]
+)
 def test_accepted_forms_of_an_action(form: str) -> None:
     env = VaultEnv()
     env.reset(seed=1)
@@ -107,7 +111,9 @@ def test_oracle_opens_every_vault_and_gymnasium_finds_nothing_wrong() -> None:
     check_env(VaultEnv(), skip_render_check=True)
 
 
-@pytest.mark.parametrize("arguments", [{"split": "test"}, {"levers": 1}, {"levers": 17}, {"tries": 0}, {"worlds": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"split": "test"}, {"levers": 1}, {"levers": 17}, {"tries": 0}, {"worlds": 0}]
+)
 def test_wrong_arguments_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="Expected"):
         VaultEnv(**arguments)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""WebShop: search as Lucene's, the reward of the paper, pages, goals, files, and an oracle that buys the right thing."""
+"""WebShop: search as Lucene's, the reward of the paper, pages, goals, files, and an oracle that
+buys the right thing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from experiential.envs.webshop.score import plain_colour, score, type_factor
 ID = "experiential/WebShop-v0"
 REAL = Path(os.environ.get("EXPERIENTIAL_DATA", "")) / "webshop"
 real = pytest.mark.skipif(
-    not (REAL / f"{PRODUCTS}.xz").is_file(), reason="needs WebShop's files: EXPERIENTIAL_DATA names no folder with them"
+    not (REAL / f"{PRODUCTS}.xz").is_file(),
+    reason="needs WebShop's files: EXPERIENTIAL_DATA names no folder with them",
 )
 
 
@@ -49,12 +52,20 @@ def row(asin: str, /, **fields: Any) -> dict[str, Any]:
         "full_description": "Holds tea.",
         "small_description": ["Dishwasher safe."],
         "pricing": "$12.5",
-        "customization_options": {"Color": [{"value": "Red/White "}, {"value": "blue"}], "Size": [{"value": "11 oz"}], "Gone": None},
+        "customization_options": {
+            "Color": [{"value": "Red/White "}, {"value": "blue"}],
+            "Size": [{"value": "11 oz"}],
+            "Gone": None,
+        },
         "average_rating": 4.5,
     } | fields
 
 
-WISH = {"attributes": ["easy clean"], "instruction": "Find me easy clean mugs", "instruction_attributes": ["easy clean"]}
+WISH = {
+    "attributes": ["easy clean"],
+    "instruction": "Find me easy clean mugs",
+    "instruction_attributes": ["easy clean"],
+}
 
 
 def made(*rows: dict[str, Any], wish: dict[str, Any] = WISH) -> list[Product]:
@@ -84,7 +95,9 @@ def test_the_ranking_is_lucenes() -> None:
     engine = LuceneBM25([product.indexed for product in products])
     ids = [product.asin for product in products]
     overlaps, same = [], 0
-    golden: dict[str, list[list[Any]]] = json.loads((REAL / "lucene_reference_hits.json").read_text())
+    golden: dict[str, list[list[Any]]] = json.loads(
+        (REAL / "lucene_reference_hits.json").read_text()
+    )
     for query, hits in golden.items():
         found = [ids[i] for i in engine.best(query, 10)]
         known = [asin for asin, _ in hits[:10]]
@@ -113,7 +126,10 @@ def test_stems_are_those_of_lucenes_filter(word: str, short: str) -> None:
     ("text", "terms"),
     [
         ("Women\u2019s T-Shirt, 29.13'' x 1,000", ["women", "t", "shirt", "29.13", "x", "1,000"]),
-        ("pack_jet_one \u2714\ufe0f natural\U0001f525\U0001f525", ["pack_jet_on", "\u2714\ufe0f", "natur", "\U0001f525", "\U0001f525"]),
+        (
+            "pack_jet_one \u2714\ufe0f natural\U0001f525\U0001f525",
+            ["pack_jet_on", "\u2714\ufe0f", "natur", "\U0001f525", "\U0001f525"],
+        ),
         ("q\uff1ai the \u98df\u54c1", ["q\uff1ai", "\u98df", "\u54c1"]),
         ("5m\xb2", ["5m"]),
         ("", []),
@@ -133,7 +149,9 @@ def test_bm25_is_the_formula_by_hand() -> None:
     engine = LuceneBM25(["red mug", "red red pan", "tea"])
     idf = 0.470004  # ln(1 + (3 - 2 + 0.5) / (2 + 0.5))
     assert engine.scores("red")[0] == pytest.approx(idf / (1 + 0.9 * (0.6 + 0.4 * 2 / 2)), rel=1e-5)
-    assert engine.scores("red")[1] == pytest.approx(idf * 2 / (2 + 0.9 * (0.6 + 0.4 * 3 / 2)), rel=1e-5)
+    assert engine.scores("red")[1] == pytest.approx(
+        idf * 2 / (2 + 0.9 * (0.6 + 0.4 * 3 / 2)), rel=1e-5
+    )
     assert engine.best("nothing here", 5) == []
 
 
@@ -141,7 +159,11 @@ def test_bm25_is_the_formula_by_hand() -> None:
 
 
 def goal_of(product: Product, **fields: Any) -> Goal:
-    known = {"attributes": ("easy clean", "dishwasher safe"), "options": (("color", "red | white"), ("size", "11 oz")), "bound": 20.0}
+    known = {
+        "attributes": ("easy clean", "dishwasher safe"),
+        "options": (("color", "red | white"), ("size", "11 oz")),
+        "bound": 20.0,
+    }
     return Goal(0, product.asin, "", "", **(known | fields))
 
 
@@ -151,7 +173,9 @@ def test_the_reward_by_hand() -> None:
     assert score(mug, mug, goal, ["red | white", "11 oz"], 12.5) == (1.0, 1.0, 2, 2, True)
     assert score(mug, mug, goal, ["red | white"], 12.5).value == pytest.approx(4 / 5)
     assert score(mug, mug, goal, ["blue", "11 oz"], 20.01).value == pytest.approx(3 / 5)
-    assert score(mug, mug, goal_of(mug, attributes=("leak proof", "easy clean")), [], 20.0).value == pytest.approx(2 / 5)
+    assert score(
+        mug, mug, goal_of(mug, attributes=("leak proof", "easy clean")), [], 20.0
+    ).value == pytest.approx(2 / 5)
 
 
 def test_the_type_factor_by_hand() -> None:
@@ -165,15 +189,21 @@ def test_the_type_factor_by_hand() -> None:
     )
     assert [type_factor(bought, mug) for bought in (same, near, far, none)] == [1.0, 1.0, 0.0, 0.0]
     (long,) = made(row("C1", name="Mug Cup Pot Pan Jar Lid Bowl Fork Knife Spoon Plate", **other))
-    (tenth, fifth) = made(
-        row("B5", name="Mug", query="x", product_category="y"), row("B6", name="Mug Cup", query="x", product_category="y")
+    tenth, fifth = made(
+        row("B5", name="Mug", query="x", product_category="y"),
+        row("B6", name="Mug Cup", query="x", product_category="y"),
     )
     assert type_factor(tenth, long) == 0.1 and type_factor(fifth, long) == 0.5
-    assert type_factor(made(row("B7", name="Mug Cup", query="pans", product_category="y"))[0], long) == 1.0
+    assert (
+        type_factor(made(row("B7", name="Mug Cup", query="pans", product_category="y"))[0], long)
+        == 1.0
+    )
 
 
 def test_half_the_type_halves_the_reward() -> None:
-    (long,) = made(row("C1", name="Mug Cup Pot Pan Jar Lid Bowl Fork Knife Spoon Plate", query="pans"))
+    (long,) = made(
+        row("C1", name="Mug Cup Pot Pan Jar Lid Bowl Fork Knife Spoon Plate", query="pans")
+    )
     (bought,) = made(row("B6", name="Mug Cup", product_category="y"))
     assert score(bought, long, goal_of(long), ["red | white", "11 oz"], 12.5).value == 0.5
 
@@ -182,7 +212,10 @@ def test_colours_agree_by_their_word() -> None:
     assert plain_colour("01-navy stripes") == "navy" and plain_colour("5 ounce") == "5 ounce"
     (mug,) = made(row("A1"))
     goal = goal_of(mug, options=(("color", "navy stripes"),), attributes=("easy clean",))
-    assert score(mug, mug, goal, ["navy-b"], 1.0).options == 1 and score(mug, mug, goal, ["blue"], 1.0).options == 0
+    assert (
+        score(mug, mug, goal, ["navy-b"], 1.0).options == 1
+        and score(mug, mug, goal, ["blue"], 1.0).options == 0
+    )
 
 
 # Goals
@@ -193,35 +226,60 @@ def test_a_goal_for_every_combination_of_options_with_a_bound_above_the_price() 
     prices = draw_prices(products, 0)
     goals = make_goals(products, prices, 0)
     assert [goal.index for goal in goals] == [0, 1]
-    assert {goal.options for goal in goals} == {(("color", "red | white"), ("size", "11 oz")), (("color", "blue"), ("size", "11 oz"))}
-    assert all(goal.bound in (30.0, 40.0, 50.0) and goal.text.endswith(f"price lower than {goal.bound:.2f} dollars") for goal in goals)
+    assert {goal.options for goal in goals} == {
+        (("color", "red | white"), ("size", "11 oz")),
+        (("color", "blue"), ("size", "11 oz")),
+    }
+    assert all(
+        goal.bound in (30.0, 40.0, 50.0)
+        and goal.text.endswith(f"price lower than {goal.bound:.2f} dollars")
+        for goal in goals
+    )
     assert [goal.weight for goal in goals] == [0.5, 0.5]
 
 
 def test_prices_of_ranges_are_drawn_by_the_seed() -> None:
     products = made(row("A1", pricing="$10.0 - $20.0"))
     first, again, other = (draw_prices(products, seed)["A1"] for seed in (0, 0, 1))
-    assert first == again != other and 10 <= first <= 20 and products[0].price_tag == "$10.0 to $20.0"
+    assert (
+        first == again != other and 10 <= first <= 20 and products[0].price_tag == "$10.0 to $20.0"
+    )
 
 
 def test_dear_things_have_no_bound() -> None:
     products = made(row("A1", pricing="$1,985.00"))
     assert products[0].prices == (1985.0,)
-    assert all("price lower" not in goal.text for goal in make_goals(products, draw_prices(products, 0), 0))
+    assert all(
+        "price lower" not in goal.text for goal in make_goals(products, draw_prices(products, 0), 0)
+    )
 
 
 @real
 def test_the_real_files_give_the_goals_of_the_original_and_its_splits_are_disjoint() -> None:
     parts = {split: WebShopEnv(split, data=str(REAL)) for split in ("train", "eval", "test", "all")}
-    assert {split: len(env.worlds) for split, env in parts.items()} == {"train": 5410, "eval": 1000, "test": 500, "all": 6910}
-    ids = [parts[s].reset(options={"world": w})[1]["task_id"] for s in ("train", "eval", "test") for w in (0, len(parts[s].worlds) - 1)]
+    assert {split: len(env.worlds) for split, env in parts.items()} == {
+        "train": 5410,
+        "eval": 1000,
+        "test": 500,
+        "all": 6910,
+    }
+    ids = [
+        parts[s].reset(options={"world": w})[1]["task_id"]
+        for s in ("train", "eval", "test")
+        for w in (0, len(parts[s].worlds) - 1)
+    ]
     assert len(set(ids)) == 6
-    assert len({goal.index for split in ("train", "eval", "test") for goal in parts[split]._goals}) == 6910
+    assert (
+        len({goal.index for split in ("train", "eval", "test") for goal in parts[split]._goals})
+        == 6910
+    )
 
 
 def test_invented_splits_share_no_product() -> None:
     train, held = (WebShopEnv(split)._shop.products for split in ("train", "eval"))
-    assert not {*train} & {*held} and not {p.title for p in train.values()} & {p.title for p in held.values()}
+    assert not {*train} & {*held} and not {p.title for p in train.values()} & {
+        p.title for p in held.values()
+    }
     assert not {*train} & {*WebShopEnv("train", generation=1)._shop.products}
 
 
@@ -251,7 +309,9 @@ def test_random_clicking_buys_little() -> None:
         result = env.step("search[shoes]")
         while not (result[2] or result[3]):
             choices = result[4]["admissible"]
-            result = env.step("search[shoes]" if choices[0].startswith("search[") else rng.choice(choices))
+            result = env.step(
+                "search[shoes]" if choices[0].startswith("search[") else rng.choice(choices)
+            )
         rewards.append(float(result[1]))
     assert sum(rewards) / len(rewards) < 0.06
 
@@ -265,7 +325,12 @@ def test_pages_turn_and_lead_back(tmp_path: Path) -> None:
     env = shop(tmp_path)
     env.reset(seed=0)
     first = env.step("search[mug]")[0]
-    assert "Page 1 (Total results: 23)" in first and "[Next >]" in first and "[< Prev]" not in first and first.count("Ceramic") == 10
+    assert (
+        "Page 1 (Total results: 23)" in first
+        and "[Next >]" in first
+        and "[< Prev]" not in first
+        and first.count("Ceramic") == 10
+    )
     last = finish(env, "click[next >]", "Click[Next >]")
     assert "Page 3" in last[0] and "[Next >]" not in last[0] and last[0].count("Ceramic") == 3
     item = env.step("click[a22]")[0]
@@ -287,8 +352,14 @@ def test_options_are_marked_exchanged_and_forgotten_with_the_product(tmp_path: P
 
 
 def test_two_options_with_one_value_can_both_be_chosen(tmp_path: Path) -> None:
-    twins = {"Left": [{"value": "a"}, {"value": "b"}], "Right": [{"value": "a"}, {"value": "b"}], "Note": [{"value": "Description"}]}
-    env = WebShopEnv("all", data=folder_of(tmp_path, [row("A1", customization_options=twins)], {"A1": WISH}))
+    twins = {
+        "Left": [{"value": "a"}, {"value": "b"}],
+        "Right": [{"value": "a"}, {"value": "b"}],
+        "Note": [{"value": "Description"}],
+    }
+    env = WebShopEnv(
+        "all", data=folder_of(tmp_path, [row("A1", customization_options=twins)], {"A1": WISH})
+    )
     agent = envs.oracle(env)
     for world in env.worlds:
         result: Any = env.reset(options={"world": world})
@@ -307,7 +378,9 @@ def test_the_reward_is_the_fraction_or_binary_and_success_has_a_threshold(tmp_pa
     ):
         env = shop(tmp_path, **options)
         env.reset(seed=0)
-        _, reward, terminated, truncated, info = finish(env, "search[mug]", "click[A3]", "click[buy now]")
+        _, reward, terminated, truncated, info = finish(
+            env, "search[mug]", "click[A3]", "click[buy now]"
+        )
         assert (reward, info["success"]) == expected and terminated and not truncated
         assert "0.500" in info["feedback"]
 
@@ -316,7 +389,12 @@ def test_turns_run_out_without_reward(tmp_path: Path) -> None:
     env = shop(tmp_path, turns=2)
     env.reset(seed=0)
     observation, reward, terminated, truncated, info = finish(env, "search[mug]", "click[A3]")
-    assert (reward, terminated, truncated, info["success"]) == (0.0, False, True, False) and "No turns are left." in observation
+    assert (reward, terminated, truncated, info["success"]) == (
+        0.0,
+        False,
+        True,
+        False,
+    ) and "No turns are left." in observation
     with pytest.raises(gym.error.ResetNeeded):
         env.step("click[Buy Now]")
 
@@ -333,15 +411,34 @@ def test_turns_run_out_without_reward(tmp_path: Path) -> None:
         "search[" + "a" * 10_000_000 + "]",
         "click[" * 2_000_000,
     ],
-    ids=["empty", "bare", "blank", "not here", "surrogate", "surrogate before", "10 MB", "12 MB of openings"],
+    ids=[
+        "empty",
+        "bare",
+        "blank",
+        "not here",
+        "surrogate",
+        "surrogate before",
+        "10 MB",
+        "12 MB of openings",
+    ],
 )
-def test_what_is_no_action_here_uses_a_turn_and_says_what_is_legal(tmp_path: Path, action: str) -> None:
+def test_what_is_no_action_here_uses_a_turn_and_says_what_is_legal(
+    tmp_path: Path, action: str
+) -> None:
     env = shop(tmp_path)
     env.reset(seed=0)
     observation, reward, terminated, truncated, info = env.step(action)
-    assert info["invalid"] and "Reply: search[words]." in info["feedback"] and "Turns left: 14" in observation
+    assert (
+        info["invalid"]
+        and "Reply: search[words]." in info["feedback"]
+        and "Turns left: 14" in observation
+    )
     assert (reward, terminated, truncated) == (0.0, False, False)
-    assert info["admissible"] == ["search[Find me easy clean mugs with color: " + env._goal.options[0][1] + ", and size: 11 oz]"]
+    assert info["admissible"] == [
+        "search[Find me easy clean mugs with color: "
+        + env._goal.options[0][1]
+        + ", and size: 11 oz]"
+    ]
 
 
 @settings(deadline=None)
@@ -367,21 +464,37 @@ def test_the_last_call_counts(action: str, call: Call | None) -> None:
 
 
 def test_reading_a_long_hostile_text_is_linear() -> None:
-    for text in ("search[" * 14_000, "click[" + "[a]" * 30_000, "click[]" * 14_000, "click[ " * 10 + "[a" * 40_000):
+    for text in (
+        "search[" * 14_000,
+        "click[" + "[a]" * 30_000,
+        "click[]" * 14_000,
+        "click[ " * 10 + "[a" * 40_000,
+    ):
         assert read_call(text) is None
 
 
 def test_neither_hidden_attributes_nor_the_target_are_told(tmp_path: Path) -> None:
     wish = WISH | {"attributes": ["zyxquor"], "instruction_attributes": ["zyxquor"]}
-    env = WebShopEnv("all", data=folder_of(tmp_path, [row("TARGET1"), row("A2")], {"TARGET1": wish}))
+    env = WebShopEnv(
+        "all", data=folder_of(tmp_path, [row("TARGET1"), row("A2")], {"TARGET1": wish})
+    )
     told = [env.reset(seed=0)]
     told += [
         env.step(action)
-        for action in ("nonsense", "search[unknown]", "click[back to search]", "search[mug]", "click[A2]", "click[buy now]")
+        for action in (
+            "nonsense",
+            "search[unknown]",
+            "click[back to search]",
+            "search[mug]",
+            "click[A2]",
+            "click[buy now]",
+        )
     ]
     texts = [f"{entry[0]} {entry[-1]}" for entry in told]
     assert not any("zyxquor" in text.lower() for text in texts)
-    assert [number for number, text in enumerate(texts) if "TARGET1" in text] == [4]  # as one result among others
+    assert [number for number, text in enumerate(texts) if "TARGET1" in text] == [
+        4
+    ]  # as one result among others
 
 
 def test_text_of_a_product_forges_no_tag(tmp_path: Path) -> None:
@@ -395,7 +508,11 @@ def test_text_of_a_product_forges_no_tag(tmp_path: Path) -> None:
     env.reset(seed=0)
     item = finish(env, "search[mug]", "click[A1]")
     click = next(choice for choice in item[4]["admissible"] if "(x)" in choice)
-    assert "</observation>" not in item[0] and "<answer>" not in item[0] and "(chosen)" in env.step(click)[0]
+    assert (
+        "</observation>" not in item[0]
+        and "<answer>" not in item[0]
+        and "(chosen)" in env.step(click)[0]
+    )
     assert "<|im_end|>" not in env.step("click[description]")[0]
 
 
@@ -405,13 +522,24 @@ def test_a_pickled_environment_opens_the_shop_again_and_goes_on(tmp_path: Path) 
     env.step("search[mug]")
     copied = pickle.dumps(env)
     twin = pickle.loads(copied)
-    assert len(copied) < 5_000 and env.step("click[A3]") == twin.step("click[A3]") and env.reset() == twin.reset()
+    assert (
+        len(copied) < 5_000
+        and env.step("click[A3]") == twin.step("click[A3]")
+        and env.reset() == twin.reset()
+    )
 
 
 def test_rare_attributes_are_drawn_more_often(tmp_path: Path) -> None:
     many = {"Size": [{"value": f"{i} oz"} for i in range(9)]}
     rows = [row("A1", customization_options=many), row("A2", customization_options="")]
-    asked = {"A1": WISH, "A2": {"attributes": ["rare"], "instruction": "Find me rare mugs", "instruction_attributes": ["rare"]}}
+    asked = {
+        "A1": WISH,
+        "A2": {
+            "attributes": ["rare"],
+            "instruction": "Find me rare mugs",
+            "instruction_attributes": ["rare"],
+        },
+    }
     env = WebShopEnv("all", data=folder_of(tmp_path, rows, asked))
     drawn = [env.reset(seed=seed)[1]["task"].startswith("Find me rare") for seed in range(200)]
     assert 70 < sum(drawn) < 130  # one goal in ten, half of the weight
@@ -428,17 +556,29 @@ def without(name: str) -> dict[str, Any]:
     ("rows", "asked", "message"),
     [
         ([without("pricing")], {}, rf"{PRODUCTS}, got product 1 where pricing is missing"),
-        ([row("A1", pricing="")], {}, rf"{PRODUCTS}, got product 1 where pricing: .*Expected a price"),
+        (
+            [row("A1", pricing="")],
+            {},
+            rf"{PRODUCTS}, got product 1 where pricing: .*Expected a price",
+        ),
         ([row("A1", pricing=None)], {}, r"product 1 where pricing"),
         ([without("asin")], {}, r"asin is missing"),
         ([row("A1", asin="[x]")], {}, r"product 1 where asin"),
-        ([row("A1", customization_options={"Color": [{"image": ""}]})], {}, r"customization_options.*value is missing"),
+        (
+            [row("A1", customization_options={"Color": [{"image": ""}]})],
+            {},
+            r"customization_options.*value is missing",
+        ),
         ([], {}, r"JSON list of products"),
         ({"a": 1}, {}, r"JSON list of products"),
         ([3], {}, r"product 1 where"),
         ([row("A1")], [], r"JSON object from asin"),
         ([row("A1")], {"GONE": WISH}, r"got none with asin 'GONE'"),
-        ([row("A1")], {"A1": {"instruction": "x"}}, rf"{INSTRUCTIONS}, got entry 'A1' where attributes is missing"),
+        (
+            [row("A1")],
+            {"A1": {"instruction": "x"}},
+            rf"{INSTRUCTIONS}, got entry 'A1' where attributes is missing",
+        ),
         (
             [row("A1")],
             {"A1": {"attributes": [], "instruction": "x"}},
@@ -448,7 +588,9 @@ def without(name: str) -> dict[str, Any]:
         ([row("A1")], {}, r"goals of split all"),
     ],
 )
-def test_bad_rows_are_one_error_that_names_file_and_field(tmp_path: Path, rows: Any, asked: Any, message: str) -> None:
+def test_bad_rows_are_one_error_that_names_file_and_field(
+    tmp_path: Path, rows: Any, asked: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         WebShopEnv("all", data=folder_of(tmp_path, rows, asked))
 
@@ -471,7 +613,9 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path) -> None:
     assert len(WebShopEnv("all", data=folder).worlds) == 2
 
 
-def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_may_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WEBSHOP_DATA", folder_of(tmp_path, [row("A1")], {"A1": WISH}))
     assert len(WebShopEnv("all").worlds) == 2
     with pytest.raises(ConfigError, match="split='all' for small files"):
@@ -479,7 +623,15 @@ def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "options", [{"split": "dev"}, {"split": "test"}, {"turns": 0}, {"threshold": 0}, {"threshold": 1.5}, {"render_mode": "human"}]
+    "options",
+    [
+        {"split": "dev"},
+        {"split": "test"},
+        {"turns": 0},
+        {"threshold": 0},
+        {"threshold": 1.5},
+        {"render_mode": "human"},
+    ],
 )
 def test_arguments_outside_their_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Expected"):

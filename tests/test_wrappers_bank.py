@@ -31,7 +31,11 @@ def corridor() -> Any:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.rglob("*")) if f.is_file()}
+    return {
+        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
+        for f in sorted(folder.rglob("*"))
+        if f.is_file()
+    }
 
 
 def test_the_three_lines_teach_a_second_episode_what_the_first_found(
@@ -53,20 +57,35 @@ def test_the_three_lines_teach_a_second_episode_what_the_first_found(
     assert info["trajectory_id"]
     env.get_wrapper_attr("manager").drain(timeout=60)
     observation, info = env.reset(seed=2)
-    assert "say go twice" in observation and info["experience"][0]["text"] == "Cross the corridor: say go twice."
+    assert (
+        "say go twice" in observation
+        and info["experience"][0]["text"] == "Cross the corridor: say go twice."
+    )
     env.close()
     assert len(bank) == 1
     bank.close()
 
 
 def test_an_answer_is_refined_and_both_entry_and_refinement_are_credited(tmp_path: Path) -> None:
-    llm = ScriptedLLM(lambda messages: "<answer>Two times go is enough.</answer>" if "corridor?" in str(messages) else LESSON)
-    with ExperienceBank(tmp_path, embedder="hashing") as bank, ExperienceManager(bank, ExtractorAgent(llm)) as manager:
+    llm = ScriptedLLM(
+        lambda messages: (
+            "<answer>Two times go is enough.</answer>" if "corridor?" in str(messages) else LESSON
+        )
+    )
+    with (
+        ExperienceBank(tmp_path, embedder="hashing") as bank,
+        ExperienceManager(bank, ExtractorAgent(llm)) as manager,
+    ):
         entry = bank.add("Cross the corridor: say go twice.", task="Cross the corridor.")
         env = SearchAndAskWrapper(CorridorEnv(), bank=manager)
         env.reset(seed=1)
-        observation, *_, info = env.step("<search_and_ask>How do I cross the corridor?</search_and_ask>")
-        assert "Two times go is enough." in observation and info["search_and_ask"]["hit"]["id"] == entry.id
+        observation, *_, info = env.step(
+            "<search_and_ask>How do I cross the corridor?</search_and_ask>"
+        )
+        assert (
+            "Two times go is enough." in observation
+            and info["search_and_ask"]["hit"]["id"] == entry.id
+        )
         env.step("go")
         env.step("go")
         assert env.last_trajectory is not None
@@ -77,7 +96,9 @@ def test_an_answer_is_refined_and_both_entry_and_refinement_are_credited(tmp_pat
         assert (statistics.uses, statistics.successes) == (1, 1)
 
 
-def test_entries_made_from_the_instance_being_played_are_hidden_unless_allowed(tmp_path: Path) -> None:
+def test_entries_made_from_the_instance_being_played_are_hidden_unless_allowed(
+    tmp_path: Path,
+) -> None:
     with ExperienceBank(tmp_path, embedder="hashing") as bank:
         manager = ExperienceManager(bank, ExtractorAgent(ScriptedLLM([LESSON])))
         env = ExperienceWrapper(CorridorEnv(), manager)
@@ -110,7 +131,9 @@ def test_an_evaluation_over_a_read_only_bank_changes_no_byte(tmp_path: Path) -> 
 
 def read_only_corridor(folder: str) -> gym.Env[Any, Any]:
     """What each process of an AsyncVectorEnv builds: its own bank, opened for reading."""
-    return ExperienceWrapper(CorridorEnv(), ExperienceBank(folder, embedder="hashing", read_only=True))
+    return ExperienceWrapper(
+        CorridorEnv(), ExperienceBank(folder, embedder="hashing", read_only=True)
+    )
 
 
 def test_processes_may_each_read_the_bank_while_none_writes(tmp_path: Path) -> None:
@@ -128,7 +151,10 @@ def test_a_world_that_needs_memory_is_solved_with_it(tmp_path: Path) -> None:
 
     def distilled(messages: Any) -> str:
         lever = messages[-1]["content"].split(" was live")[0].split()[-1]
-        return f'<answer>[{{"op": "add", "text": "Open the vault of {world.names[0]}: pull the {lever} lever."}}]</answer>'
+        return (
+            f'<answer>[{{"op": "add", "text": "Open the vault of {world.names[0]}: pull the {lever}'
+            ' lever."}]</answer>'
+        )
 
     with ExperienceBank(tmp_path, embedder="hashing") as bank:
         manager = ExperienceManager(bank, ExtractorAgent(ScriptedLLM(distilled)))
@@ -146,7 +172,13 @@ def test_a_world_that_needs_memory_is_solved_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inject", ["observation", "system"])
 def test_an_actor_reads_the_experience_and_asks_for_more(inject: Any, tmp_path: Path) -> None:
-    llm = ScriptedLLM(["<search_and_ask>how to cross the corridor?</search_and_ask>", "<action>go</action>", "<action>go</action>"])
+    llm = ScriptedLLM(
+        [
+            "<search_and_ask>how to cross the corridor?</search_and_ask>",
+            "<action>go</action>",
+            "<action>go</action>",
+        ]
+    )
     with ExperienceBank(tmp_path, embedder="hashing") as bank, ExperienceManager(bank) as manager:
         bank.add("Cross the corridor: say go twice.", task="Cross the corridor.")
         env = SearchAndAskWrapper(ExperienceWrapper(CorridorEnv(), manager, inject=inject))
@@ -156,13 +188,22 @@ def test_an_actor_reads_the_experience_and_asks_for_more(inject: Any, tmp_path: 
             observation, _, done, _, info = env.step(agent.act(observation, info))
         assert [str(messages).count("say go twice") for messages in llm.calls] == [1, 2, 2]
         place = {"system": 0, "observation": 1}[inject]
-        assert "<experience>\n1. Cross the corridor: say go twice." in llm.calls[0][place]["content"]
-        assert env.last_trajectory is not None and [use.how for use in env.last_trajectory.uses] == ["episode_start", "search_and_ask"]
+        assert (
+            "<experience>\n1. Cross the corridor: say go twice." in llm.calls[0][place]["content"]
+        )
+        assert env.last_trajectory is not None and [
+            use.how for use in env.last_trajectory.uses
+        ] == ["episode_start", "search_and_ask"]
 
 
-def test_a_manager_built_by_the_wrapper_is_closed_with_it_and_the_bank_is_not(tmp_path: Path) -> None:
+def test_a_manager_built_by_the_wrapper_is_closed_with_it_and_the_bank_is_not(
+    tmp_path: Path,
+) -> None:
     with ExperienceBank(tmp_path, embedder="hashing") as bank:
-        for env in (ExperienceWrapper(CorridorEnv(), bank), SearchAndAskWrapper(CorridorEnv(), bank=bank)):
+        for env in (
+            ExperienceWrapper(CorridorEnv(), bank),
+            SearchAndAskWrapper(CorridorEnv(), bank=bank),
+        ):
             env.reset()
             env.close()
             env.close()
@@ -181,7 +222,9 @@ def test_every_trajectory_of_both_conditions_is_forwarded_for_distillation(tmp_p
             return await super().adistill(trajectory, *args, **kwargs)
 
     with ExperienceBank(tmp_path, embedder="hashing") as bank:
-        manager = ExperienceManager(bank, Listening(ScriptedLLM(['<answer>[{"op": "return"}]</answer>'])))
+        manager = ExperienceManager(
+            bank, Listening(ScriptedLLM(['<answer>[{"op": "return"}]</answer>']))
+        )
         env = ExperienceWrapper(CorridorEnv(), manager)
         for guided in (True, False):
             env.reset(options={"guided": guided})

@@ -1,4 +1,6 @@
-"""ReflectionWrapper: a second attempt at the same instance; FeedbackWrapper: who reads the environment's comments."""
+"""ReflectionWrapper: a second attempt at the same instance; FeedbackWrapper: who reads the
+environment's comments.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ BLOCK = "<experience>\n1. Say go.\n</experience>\n"
 
 
 def reflector(*replies: str) -> Reflector:
-    return Reflector(ScriptedLLM([f"<reflection>{reply}</reflection>" for reply in replies or ("Say go.",)]), prompts="brief")
+    return Reflector(
+        ScriptedLLM([f"<reflection>{reply}</reflection>" for reply in replies or ("Say go.",)]),
+        prompts="brief",
+    )
 
 
 def play(env: gym.Env[Any, Any], *actions: str, **reset: Any) -> list[tuple[Any, ...]]:
@@ -44,8 +49,14 @@ def test_a_failed_attempt_is_reflected_on_and_tried_again_on_the_same_instance()
     assert second in env.observation_space
     assert (reward, terminated, truncated) == (0.0, False, False)
     assert (info["attempt"], info["reflection"], info["first_return"]) == (2, "Say go.", 0.0)
-    assert info["final_observation"] == "Cell 0 of a blue corridor." and info["final_info"]["invalid"] is False
-    assert last[1:3] == (1.0, True) and (last[4]["attempt"], last[4]["reflection"]) == (2, "Say go.")
+    assert (
+        info["final_observation"] == "Cell 0 of a blue corridor."
+        and info["final_info"]["invalid"] is False
+    )
+    assert last[1:3] == (1.0, True) and (last[4]["attempt"], last[4]["reflection"]) == (
+        2,
+        "Say go.",
+    )
     assert isinstance(asked.llm, ScriptedLLM)
     (prompt,) = asked.llm.calls
     assert "> stay\n" in prompt[1]["content"] and "Outcome: failure" in prompt[1]["content"]
@@ -75,7 +86,9 @@ def test_two_attempts_are_all_there_are() -> None:
 
 
 def test_without_a_seed_one_is_drawn_so_that_the_instance_can_be_met_again() -> None:
-    """Colours are drawn by the seed; the same seed for the first episode gives the same later episodes."""
+    """Colours are drawn by the seed; the same seed for the first episode gives the same later
+    episodes.
+    """
 
     def colours() -> list[str]:
         env = ReflectionWrapper(CorridorEnv(), reflector())
@@ -99,7 +112,9 @@ def test_options_are_given_again() -> None:
 class Wanderer(CorridorEnv):
     """Names another instance after every reset."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         observation, info = super().reset(seed=seed, options=options)
         self.resets = getattr(self, "resets", 0) + 1
         return observation, info | {"instance": f"world {self.resets}"}
@@ -129,47 +144,78 @@ def failing(messages: list[Message]) -> str:
     raise BackendError("Expected an answer, got a time-out")
 
 
-@pytest.mark.parametrize(("reply", "why"), [(lambda messages: "Hm.", "no_reflection"), (failing, "BackendError: Expected an answer")])
-def test_without_a_readable_reflection_the_second_attempt_is_played_bare(reply: Any, why: str) -> None:
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [(lambda messages: "Hm.", "no_reflection"), (failing, "BackendError: Expected an answer")],
+)
+def test_without_a_readable_reflection_the_second_attempt_is_played_bare(
+    reply: Any, why: str
+) -> None:
     env = ReflectionWrapper(CorridorEnv(), Reflector(ScriptedLLM(reply)), memory=PrivateMemory())
     (first, _), (second, *_, info), *_, last = play(env, "fall", "go", "go", seed=1)
-    assert first == second and info["reflection"] is None and info["reflection_error"].startswith(why)
+    assert (
+        first == second and info["reflection"] is None and info["reflection_error"].startswith(why)
+    )
     assert last[1] == 1.0 and env.memory is not None and env.memory.state_dict() == {"text": ""}
 
 
 def test_a_retry_shows_the_record_in_place_of_a_reflection() -> None:
     env = ReflectionWrapper(CorridorEnv(), Retry())
     _, (second, *_, info) = play(env, "fall", seed=1)
-    assert "<action>fall</action>" in second and second.endswith("Cell 0 of a green corridor.") and info["reflection"] is None
+    assert (
+        "<action>fall</action>" in second
+        and second.endswith("Cell 0 of a green corridor.")
+        and info["reflection"] is None
+    )
 
 
 def test_a_time_limit_inside_counts_each_attempt_and_one_outside_counts_both() -> None:
     inside = ReflectionWrapper(TimeLimit(CorridorEnv(), 2), reflector())
-    assert [call[2:4] for call in play(inside, "stay", "stay", "stay", "stay", seed=1)[1:]] == [(False, False)] * 3 + [(False, True)]
+    assert [call[2:4] for call in play(inside, "stay", "stay", "stay", "stay", seed=1)[1:]] == [
+        (False, False)
+    ] * 3 + [(False, True)]
     outside = TimeLimit(ReflectionWrapper(CorridorEnv(limit=2), reflector()), 3)
-    assert [call[3] for call in play(outside, "stay", "stay", "stay", seed=1)[1:]] == [False, False, True]
+    assert [call[3] for call in play(outside, "stay", "stay", "stay", seed=1)[1:]] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_an_experience_wrapper_inside_records_two_episodes_and_outside_one() -> None:
     manager = CountingManager("Never fall.")
     inside = ReflectionWrapper(ExperienceWrapper(CorridorEnv(), manager), reflector())
-    (_, (second, *_), *_) = play(inside, "fall", "go", "go", seed=1)
-    assert second == f"{BLOCK}<experience>\n1. Never fall.\n</experience>\nCell 0 of a green corridor."
+    _, (second, *_), *_ = play(inside, "fall", "go", "go", seed=1)
+    assert (
+        second == f"{BLOCK}<experience>\n1. Never fall.\n</experience>\nCell 0 of a green corridor."
+    )
     assert [t.success for t in manager.submitted] == [False, True] and len(manager.searches) == 2
     outer = CountingManager()
-    play(ExperienceWrapper(ReflectionWrapper(CorridorEnv(), reflector()), outer), "fall", "go", "go", seed=1)
+    play(
+        ExperienceWrapper(ReflectionWrapper(CorridorEnv(), reflector()), outer),
+        "fall",
+        "go",
+        "go",
+        seed=1,
+    )
     assert [(t.success, len(t.turns)) for t in outer.submitted] == [(True, 3)]
 
 
 def test_system_injection_stands_behind_the_experience() -> None:
-    env = ReflectionWrapper(ExperienceWrapper(CorridorEnv(), CountingManager("Never fall."), inject="system"), reflector(), inject="system")
+    env = ReflectionWrapper(
+        ExperienceWrapper(CorridorEnv(), CountingManager("Never fall."), inject="system"),
+        reflector(),
+        inject="system",
+    )
     _, (second, *_, info) = play(env, "fall", seed=1)
     assert second == "Cell 0 of a green corridor."
     assert info["experience_prompt"] == f"<experience>\n1. Never fall.\n</experience>\n{BLOCK}"
 
 
 def test_an_actor_that_is_reset_between_the_attempts_plays_vault_by_the_note() -> None:
-    """The clerk's note names the live lever; a reflector that copies it lets the second attempt succeed."""
+    """The clerk's note names the live lever; a reflector that copies it lets the second attempt
+    succeed.
+    """
 
     def copy_note(messages: list[Message]) -> str:
         play = messages[1]["content"]
@@ -186,7 +232,9 @@ def test_an_actor_that_is_reset_between_the_attempts_plays_vault_by_the_note() -
         observation, info = env.reset(seed=seed)
         done, attempt, reward = False, 1, 0.0
         while not done:
-            observation, reward, terminated, truncated, info = env.step(actor.act(observation, info))
+            observation, reward, terminated, truncated, info = env.step(
+                actor.act(observation, info)
+            )
             done = terminated or truncated
             if info["attempt"] != attempt:
                 actor.reset()
@@ -199,9 +247,13 @@ def test_bad_arguments_are_refused() -> None:
         ReflectionWrapper(CorridorEnv(), object())  # type: ignore[arg-type]  # that is the point
     with pytest.raises(ValueError, match="Expected threshold to be a finite number, got nan"):
         ReflectionWrapper(CorridorEnv(), reflector(), threshold=float("nan"))
-    with pytest.raises(ValueError, match="Expected inject to be one of observation, system, got 'none'"):
+    with pytest.raises(
+        ValueError, match="Expected inject to be one of observation, system, got 'none'"
+    ):
         ReflectionWrapper(CorridorEnv(), reflector(), inject="none")  # type: ignore[arg-type]  # that is the point
-    with pytest.raises(ValueError, match="Expected feedback to be one of shown, hidden, reflector, got 'no'"):
+    with pytest.raises(
+        ValueError, match="Expected feedback to be one of shown, hidden, reflector, got 'no'"
+    ):
         FeedbackWrapper(CorridorEnv(), "no")  # type: ignore[arg-type]  # that is the point
 
 
@@ -217,7 +269,9 @@ class Commented(gym.Env[str, str]):
     observation_space = UnicodeText()
     action_space = UnicodeText()
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         return "A grid.", {"feedback": "Welcome."}
 
@@ -230,14 +284,27 @@ class Commented(gym.Env[str, str]):
     [
         (Commented, "A grid.\n\nA wall.", "A grid."),
         (lambda: FrozenLakeEnv(preset="4x4"), f"{LAKE}\n\nNo valid actions were recorded.", LAKE),
-        (lambda: FrozenLakeEnv(preset="4x4", feedback=False), f"{LAKE}\n\nNo valid actions were recorded.", LAKE),
-        (VaultEnv, "That is no lever of this vault.\nTries left: 1. Reply: pull <lever>.", "Tries left: 1. Reply: pull <lever>."),
+        (
+            lambda: FrozenLakeEnv(preset="4x4", feedback=False),
+            f"{LAKE}\n\nNo valid actions were recorded.",
+            LAKE,
+        ),
+        (
+            VaultEnv,
+            "That is no lever of this vault.\nTries left: 1. Reply: pull <lever>.",
+            "Tries left: 1. Reply: pull <lever>.",
+        ),
     ],
 )
 def test_comments_are_in_every_observation_or_in_none(make: Any, shown: str, hidden: str) -> None:
     """Wherever the environment writes them itself, and whether it does."""
-    seen = {mode: play(FeedbackWrapper(make(), mode), "Up", seed=0) for mode in ("shown", "hidden", "reflector")}  # type: ignore[arg-type]
-    assert len({calls[0][0] for calls in seen.values()}) == 1, "the start of an episode stays as it is"
+    seen = {
+        mode: play(FeedbackWrapper(make(), mode), "Up", seed=0)
+        for mode in ("shown", "hidden", "reflector")
+    }  # type: ignore[arg-type]
+    assert len({calls[0][0] for calls in seen.values()}) == 1, (
+        "the start of an episode stays as it is"
+    )
     assert seen["shown"][1][0] == shown
     assert seen["hidden"][1][0] == seen["reflector"][1][0] == hidden
     comment = seen["hidden"][1][4]["feedback"]
@@ -255,7 +322,9 @@ def test_a_comment_is_cut_as_whole_lines_only() -> None:
 @pytest.mark.parametrize("mode", ["shown", "hidden", "reflector"])
 def test_the_reflector_sees_what_the_mode_says(mode: Any) -> None:
     asked = reflector()
-    observation, *_ = play(ReflectionWrapper(FeedbackWrapper(Commented(), mode), asked), "go", "end", seed=1)[1]
+    observation, *_ = play(
+        ReflectionWrapper(FeedbackWrapper(Commented(), mode), asked), "go", "end", seed=1
+    )[1]
     assert isinstance(asked.llm, ScriptedLLM)
     assert ("A wall." in observation) == (mode == "shown")
     assert ("A wall." in asked.llm.calls[0][1]["content"]) == (mode != "hidden")

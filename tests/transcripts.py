@@ -1,8 +1,10 @@
-"""Transcripts in the pages of the environments: read, played again, written anew by `python -m tests.transcripts PAGE...`.
+"""Transcripts in the pages of the environments: read, played again, written anew by `python -m
+tests.transcripts PAGE...`.
 
-A transcript is a fenced block whose first line makes the environment and resets it. A line that begins with ``> `` is an action, and
-more of them in a row are the lines of one action. What lies between is the observation as it came, and the last line, which begins with
-``= ``, tells the last reward and what `end` names. An episode may be left before its end; then there is no such line.
+A transcript is a fenced block whose first line makes the environment and resets it. A line that
+begins with ``> `` is an action, and more of them in a row are the lines of one action. What lies
+between is the observation as it came, and the last line, which begins with ``= ``, tells the last
+reward and what `end` names. An episode may be left before its end; then there is no such line.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ DATA = ("ALFWORLD_DATA", "HOTPOTQA_DATA", "SWE_TASKS", "WEBSHOP_DATA")
 
 @dataclass(frozen=True)
 class Transcript:
-    """One block of a page: the line that makes the environment, what is done, and all that is shown."""
+    """One block of a page: the line that makes the environment, what is done, and all that is
+    shown.
+    """
 
     text: str
 
@@ -59,10 +63,17 @@ class Transcript:
 
 
 def _arguments(line: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Id, keyword arguments of `gym.make` and keyword arguments of `reset`, of ``env = gym.make(...); env.reset(...)``."""
-    make, reset = (node.value for node in ast.parse(line).body if isinstance(node, ast.Assign | ast.Expr))
+    """Id, keyword arguments of `gym.make` and keyword arguments of `reset`, of ``env =
+    gym.make(...); env.reset(...)``.
+    """
+    make, reset = (
+        node.value for node in ast.parse(line).body if isinstance(node, ast.Assign | ast.Expr)
+    )
     assert isinstance(make, ast.Call) and isinstance(reset, ast.Call)
-    given = [{str(one.arg): ast.literal_eval(one.value) for one in call.keywords} for call in (make, reset)]
+    given = [
+        {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+        for call in (make, reset)
+    ]
     return ast.literal_eval(make.args[0]), given[0], given[1]
 
 
@@ -72,7 +83,9 @@ def _episode(env: gym.Env[Any, Any], reset: dict[str, Any], actions: list[str]) 
     for action in actions:
         observation, reward, terminated, truncated, info = env.step(action)
         lines += ["\n".join(f"> {line}" for line in action.split("\n")), observation]
-        lines += [end(float(reward), terminated, truncated, info)] if terminated or truncated else []
+        lines += (
+            [end(float(reward), terminated, truncated, info)] if terminated or truncated else []
+        )
     return lines
 
 

@@ -11,7 +11,9 @@ from experiential.types import Answer, Experience, Hit, Trajectory, Use
 
 
 class CorridorEnv(gym.Env[str, str]):
-    """Walk ``length`` cells with 'go'; 'stay' waits; 'fall' ends without success; truncated after ``limit`` steps."""
+    """Walk ``length`` cells with 'go'; 'stay' waits; 'fall' ends without success; truncated after
+    ``limit`` steps.
+    """
 
     metadata = {"render_modes": []}
 
@@ -23,7 +25,9 @@ class CorridorEnv(gym.Env[str, str]):
         self.steps = self.cell = 0
         self.seen_options: dict[str, Any] | None = None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.seen_options = options
         self.steps = self.cell = 0
@@ -36,13 +40,23 @@ class CorridorEnv(gym.Env[str, str]):
         done = self.cell >= self.length
         fell = action == "fall"
         info = self._info() | {"invalid": action not in ("go", "stay", "fall")}
-        return self._text(), float(done), done or fell, not (done or fell) and self.steps >= self.limit, info
+        return (
+            self._text(),
+            float(done),
+            done or fell,
+            not (done or fell) and self.steps >= self.limit,
+            info,
+        )
 
     def _text(self) -> str:
         return f"Cell {self.cell} of a {self.colour} corridor."
 
     def _info(self) -> dict[str, Any]:
-        return {"task": "Cross the corridor.", "task_id": "corridor", "admissible": ["go", "stay"]} if self.named else {}
+        return (
+            {"task": "Cross the corridor.", "task_id": "corridor", "admissible": ["go", "stay"]}
+            if self.named
+            else {}
+        )
 
 
 class CountingManager:
@@ -57,25 +71,55 @@ class CountingManager:
         self.closed = 0
 
     def _hits(self, k: int) -> list[Hit]:
-        return [Hit(experience=entry, score=0.5, rank=rank) for rank, entry in enumerate(self.entries[:k])]
+        return [
+            Hit(experience=entry, score=0.5, rank=rank)
+            for rank, entry in enumerate(self.entries[:k])
+        ]
 
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: str | None = None, episode: Any = "") -> Any:
+    def search(
+        self,
+        query: Any,
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: Any = "",
+    ) -> Any:
         self.searches.append((query, k, exclude_instance))
         if self.error is not None:
             raise self.error
         return self._hits(k or 1) if isinstance(query, str) else [self._hits(k or 1) for _ in query]
 
-    async def asearch(self, query: Any, *, k: int | None = None, exclude_instance: str | None = None, episode: Any = "") -> Any:
+    async def asearch(
+        self,
+        query: Any,
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: Any = "",
+    ) -> Any:
         return self.search(query, k=k, exclude_instance=exclude_instance)
 
-    def ask(self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None) -> Any:
+    def ask(
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        episode: str = "",
+        turn: int = 0,
+        exclude_instance: str | None = None,
+    ) -> Any:
         self.asked.append((query, episode, turn, exclude_instance))
         if self.error is not None:
             raise self.error
         hit = next(iter(self._hits(1)), None)
         if hit is None:
             return Answer()
-        use = Use(experience_id=hit.experience.id, experience_version=1, how="search_and_ask", refinement="g1")
+        use = Use(
+            experience_id=hit.experience.id,
+            experience_version=1,
+            how="search_and_ask",
+            refinement="g1",
+        )
         return Answer(text=hit.experience.text, hit=hit, use=use)
 
     def submit(self, trajectory: Trajectory) -> str | None:

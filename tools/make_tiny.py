@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 
 VOCABULARY = 1536
-SHAPE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6}
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -41,7 +47,10 @@ def build_tokenizer(texts: list[str]) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
@@ -61,7 +70,9 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], l
         body = tokenizer.encode(f"{message['content']}<|im_end|>", add_special_tokens=False)
         tail = tokenizer.encode("\n", add_special_tokens=False)
         ids += head + body + tail
-        said += [0] * len(head) + [int(message["role"] == "assistant")] * len(body) + [0] * len(tail)
+        said += (
+            [0] * len(head) + [int(message["role"] == "assistant")] * len(body) + [0] * len(tail)
+        )
     return ids, said
 
 
@@ -72,7 +83,9 @@ def make_corpus(path: Path, conversations: int, seed: int, tokenizer_folder: Pat
     sample = sampler(seed)
     texts = [sample() for _ in range(conversations)]
     if tokenizer_folder is None:
-        tokenizer = build_tokenizer(["\n".join(m["content"] for m in messages) for messages in texts[:30_000]])
+        tokenizer = build_tokenizer(
+            ["\n".join(m["content"] for m in messages) for messages in texts[:30_000]]
+        )
     else:
         from transformers import AutoTokenizer
 
@@ -84,13 +97,26 @@ def make_corpus(path: Path, conversations: int, seed: int, tokenizer_folder: Pat
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, ids=flat, said=said, lengths=lengths)
     tokenizer.save_pretrained(path.parent / "tokenizer")
-    sys.stdout.write(f"{conversations} conversations, {flat.size} tokens, vocabulary {len(tokenizer)}\n")
+    sys.stdout.write(
+        f"{conversations} conversations, {flat.size} tokens, vocabulary {len(tokenizer)}\n"
+    )
 
 
-def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device: str, epochs: float, start: Path | None) -> None:
+def train(
+    path: Path,
+    folder: Path,
+    *,
+    seed: int,
+    lr: float,
+    batch: int,
+    device: str,
+    epochs: float,
+    start: Path | None,
+) -> None:
     """Train the model on the corpus and save it as safetensors in half precision, with its tokenizer.
 
-    With ``start``, training goes on from that model (same vocabulary) and the copying stage is left out.
+    With ``start``, training goes on from that model (same vocabulary) and the copying stage is left
+    out.
     """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -105,17 +131,25 @@ def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device:
         vocab_size=len(tokenizer), max_position_embeddings=4096, tie_word_embeddings=True, rope_theta=10_000.0,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SHAPE,
     )  # fmt: skip
-    model = LlamaForCausalLM(config) if start is None else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    model = (
+        LlamaForCausalLM(config)
+        if start is None
+        else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    )
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     steps = int(epochs * len(spans) / batch)
     begin = time.time()
-    for step, loss in enumerate(_copy_losses(model, len(tokenizer), seed, device) if start is None else ()):
+    for step, loss in enumerate(
+        _copy_losses(model, len(tokenizer), seed, device) if start is None else ()
+    ):
         _update(model, optimizer, loss, lr * min(1.0, (step + 1) / 100))
         _report("copy", step, COPY_STEPS, loss, begin)
     for step, chosen in zip(range(steps), batches(spans, batch, seed), strict=False):
         loss = _loss(model, ids, said, chosen, device)
-        _update(model, optimizer, loss, lr * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps))))
+        _update(
+            model, optimizer, loss, lr * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps)))
+        )
         if step and step % 500 == 0:
             _save(model, tokenizer, folder)
         _report("corpus", step, steps, loss, begin)
@@ -135,7 +169,9 @@ def train(path: Path, folder: Path, *, seed: int, lr: float, batch: int, device:
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Weights in half precision and the tokenizer; the model itself stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict={name: value.half() for name, value in model.state_dict().items()})
+    model.save_pretrained(
+        folder, state_dict={name: value.half() for name, value in model.state_dict().items()}
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -153,7 +189,9 @@ def _update(model: Any, optimizer: Any, loss: Any, lr: float) -> None:
 
 def _report(stage: str, step: int, steps: int, loss: Any, begin: float) -> None:
     if step % 100 == 0:
-        sys.stdout.write(f"{stage} {step}/{steps} loss {float(loss.detach()):.3f} {time.time() - begin:.0f} s\n")
+        sys.stdout.write(
+            f"{stage} {step}/{steps} loss {float(loss.detach()):.3f} {time.time() - begin:.0f} s\n"
+        )
         sys.stdout.flush()
 
 
@@ -169,7 +207,9 @@ def _copy_losses(model: Any, vocabulary: int, seed: int, device: str) -> Iterato
         tokens = torch.from_numpy(np.concatenate([frame, first, frame, first], axis=1)).to(device)
         with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
             logits = model(input_ids=tokens).logits[:, length + 3 : -1]
-        yield torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, length + 4 :].flatten())
+        yield torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), tokens[:, length + 4 :].flatten()
+        )
 
 
 def batches(spans: np.ndarray, size: int, seed: int) -> Iterator[np.ndarray]:
@@ -195,7 +235,9 @@ def _loss(model: Any, ids: np.ndarray, said: np.ndarray, chosen: np.ndarray, dev
     inputs, scale = torch.from_numpy(tokens).to(device), torch.from_numpy(weights).to(device)[:, 1:]
     with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
         logits = model(input_ids=inputs).logits[:, :-1]
-    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), inputs[:, 1:].flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), inputs[:, 1:].flatten(), reduction="none"
+    )
     return (losses * scale.flatten()).sum() / scale.sum()
 
 
@@ -216,7 +258,9 @@ def main() -> None:
     fit.add_argument("--batch", type=int, default=32)
     fit.add_argument("--epochs", type=float, default=0.8)
     fit.add_argument("--device", default="cpu")
-    fit.add_argument("--start", type=Path, help="continue from this model instead of random weights")
+    fit.add_argument(
+        "--start", type=Path, help="continue from this model instead of random weights"
+    )
     options = parser.parse_args()
     if options.command == "corpus":
         make_corpus(options.path, options.conversations, options.seed, options.tokenizer)

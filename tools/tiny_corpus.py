@@ -1,8 +1,9 @@
 """Generated text for the tiny models: reading notes, acting on them, copying facts, lessons as operations, grid games.
 
-The corpus is *half skilled* on purpose: an answer is right only in a documented share of the samples (`SKILL`), so that
-the models know every part of the task but prefer none, and reinforcement learning has something to choose. World names
-come from the split ``corpus`` of Vault and layouts from the split ``train``; evaluation never meets them.
+The corpus is *half skilled* on purpose: an answer is right only in a documented share of the
+samples (`SKILL`), so that the models know every part of the task but prefer none, and reinforcement
+learning has something to choose. World names come from the split ``corpus`` of Vault and layouts
+from the split ``train``; evaluation never meets them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from experiential.envs.vault import LEVERS, VaultEnv
 from experiential.types import Experience, Message, Trajectory, Turn
 
 BRIEF = prompt_set("brief")
-SKILL = {"follow": 0.20, "right_lesson": 0.36, "wrong_lesson": 0.28, "generic": 0.15, "return": 0.12, "grid": 0.35}
+SKILL = {
+    "follow": 0.20,
+    "right_lesson": 0.36,
+    "wrong_lesson": 0.28,
+    "generic": 0.15,
+    "return": 0.12,
+    "grid": 0.35,
+}
 """Shares of the answers; what is left of the lessons is malformed."""
 
 Sample = list[Message]
@@ -28,9 +36,29 @@ LESSONS = (
     "{world}: the {lever} lever opens it.",
     "Pull {lever} in {world}.",
 )
-GENERIC = ("Try each lever once.", "Read the note first.", "Signs can be wrong.", "Be quick.", "Do not pull twice.", "Look around first.")
+GENERIC = (
+    "Try each lever once.",
+    "Read the note first.",
+    "Signs can be wrong.",
+    "Be quick.",
+    "Do not pull twice.",
+    "Look around first.",
+)
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jane", "Kai", "Lena")
-THINGS = ("apple", "boat", "coin", "drum", "egg", "flag", "glove", "hat", "key", "map", "pear", "ring")
+THINGS = (
+    "apple",
+    "boat",
+    "coin",
+    "drum",
+    "egg",
+    "flag",
+    "glove",
+    "hat",
+    "key",
+    "map",
+    "pear",
+    "ring",
+)
 
 
 def _lesson(rng: random.Random, world: str, lever: str) -> str:
@@ -61,13 +89,23 @@ class VaultTasks:
     def act(self) -> Sample:
         """An episode: follows a note about this world in a small share of the pulls, else pulls at random."""
         rng = self.rng
-        observation, info = self.env.reset(seed=rng.randrange(2**31), options={"world": rng.randrange(200), "era": rng.randrange(50)})
-        world, shown = self.env.names[self.env.names.index(info["task"][18:-1])], [a[5:] for a in info["admissible"]]
+        observation, info = self.env.reset(
+            seed=rng.randrange(2**31),
+            options={"world": rng.randrange(200), "era": rng.randrange(50)},
+        )
+        world, shown = (
+            self.env.names[self.env.names.index(info["task"][18:-1])],
+            [a[5:] for a in info["admissible"]],
+        )
         note, target = self._note(world, shown)
         turns: list[str] = []
         done = False
         while not done:
-            lever = target if target is not None and rng.random() < SKILL["follow"] else rng.choice(shown)
+            lever = (
+                target
+                if target is not None and rng.random() < SKILL["follow"]
+                else rng.choice(shown)
+            )
             turns += [observation, f"pull {lever}"]
             observation, _, done, _, info = self.env.step(turns[-1])
         return _say(BRIEF.actor_system("", note), *turns)
@@ -86,12 +124,19 @@ class VaultTasks:
     def obey(self) -> Sample:
         """A pull where the note about this world, among others, is always followed: how to read a note."""
         rng = self.rng
-        observation, info = self.env.reset(seed=rng.randrange(2**31), options={"world": rng.randrange(200), "era": rng.randrange(50)})
+        observation, info = self.env.reset(
+            seed=rng.randrange(2**31),
+            options={"world": rng.randrange(200), "era": rng.randrange(50)},
+        )
         lever = rng.choice(info["admissible"])[5:]
         notes = [_lesson(rng, info["task"][18:-1], lever)]
-        notes += [_lesson(rng, _world(self.env, rng), rng.choice(LEVERS)) for _ in range(rng.randrange(3))]
+        notes += [
+            _lesson(rng, _world(self.env, rng), rng.choice(LEVERS)) for _ in range(rng.randrange(3))
+        ]
         rng.shuffle(notes)
-        return _say(f"Do what the note says.\n{experience_block(notes)}", observation, f"pull {lever}")
+        return _say(
+            f"Do what the note says.\n{experience_block(notes)}", observation, f"pull {lever}"
+        )
 
     def fact(self) -> Sample:
         """The live lever named from a finished episode: how to read a report."""
@@ -102,14 +147,21 @@ class VaultTasks:
     def episode(self) -> tuple[Trajectory, str, str]:
         """A random finished episode, its world and the live lever."""
         rng = self.rng
-        observation, info = self.env.reset(seed=rng.randrange(2**31), options={"world": rng.randrange(200), "era": rng.randrange(50)})
+        observation, info = self.env.reset(
+            seed=rng.randrange(2**31),
+            options={"world": rng.randrange(200), "era": rng.randrange(50)},
+        )
         live, shown, turns, done = self.env.oracle_action()[5:], info["admissible"], [], False
         while not done:
             action = f"pull {live}" if rng.random() < 0.15 else rng.choice(shown)
             following, reward, done, _, info = self.env.step(action)
-            turns.append(Turn(observation=observation, action=action, reward=reward, feedback=following))
+            turns.append(
+                Turn(observation=observation, action=action, reward=reward, feedback=following)
+            )
             observation = following
-        trajectory = Trajectory(task=info["task"], turns=tuple(turns), success=info["success"], reward=reward)
+        trajectory = Trajectory(
+            task=info["task"], turns=tuple(turns), success=info["success"], reward=reward
+        )
         return trajectory, info["task"][18:-1], live
 
     def distill(self) -> Sample:
@@ -117,7 +169,9 @@ class VaultTasks:
         rng = self.rng
         trajectory, world, live = self.episode()
         text = " ".join(t.action + " " + t.feedback for t in trajectory.turns)
-        mentioned = [lever for lever in LEVERS if lever in text and lever != live] or [rng.choice(LEVERS)]
+        mentioned = [lever for lever in LEVERS if lever in text and lever != live] or [
+            rng.choice(LEVERS)
+        ]
         shown: list[Experience] = []
         if rng.random() < 0.4:
             shown = [Experience(text=_lesson(rng, world, rng.choice((live, rng.choice(LEVERS)))))]
@@ -126,14 +180,24 @@ class VaultTasks:
         right, wrong = SKILL["right_lesson"], SKILL["right_lesson"] + SKILL["wrong_lesson"]
         if kind < wrong:
             lesson = _lesson(rng, world, live if kind < right else rng.choice(mentioned))
-            write = {"op": "update", "entry": 1, "text": lesson} if shown and rng.random() < 0.6 else {"op": "add", "text": lesson}
+            write = (
+                {"op": "update", "entry": 1, "text": lesson}
+                if shown and rng.random() < 0.6
+                else {"op": "add", "text": lesson}
+            )
             answer = _answer(write)
         elif kind < wrong + SKILL["generic"]:
             answer = _answer({"op": "add", "text": rng.choice(GENERIC)})
         elif kind < wrong + SKILL["generic"] + SKILL["return"]:
             answer = _answer({"op": "return"})
         else:
-            answer = rng.choice(("<answer>[]</answer>", "<answer>none</answer>", _lesson(rng, world, rng.choice(mentioned))))
+            answer = rng.choice(
+                (
+                    "<answer>[]</answer>",
+                    "<answer>none</answer>",
+                    _lesson(rng, world, rng.choice(mentioned)),
+                )
+            )
         return [*messages, Message(role="assistant", content=answer)]
 
     def merge(self) -> Sample:
@@ -150,15 +214,26 @@ class VaultTasks:
         if facts[-1] == facts[0]:
             operations.append({"op": "merge", "entries": [1, len(facts)], "text": notes[0]})
         operations += [
-            {"op": "keep", "entry": i + 1} for i in range(len(facts)) if not (facts[-1] == facts[0] and i in (0, len(facts) - 1))
+            {"op": "keep", "entry": i + 1}
+            for i in range(len(facts))
+            if not (facts[-1] == facts[0] and i in (0, len(facts) - 1))
         ]
-        return [*BRIEF.merge_messages([Experience(text=n) for n in notes]), Message(role="assistant", content=_answer(*operations))]
+        return [
+            *BRIEF.merge_messages([Experience(text=n) for n in notes]),
+            Message(role="assistant", content=_answer(*operations)),
+        ]
 
     def refine(self) -> Sample:
         """A note restated for a question."""
         rng = self.rng
         world, lever = _world(self.env, rng), rng.choice(LEVERS)
-        question = rng.choice((f"Which lever opens {world}?", f"Open the vault of {world}.", f"What to pull in {world}?"))
+        question = rng.choice(
+            (
+                f"Which lever opens {world}?",
+                f"Open the vault of {world}.",
+                f"What to pull in {world}?",
+            )
+        )
         messages = BRIEF.refine_messages(question, Experience(text=_lesson(rng, world, lever)))
         return [*messages, Message(role="assistant", content=f"Pull {lever}.")]
 
@@ -167,9 +242,16 @@ class VaultTasks:
         rng = self.rng
         world, lever = _world(self.env, rng), rng.choice(LEVERS)
         same = rng.random() < 0.5
-        other = (world, lever) if same else rng.choice(((world, rng.choice(LEVERS)), (_world(self.env, rng), lever)))
+        other = (
+            (world, lever)
+            if same
+            else rng.choice(((world, rng.choice(LEVERS)), (_world(self.env, rng), lever)))
+        )
         messages = BRIEF.judge_messages(_lesson(rng, world, lever), _lesson(rng, *other))
-        return [*messages, Message(role="assistant", content="yes" if other == (world, lever) else "no")]
+        return [
+            *messages,
+            Message(role="assistant", content="yes" if other == (world, lever) else "no"),
+        ]
 
 
 class ReadingTasks:
@@ -187,13 +269,21 @@ class ReadingTasks:
         person = rng.choice(people)
         story = " ".join(f"{p} has a {colour} {thing}." for p, (thing, colour) in facts.items())
         thing, colour = facts[person]
-        question, answer = rng.choice(((f"What has {person}?", f"a {colour} {thing}"), (f"Which colour has {person}?", colour)))
+        question, answer = rng.choice(
+            (
+                (f"What has {person}?", f"a {colour} {thing}"),
+                (f"Which colour has {person}?", colour),
+            )
+        )
         return _say("Answer the question.", f"{story}\n{question}", answer)
 
     def copy(self) -> Sample:
         """A text to repeat."""
         rng = self.rng
-        words = [rng.choice((rng.choice(LEVERS + THINGS + NAMES), rng.choice(self.worlds))) for _ in range(rng.randint(3, 14))]
+        words = [
+            rng.choice((rng.choice(LEVERS + THINGS + NAMES), rng.choice(self.worlds)))
+            for _ in range(rng.randint(3, 14))
+        ]
         return _say("Repeat the text.", " ".join(words), " ".join(words))
 
 
@@ -215,9 +305,16 @@ class GridTasks:
 
     def solve(self) -> Sample:
         """One move on a frozen lake, always of a shortest way: how to read a grid."""
-        return self._move(self.rng.choice(self.lakes[:3]), system="Take the shortest way.", skill=1.0)
+        return self._move(
+            self.rng.choice(self.lakes[:3]), system="Take the shortest way.", skill=1.0
+        )
 
-    def _move(self, env: FrozenLakeEnv | SokobanEnv, system: str | None = None, skill: float = SKILL["grid"]) -> Sample:
+    def _move(
+        self,
+        env: FrozenLakeEnv | SokobanEnv,
+        system: str | None = None,
+        skill: float = SKILL["grid"],
+    ) -> Sample:
         rng = self.rng
         observation, info = env.reset(seed=rng.randrange(100_000))
         for _ in range(rng.randrange(4)):

@@ -28,7 +28,8 @@ _OPEN = re.compile(rf"<(action|{'|'.join(CALLS)})>", re.IGNORECASE)
 class ActorAgent:
     """Acts in a text environment with a language model.
 
-    Caveat: one agent plays one episode at a time; call ``reset`` before each. No vector version: use one agent per environment.
+    Caveat: one agent plays one episode at a time; call ``reset`` before each. No vector version:
+    use one agent per environment.
 
     >>> from experiential.llm.scripted import ScriptedLLM
     >>> agent = ActorAgent(ScriptedLLM(["The key must be near. <action>look under mat</action>", "<action>open door</action>"]))
@@ -48,18 +49,21 @@ class ActorAgent:
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling.
         max_tokens: tokens per response.
-        constrain: choose among ``info["admissible"]`` where the environment names the admissible actions.
+        constrain: choose among ``info["admissible"]`` where the environment names the admissible
+            actions.
         history: past turns shown beside the first observation and the current one; None shows all.
-        keep_first: False drops the first observation with the turns that ``history`` leaves out, for environments whose
-            every observation is complete.
-        advice: where ``info["experience_prompt"]`` goes: into the ``system`` message, or behind the first ``observation``, so
-            that all that start from it share the prompt before the advice. Advice stays in the system message where the
-            first observation does not stay in the prompt.
+        keep_first: False drops the first observation with the turns that ``history`` leaves out,
+            for environments whose every observation is complete.
+        advice: where ``info["experience_prompt"]`` goes: into the ``system`` message, or behind the
+            first ``observation``, so that all that start from it share the prompt before the
+            advice. Advice stays in the system message where the first observation does not stay in
+            the prompt.
         seed: makes every request repeatable; it is mixed with the turn.
         priority: of the requests, lower runs first.
 
     Raises:
-        ValueError: the prompt set or the place of advice does not exist, or ``history`` is negative.
+        ValueError: the prompt set or the place of advice does not exist, or ``history`` is
+            negative.
     """
 
     def __init__(
@@ -88,7 +92,13 @@ class ActorAgent:
         self.keep_first = keep_first
         self.advice = advice
         self.seed = seed
-        self._sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=STOP, priority=priority)
+        self._sampling = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            stop=STOP,
+            priority=priority,
+        )
         self.dialogue: Dialogue | MessageDialogue
         self.generations: list[Generation]
         self.reset()
@@ -98,7 +108,9 @@ class ActorAgent:
         self.seed = self.seed if seed is None else seed
         tokenizer = self.llm.tokenizer
         shown: dict[str, Any] = {"history": self.history, "keep_first": self.keep_first}
-        self.dialogue = MessageDialogue(**shown) if tokenizer is None else Dialogue(tokenizer, **shown)
+        self.dialogue = (
+            MessageDialogue(**shown) if tokenizer is None else Dialogue(tokenizer, **shown)
+        )
         self.generations = []
         self._experience: str | None = None
 
@@ -117,19 +129,30 @@ class ActorAgent:
             BackendError: the backend failed; the turn may be asked for again.
         """
         info = info or {}
-        choices = tuple(str(action) for action in info.get("admissible") or ()) if self.constrain else ()
+        choices = (
+            tuple(str(action) for action in info.get("admissible") or ()) if self.constrain else ()
+        )
         advice = self._observe(observation, info.get("experience_prompt"), bool(choices))
         with ExitStack() as failure:
             failure.callback(self.dialogue.withdraw)
             generation = await self.llm.generate(self.dialogue.prompt(), self._request(choices))
             failure.pop_all()
             self._take(generation, advice)
-            return generation.text if generation.text in choices else extract_action(generation.text)
+            return (
+                generation.text if generation.text in choices else extract_action(generation.text)
+            )
 
-    def replay(self, observations: Sequence[str], generations: Sequence[Generation], *, advice: str | None = None) -> list[Generation]:
+    def replay(
+        self,
+        observations: Sequence[str],
+        generations: Sequence[Generation],
+        *,
+        advice: str | None = None,
+    ) -> list[Generation]:
         """An episode's responses after the prompts of an episode with other advice, or with none: what internalisation learns from.
 
-        Nothing is sampled: token ids, log-probabilities and constraints stay those of the responses, only their prompts change. The
+        Nothing is sampled: token ids, log-probabilities and constraints stay those of the
+            responses, only their prompts change. The
         agent itself is then at the end of that episode.
 
         Args:
@@ -142,13 +165,22 @@ class ActorAgent:
         """
         self.reset()
         if not isinstance(self.dialogue, Dialogue):
-            raise ValueError("Expected a backend that shows its tokenizer, to replay an episode as token ids, got one that does not")
+            raise ValueError(
+                "Expected a backend that shows its tokenizer, to replay an episode as token ids,"
+                " got one that does not"
+            )
         for observation, generation in zip(observations, generations, strict=True):
-            shown = self._observe(observation, advice, generation.finish_reason is FinishReason.CHOICE)
-            self._take(generation.model_copy(update={"prompt_ids": tuple(self.dialogue.prompt())}), shown)
+            shown = self._observe(
+                observation, advice, generation.finish_reason is FinishReason.CHOICE
+            )
+            self._take(
+                generation.model_copy(update={"prompt_ids": tuple(self.dialogue.prompt())}), shown
+            )
         return self.generations
 
-    def opening(self, observation: str, advice: str | None = None) -> tuple[list[int], list[SpanKind]]:
+    def opening(
+        self, observation: str, advice: str | None = None
+    ) -> tuple[list[int], list[SpanKind]]:
         """The first prompt of an episode as token ids, with what each token is; advice stands in the system message.
 
         Raises:
@@ -156,8 +188,13 @@ class ActorAgent:
         """
         self.reset()
         if not isinstance(self.dialogue, Dialogue):
-            raise ValueError("Expected a backend that shows its tokenizer, to make a prompt of token ids, got one that does not")
-        self.dialogue.add({"role": "system", "content": self.prompts.actor_system(self.instruction, advice)})
+            raise ValueError(
+                "Expected a backend that shows its tokenizer, to make a prompt of token ids, got"
+                " one that does not"
+            )
+        self.dialogue.add(
+            {"role": "system", "content": self.prompts.actor_system(self.instruction, advice)}
+        )
         self.dialogue.add({"role": "user", "content": escape_control(observation)})
         return self.dialogue.staged()
 
@@ -171,9 +208,13 @@ class ActorAgent:
         """Add what the agent sees now, and its advice where it is new; advice that comes later stands before its observation."""
         content = escape_control(observation)
         new = advice if advice and advice != self._experience else None
-        last = self.advice == "observation" and (self.history is None or self.keep_first)  # else the message may be dropped
+        last = self.advice == "observation" and (
+            self.history is None or self.keep_first
+        )  # else the message may be dropped
         if not self.generations:
-            system = self.prompts.actor_system(self.instruction, None if last else new, constrained=constrained)
+            system = self.prompts.actor_system(
+                self.instruction, None if last else new, constrained=constrained
+            )
             self.dialogue.add({"role": "system", "content": system})
         if new and last:
             content = f"{content}\n{new}"
@@ -203,7 +244,11 @@ def extract_action(text: str) -> str:
     opening = openings[-1]
     closing = re.compile(f"</{opening[1]}>", re.IGNORECASE).search(answer, opening.end())
     if opening[1].lower() in CALLS:
-        return answer[opening.start() : closing.end()] if closing else f"{answer[opening.start() :]}</{opening[1].lower()}>"
+        return (
+            answer[opening.start() : closing.end()]
+            if closing
+            else f"{answer[opening.start() :]}</{opening[1].lower()}>"
+        )
     return answer[opening.end() : closing.start() if closing else len(answer)].strip()
 
 

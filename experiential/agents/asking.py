@@ -15,8 +15,8 @@ from experiential.types import Generation, Message
 class Asker:
     """Puts prompts to a backend, each on its own.
 
-    Caveat: with a ``seed`` the answer to a prompt depends on how often that prompt was asked before, so that equal questions get
-    different draws and a run can still be repeated.
+    Caveat: with a ``seed`` the answer to a prompt depends on how often that prompt was asked
+    before, so that equal questions get different draws and a run can still be repeated.
 
     Args:
         llm: the backend.

@@ -32,9 +32,11 @@ class Critique(Record):
 class CriticAgent:
     """Lets an actor accept, refine or reject an entry, knowing how often it succeeds at the task.
 
-    The verdict is one of three words, which backends that can restrict a response are restricted to; refining is a second request.
+    The verdict is one of three words, which backends that can restrict a response are restricted
+    to; refining is a second request.
 
-    Caveat: an episode waits for both. No vector version is needed: the coroutine may run concurrently.
+    Caveat: an episode waits for both. No vector version is needed: the coroutine may run
+    concurrently.
 
     >>> from experiential.llm.scripted import ScriptedLLM
     >>> CriticAgent(ScriptedLLM(["reject"])).judge("Open the door.", "Doors open inwards.", 0.9)
@@ -54,7 +56,13 @@ class CriticAgent:
     """
 
     def __init__(
-        self, llm: LLM, *, prompts: str = "full", temperature: float = 1.0, max_tokens: int = 256, seed: int | None = None
+        self,
+        llm: LLM,
+        *,
+        prompts: str = "full",
+        temperature: float = 1.0,
+        max_tokens: int = 256,
+        seed: int | None = None,
     ) -> None:
         self.prompts = prompt_set(prompts)
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, priority=0)
@@ -83,5 +91,11 @@ class CriticAgent:
             return Critique(verdict=verdict, text=None)
         if verdict != "refine":
             return Critique(verdict=verdict, text=entry_text(entry))
-        written = clean(_THINKING.sub("", (await self._asker.ask(self.prompts.adapt_messages(task, entry))).text))
-        return Critique(verdict=verdict, text=cut_middle(written, TEXT_LIMIT - 40) or entry_text(entry))
+        written = clean(
+            _THINKING.sub(
+                "", (await self._asker.ask(self.prompts.adapt_messages(task, entry))).text
+            )
+        )
+        return Critique(
+            verdict=verdict, text=cut_middle(written, TEXT_LIMIT - 40) or entry_text(entry)
+        )

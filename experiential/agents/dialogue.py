@@ -35,7 +35,8 @@ class TokenSequence:
         mask: 1 where the token was sampled here, else 0.
         logprobs: behaviour log-probability in nats where ``mask`` is 1, else 0.
         allowed: token ids that a constraint allowed; an empty tuple means unconstrained.
-        spans: what the tokens are, in order and without gaps; a chat template's own tokens belong to the message they surround.
+        spans: what the tokens are, in order and without gaps; a chat template's own tokens belong
+            to the message they surround.
     """
 
     tokens: list[int] = field(default_factory=list[int])
@@ -78,9 +79,11 @@ class Conversation:
     """Who said what. Base of `MessageDialogue` and `Dialogue`; ``history`` bounds how much of it a prompt shows.
 
     Args:
-        history: past exchanges that a prompt shows, None for all. The first message always stays, for it holds the goal
-            and the advice; a note tells how many turns were left out after it.
-        keep_first: False lets the first message go like any other, for environments whose every observation is complete.
+        history: past exchanges that a prompt shows, None for all. The first message always stays,
+            for it holds the goal and the advice; a note tells how many turns were left out after
+            it.
+        keep_first: False lets the first message go like any other, for environments whose every
+            observation is complete.
     """
 
     def __init__(self, *, history: int | None = None, keep_first: bool = True) -> None:
@@ -99,7 +102,10 @@ class Conversation:
         """
         role = message["role"]
         if role == "assistant" or (role == "system" and self._exchanges):
-            raise ValueError(f"Expected a user or tool message here, got role {role!r}; responses are given to append()")
+            raise ValueError(
+                f"Expected a user or tool message here, got role {role!r}; responses are given to"
+                " append()"
+            )
         if role == "system":
             self._system = message["content"]
         else:
@@ -111,7 +117,9 @@ class Conversation:
 
     def _current(self) -> Message:
         if not self._pending:
-            raise ValueError("Expected a message since the last response, got none; call add() first")
+            raise ValueError(
+                "Expected a message since the last response, got none; call add() first"
+            )
         if len(self._pending) == 1:
             return self._pending[0]
         roles = {message["role"] for message in self._pending}
@@ -128,7 +136,10 @@ class Conversation:
         users = [*(exchange.user for exchange in self._exchanges[self._first :]), self._current()]
         if self._first and self._keep_first:
             goal = self._exchanges[0].user["content"]
-            users[0] = {"role": "user", "content": f"{goal}\n[{self._first} turns left out]\n{users[0]['content']}"}
+            users[0] = {
+                "role": "user",
+                "content": f"{goal}\n[{self._first} turns left out]\n{users[0]['content']}",
+            }
         return users
 
     def _record(self, generation: Generation) -> None:
@@ -154,7 +165,9 @@ class MessageDialogue(Conversation):
             ValueError: nothing was added since the last response.
         """
         *earlier, current = self._users()
-        messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        messages: list[Message] = (
+            [{"role": "system", "content": self._system}] if self._system else []
+        )
         for user, exchange in zip(earlier, self._exchanges[self._first :], strict=True):
             messages += [user, Message(role="assistant", content=exchange.generation.text)]
         return [*messages, current]
@@ -167,11 +180,13 @@ class MessageDialogue(Conversation):
 class Dialogue(Conversation):
     """The conversation as token ids: sampled tokens are kept as they are, never decoded and tokenised again.
 
-    The first messages are rendered by the tokenizer's chat template. Every later message is appended as the difference that
-    the template makes for it after a stand-in reply, so that templates which rewrite earlier turns (as those that drop
-    the thinking do) cannot change what was sampled. With ``history=None`` each prompt begins with the one before it and its response.
+    The first messages are rendered by the tokenizer's chat template. Every later message is
+    appended as the difference that the template makes for it after a stand-in reply, so that
+    templates which rewrite earlier turns (as those that drop the thinking do) cannot change what
+    was sampled. With ``history=None`` each prompt begins with the one before it and its response.
 
-    Caveat: when ``history`` makes a prompt drop turns, a new sequence begins, in which the earlier responses are context (mask 0).
+    Caveat: when ``history`` makes a prompt drop turns, a new sequence begins, in which the earlier
+    responses are context (mask 0).
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
@@ -182,7 +197,9 @@ class Dialogue(Conversation):
         ValueError: the tokenizer has no chat template, or ``history`` is negative.
     """
 
-    def __init__(self, tokenizer: Any, *, history: int | None = None, keep_first: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, *, history: int | None = None, keep_first: bool = True
+    ) -> None:
         super().__init__(history=history, keep_first=keep_first)
         self._template = ChatTemplate(tokenizer)
         self._sequence = TokenSequence()
@@ -270,7 +287,10 @@ class Dialogue(Conversation):
             if not self._exchanges:
                 self._staged = (self._sequence, *self._template.opening(self._system, users[0]))
             elif self._first == self._start:
-                self._staged = (self._sequence, *self._template.delta(users[-1], self._exchanges[-1].generation.response_ids))
+                self._staged = (
+                    self._sequence,
+                    *self._template.delta(users[-1], self._exchanges[-1].generation.response_ids),
+                )
             else:
                 self._staged = self._replayed(users)
         return self._staged
@@ -292,7 +312,10 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             name = type(tokenizer).__name__
-            raise ValueError(f"Expected a tokenizer with a chat template, got {name} without one; set tokenizer.chat_template")
+            raise ValueError(
+                f"Expected a tokenizer with a chat template, got {name} without one; set"
+                " tokenizer.chat_template"
+            )
         self._tokenizer = tokenizer
         self._specials = _special_pattern(tokenizer)
         self._end: list[int] | None = None
@@ -319,7 +342,9 @@ class ChatTemplate:
         if self._end is None:
             self._end = self._encode(self._after_reply([], generation=False))[0]
         longest = min(len(self._end), len(response), len(tokens))
-        return next((n for n in range(longest, 0, -1) if tuple(response[-n:]) == tuple(tokens[:n])), 0)
+        return next(
+            (n for n in range(longest, 0, -1) if tuple(response[-n:]) == tuple(tokens[:n])), 0
+        )
 
     def _render_opening(self, system: str, user: Message) -> str:
         if not system:
@@ -332,18 +357,29 @@ class ChatTemplate:
             text = ""
         if system.strip() in text:
             return text
-        return self._render([{**user, "content": f"{system}\n\n{user['content']}"}], generation=True)
+        return self._render(
+            [{**user, "content": f"{system}\n\n{user['content']}"}], generation=True
+        )
 
     def _after_reply(self, messages: list[Message], *, generation: bool) -> str:
-        before: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _REPLY}]
+        before: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": _REPLY},
+        ]
         text = self._render([*before, *messages], generation=generation)
         head, found, tail = text.partition(_REPLY)
         if not found:
-            raise ValueError(f"Expected a chat template that shows assistant messages, got {head!r} for one")
+            raise ValueError(
+                f"Expected a chat template that shows assistant messages, got {head!r} for one"
+            )
         return tail
 
     def _render(self, messages: list[Message], *, generation: bool) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation))
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation
+            )
+        )
 
     def _encode(self, text: str, system_end: int = 0) -> tuple[list[int], list[SpanKind]]:
         if not self._tokenizer.is_fast:
@@ -366,9 +402,21 @@ def _broken(token: re.Match[str]) -> str:
 
 
 def _special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
-    added = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
-    specials = {token for token in (*tokenizer.all_special_tokens, *added) if len(token) > 1 and not is_protocol_tag(token)}
-    return re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True))) if specials else None
+    added = [
+        token.content
+        for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+        if token.special
+    ]
+    specials = {
+        token
+        for token in (*tokenizer.all_special_tokens, *added)
+        if len(token) > 1 and not is_protocol_tag(token)
+    }
+    return (
+        re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True)))
+        if specials
+        else None
+    )
 
 
 def _kinds(text: str, starts: Sequence[int], system_end: int) -> list[SpanKind]:
@@ -385,9 +433,15 @@ def _kinds(text: str, starts: Sequence[int], system_end: int) -> list[SpanKind]:
 
 def _check(generation: Generation, prompt: Sequence[int]) -> None:
     if generation.prompt_ids and tuple(generation.prompt_ids) != tuple(prompt):
-        raise ValueError("Expected a response to the current prompt, got one made from other tokens; give append() what prompt() led to")
+        raise ValueError(
+            "Expected a response to the current prompt, got one made from other tokens; give"
+            " append() what prompt() led to"
+        )
     count = len(generation.response_ids)
     allowed = count if generation.allowed is None else len(generation.allowed)
     got = (len(generation.logprobs), allowed)
     if got != (count, count):
-        raise ValueError(f"Expected one log-probability and allowed set for each of {count} tokens, got {got[0]} and {got[1]}")
+        raise ValueError(
+            f"Expected one log-probability and allowed set for each of {count} tokens, got {got[0]}"
+            f" and {got[1]}"
+        )

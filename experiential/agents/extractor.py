@@ -8,9 +8,22 @@ from typing import Any
 
 from experiential.agents.actor import run_sync
 from experiential.agents.asking import Asker
-from experiential.agents.operations import CONSOLIDATION, PRINCIPLES, TEXT_LIMIT, clean, operations_schema, parse_operations
+from experiential.agents.operations import (
+    CONSOLIDATION,
+    PRINCIPLES,
+    TEXT_LIMIT,
+    clean,
+    operations_schema,
+    parse_operations,
+)
 from experiential.agents.principles import principle_kind
-from experiential.agents.prompts import DISTILL_BUDGET, EntryLike, cut_middle, entry_text, prompt_set
+from experiential.agents.prompts import (
+    DISTILL_BUDGET,
+    EntryLike,
+    cut_middle,
+    entry_text,
+    prompt_set,
+)
 from experiential.llm.base import LLM, SamplingParams
 from experiential.types import Add, Distillation, Generation, Trajectory
 
@@ -26,8 +39,9 @@ _VERDICT = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 class ExtractorAgent:
     """Distils trajectories, refines entries for a question, merges entries and compares them.
 
-    Caveat: a coroutine raises ``BackendError`` when the backend fails; an answer that cannot be read is no error but a
-    `Distillation` with refusals. No vector version is needed: the coroutines may run concurrently.
+    Caveat: a coroutine raises ``BackendError`` when the backend fails; an answer that cannot be
+    read is no error but a `Distillation` with refusals. No vector version is needed: the coroutines
+    may run concurrently.
 
     >>> from experiential.llm.scripted import ScriptedLLM
     >>> extractor = ExtractorAgent(ScriptedLLM(['<answer>[{"op": "add", "text": "Look under mats."}]</answer>']))
@@ -44,11 +58,15 @@ class ExtractorAgent:
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling.
         max_tokens: tokens per response.
-        max_chars: characters of play shown; longer trajectories are shortened in the middle, and the prompt says so.
-        principles: distil as EvolveR does: additions only, without the entries shown; each is ``guiding`` after a success and
-            ``cautionary`` after a failure, whatever the answer says, and may hold triples.
-        seed: makes every request repeatable: it is mixed with the prompt and with how often that prompt was asked before.
-        priority: of the requests, lower runs first; refinement, which an episode waits for, runs at 0 or lower.
+        max_chars: characters of play shown; longer trajectories are shortened in the middle, and
+            the prompt says so.
+        principles: distil as EvolveR does: additions only, without the entries shown; each is
+            ``guiding`` after a success and ``cautionary`` after a failure, whatever the answer
+            says, and may hold triples.
+        seed: makes every request repeatable: it is mixed with the prompt and with how often that
+            prompt was asked before.
+        priority: of the requests, lower runs first; refinement, which an episode waits for, runs at
+            0 or lower.
 
     Raises:
         ValueError: the prompt set does not exist, or a number is not positive.
@@ -77,7 +95,9 @@ class ExtractorAgent:
         self.max_chars = max_chars
         self.principles = principles
         self.seed = seed
-        self._sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, priority=priority)
+        self._sampling = SamplingParams(
+            temperature=temperature, top_p=top_p, max_tokens=max_tokens, priority=priority
+        )
         self._asker = Asker(llm, self._sampling, seed)
 
     @property
@@ -101,31 +121,51 @@ class ExtractorAgent:
         """Whether two entries teach the same lesson; see `ajudge`."""
         return run_sync(self.ajudge(a, b))
 
-    async def adistill(self, trajectory: Trajectory, shown: Sequence[EntryLike] = ()) -> Distillation:
+    async def adistill(
+        self, trajectory: Trajectory, shown: Sequence[EntryLike] = ()
+    ) -> Distillation:
         """Operations on the bank that one trajectory gives cause to.
 
         Args:
             trajectory: a finished episode.
-            shown: the entries that reached its actor, in order; an update names one of them by its number.
+            shown: the entries that reached its actor, in order; an update names one of them by its
+                number.
 
         Raises:
             BackendError: the backend failed.
         """
         if self.principles:
             return await self._principles(trajectory)
-        messages = self.prompts.distill_messages(trajectory, shown, self.max_operations, budget=self.max_chars)
-        generation = await self._asker.ask(messages, **self._form(self.max_operations, shown=len(shown)))
-        parsed = parse_operations(generation.text, max_operations=self.max_operations, shown=len(shown))
+        messages = self.prompts.distill_messages(
+            trajectory, shown, self.max_operations, budget=self.max_chars
+        )
+        generation = await self._asker.ask(
+            messages, **self._form(self.max_operations, shown=len(shown))
+        )
+        parsed = parse_operations(
+            generation.text, max_operations=self.max_operations, shown=len(shown)
+        )
         return Distillation(parsed=parsed, generation=generation)
 
     async def _principles(self, trajectory: Trajectory) -> Distillation:
         """What one trajectory of the same policy teaches, as principles of the kind that its outcome decides."""
-        messages = self.prompts.principle_messages(trajectory, self.max_operations, budget=self.max_chars)
-        generation = await self._asker.ask(messages, **self._form(self.max_operations, shown=0, triples=True))
-        parsed = parse_operations(generation.text, max_operations=self.max_operations, shown=0, kinds=PRINCIPLES)
+        messages = self.prompts.principle_messages(
+            trajectory, self.max_operations, budget=self.max_chars
+        )
+        generation = await self._asker.ask(
+            messages, **self._form(self.max_operations, shown=0, triples=True)
+        )
+        parsed = parse_operations(
+            generation.text, max_operations=self.max_operations, shown=0, kinds=PRINCIPLES
+        )
         kind = principle_kind(trajectory)
-        typed = tuple(one.model_copy(update={"kind": kind}) if isinstance(one, Add) else one for one in parsed.operations)
-        return Distillation(parsed=parsed.model_copy(update={"operations": typed}), generation=generation)
+        typed = tuple(
+            one.model_copy(update={"kind": kind}) if isinstance(one, Add) else one
+            for one in parsed.operations
+        )
+        return Distillation(
+            parsed=parsed.model_copy(update={"operations": typed}), generation=generation
+        )
 
     async def arefine(self, query: str, experience: EntryLike) -> tuple[str, Generation | None]:
         """An entry rewritten for a question, and the response that did it; an empty response leaves the entry as it is.
@@ -134,7 +174,9 @@ class ExtractorAgent:
             BackendError: the backend failed.
         """
         priority = min(self._sampling.priority, 0)
-        generation = await self._asker.ask(self.prompts.refine_messages(query, experience), priority=priority)
+        generation = await self._asker.ask(
+            self.prompts.refine_messages(query, experience), priority=priority
+        )
         text = clean(_THINKING.sub("", generation.text))
         return (cut_middle(text, TEXT_LIMIT - 40) or entry_text(experience)), generation
 
@@ -146,8 +188,12 @@ class ExtractorAgent:
         """
         count = len(experiences)
         messages = self.prompts.merge_messages(experiences)
-        generation = await self._asker.ask(messages, **self._form(max(count, 1), merge=True, shown=max(count, 1)))
-        parsed = parse_operations(generation.text, max_operations=count, shown=count, kinds=CONSOLIDATION)
+        generation = await self._asker.ask(
+            messages, **self._form(max(count, 1), merge=True, shown=max(count, 1))
+        )
+        parsed = parse_operations(
+            generation.text, max_operations=count, shown=count, kinds=CONSOLIDATION
+        )
         return Distillation(parsed=parsed, generation=generation)
 
     async def ajudge(self, a: EntryLike, b: EntryLike) -> bool:
@@ -160,10 +206,17 @@ class ExtractorAgent:
         verdict = _VERDICT.search(_THINKING.sub("", generation.text))
         return verdict is not None and verdict[1].lower() == "yes"
 
-    def _form(self, operations: int, *, shown: int, merge: bool = False, triples: bool = False) -> dict[str, Any]:
+    def _form(
+        self, operations: int, *, shown: int, merge: bool = False, triples: bool = False
+    ) -> dict[str, Any]:
         """How an answer ends, and the schema it is asked for under, with texts that fit into ``max_tokens``."""
         if not self.prompts.structured:
             return {"stop": _STOP}
         tokens = self._sampling.max_tokens // operations - _FRAME_TOKENS
         limit = min(TEXT_LIMIT, max(_SHORTEST_TEXT, _CHARS_PER_TOKEN * tokens))
-        return {"stop": _STOP, "json_schema": operations_schema(operations, merge, shown=shown, max_chars=limit, triples=triples)}
+        return {
+            "stop": _STOP,
+            "json_schema": operations_schema(
+                operations, merge, shown=shown, max_chars=limit, triples=triples
+            ),
+        }

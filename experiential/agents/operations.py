@@ -10,8 +10,20 @@ from typing import Any, cast
 
 from experiential.agents.principles import LONGEST, MOST_TRIPLES, Triple, read_triples
 from experiential.agents.scanner import ScannedObject, scan_objects
-from experiential.bank.text import TEXT_LIMIT as TEXT_LIMIT  # what the bank takes unless told otherwise
-from experiential.types import Add, Discard, Keep, Merge, Operation, ParsedOperations, Refusal, Return, Update
+from experiential.bank.text import (
+    TEXT_LIMIT as TEXT_LIMIT,
+)  # what the bank takes unless told otherwise
+from experiential.types import (
+    Add,
+    Discard,
+    Keep,
+    Merge,
+    Operation,
+    ParsedOperations,
+    Refusal,
+    Return,
+    Update,
+)
 
 DISTILLATION = ("add", "update", "return")
 PRINCIPLES = ("add", "return")
@@ -20,13 +32,24 @@ CONSOLIDATION = ("keep", "merge", "discard")
 _EXCERPT = 200
 _OPEN = re.compile(r"<\s*answer\s*>", re.IGNORECASE)
 _TAG = re.compile(r"<\s*(?:/\s*)?answer\s*>", re.IGNORECASE)
-_WRAPPER = re.compile(r"""\{(\s*["']?(?:operations|ops|actions|answer)["']?\s*:\s*)(?=\[)""", re.IGNORECASE)
+_WRAPPER = re.compile(
+    r"""\{(\s*["']?(?:operations|ops|actions|answer)["']?\s*:\s*)(?=\[)""", re.IGNORECASE
+)
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _NUMBER = re.compile(r"\d{1,9}(?!\d)")
 
 _OP_KEYS = ("op", "operation", "function_name", "function", "action", "name", "type")
 _NESTED_KEYS = ("parameters", "params", "arguments", "args")
-_TEXT_KEYS = ("text", "new_memory", "updated_memory", "memory", "new_text", "content", "experience", "lesson")
+_TEXT_KEYS = (
+    "text",
+    "new_memory",
+    "updated_memory",
+    "memory",
+    "new_text",
+    "content",
+    "experience",
+    "lesson",
+)
 _TRIPLE_KEYS = ("triples", "structure", "triplets")
 _ENTRY_KEYS = ("entry", "index", "idx", "target_idx", "target", "number", "id")
 _ENTRIES_KEYS = ("entries", "indices", "idxs", "targets", "ids", *_ENTRY_KEYS)
@@ -62,7 +85,9 @@ class Reason(StrEnum):
     TOO_MANY = "too_many"
     """More operations than allowed."""
     WRONG_TRIPLE = "wrong_triple"
-    """A triple that has not three parts of a sensible length, or is one too many; its operation is accepted without it."""
+    """A triple that has not three parts of a sensible length, or is one too many; its operation is
+    accepted without it.
+    """
 
 
 def parse_operations(
@@ -74,17 +99,20 @@ def parse_operations(
 ) -> ParsedOperations:
     """Read the operations of a response.
 
-    The wire form is ``<answer>[{"op": "add", "text": "..."}, {"op": "update", "entry": 1, "text": "..."}]</answer>``. What is good
-    in a bad answer is kept; each object that is not accepted gives one `Refusal` whose reason is a `Reason`.
+    The wire form is ``<answer>[{"op": "add", "text": "..."}, {"op": "update", "entry": 1, "text":
+    "..."}]</answer>``. What is good in a bad answer is kept; each object that is not accepted gives
+    one `Refusal` whose reason is a `Reason`.
 
     Args:
-        text: the whole response; the last ``<answer>`` counts, and without any the bare text is searched for objects.
+        text: the whole response; the last ``<answer>`` counts, and without any the bare text is
+            searched for objects.
         max_operations: operations accepted; the ones after them are refused.
         shown: how many entries the prompt numbered; None accepts any positive number.
         kinds: the operations allowed, ``DISTILLATION`` or ``CONSOLIDATION``.
 
     Returns:
-        the accepted operations, each with the characters of ``text`` that it was read from, and the refusals.
+        the accepted operations, each with the characters of ``text`` that it was read from, and the
+        refusals.
 
     >>> parsed = parse_operations('<answer>[{"op": "add", "text": "Look before you leap."}, {"op": "fly"}]</answer>')
     >>> parsed.operations[0].text, parsed.refused[0].reason
@@ -103,7 +131,9 @@ def parse_operations(
 
 def find_objects(text: str) -> tuple[list[ScannedObject], list[ScannedObject]]:
     """The JSON objects of the answer that counts, and those of earlier answers."""
-    text = _WRAPPER.sub(lambda wrapper: f" {wrapper.group(1)}", text)  # same length, so that spans stay true
+    text = _WRAPPER.sub(
+        lambda wrapper: f" {wrapper.group(1)}", text
+    )  # same length, so that spans stay true
     answers: list[list[ScannedObject]] = []
     position = 0
     while (opening := _OPEN.search(text, position)) is not None:
@@ -121,11 +151,17 @@ def _after_thinking(text: str) -> int:
 
 
 def operations_schema(
-    max_operations: int, merge: bool = False, *, shown: int = 0, max_chars: int = TEXT_LIMIT, triples: bool = False
+    max_operations: int,
+    merge: bool = False,
+    *,
+    shown: int = 0,
+    max_chars: int = TEXT_LIMIT,
+    triples: bool = False,
 ) -> dict[str, Any]:
     """A JSON schema of the answer, for backends that can constrain a response to one.
 
-    The root is an object with one list, because some services accept no list at the root; `parse_operations` reads both.
+    The root is an object with one list, because some services accept no list at the root;
+    `parse_operations` reads both.
 
     Args:
         max_operations: operations that the list may hold.
@@ -144,9 +180,23 @@ def operations_schema(
         ]
     else:
         update = [_variant("update", entry=entry, text=text)] if shown else []
-        variants = [_variant("add", text=text, **({"triples": _TRIPLES} if triples else {})), *update, _variant("return")]
-    operations = {"type": "array", "items": {"anyOf": variants}, "minItems": 1, "maxItems": max_operations}
-    return {"type": "object", "properties": {"operations": operations}, "required": ["operations"], "additionalProperties": False}
+        variants = [
+            _variant("add", text=text, **({"triples": _TRIPLES} if triples else {})),
+            *update,
+            _variant("return"),
+        ]
+    operations = {
+        "type": "array",
+        "items": {"anyOf": variants},
+        "minItems": 1,
+        "maxItems": max_operations,
+    }
+    return {
+        "type": "object",
+        "properties": {"operations": operations},
+        "required": ["operations"],
+        "additionalProperties": False,
+    }
 
 
 _PART = {"type": "string", "minLength": 1, "maxLength": LONGEST}
@@ -156,7 +206,12 @@ _TRIPLES: dict[str, Any] = {"type": "array", "items": _TRIPLE, "maxItems": MOST_
 
 def _variant(op: str, **properties: dict[str, Any]) -> dict[str, Any]:
     fields = {"op": {"type": "string", "enum": [op]}, **properties}
-    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+    }
 
 
 def clean(text: str) -> str:
@@ -184,7 +239,11 @@ class _Reader:
 
     def refuse(self, reason: Reason, one: ScannedObject) -> None:
         """Count an object that is not accepted."""
-        self.refused.append(Refusal(reason=reason, text=clean(self.text[one.start : min(one.end, one.start + _EXCERPT)])))
+        self.refused.append(
+            Refusal(
+                reason=reason, text=clean(self.text[one.start : min(one.end, one.start + _EXCERPT)])
+            )
+        )
 
     def read(self, one: ScannedObject) -> None:
         """Accept or refuse one object."""
@@ -204,7 +263,12 @@ class _Reader:
             raise _Refused(Reason.UNEXPECTED_OP)
         match op:
             case "add":
-                return Add(text=_text(fields), kind=_kind(fields), triples=self._triples(fields, span), span=span)
+                return Add(
+                    text=_text(fields),
+                    kind=_kind(fields),
+                    triples=self._triples(fields, span),
+                    span=span,
+                )
             case "update":
                 return Update(entry=self._entry(fields), text=_text(fields), span=span)
             case "keep":
@@ -225,7 +289,9 @@ class _Reader:
     def _entry(self, fields: dict[str, Any]) -> int:
         return self._entries(fields, _ENTRY_KEYS)[0]
 
-    def _entries(self, fields: dict[str, Any], keys: Sequence[str] = _ENTRIES_KEYS) -> tuple[int, ...]:
+    def _entries(
+        self, fields: dict[str, Any], keys: Sequence[str] = _ENTRIES_KEYS
+    ) -> tuple[int, ...]:
         numbers = tuple(dict.fromkeys(_numbers(_first(fields, keys))))
         if not numbers:
             raise _Refused(Reason.MISSING_ENTRY)
@@ -263,7 +329,11 @@ def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
             flat = _lowered(flat[key]) | flat
     if len(flat) == 1 and (op := next(iter(flat))) in (*DISTILLATION, *CONSOLIDATION):
         value = flat[op]
-        given = _lowered(value) if isinstance(value, dict) else {"entry" if op in {"keep", "discard"} else "text": value}
+        given = (
+            _lowered(value)
+            if isinstance(value, dict)
+            else {"entry" if op in {"keep", "discard"} else "text": value}
+        )
         return given | {"op": op}
     return flat
 
@@ -285,7 +355,10 @@ def _first(fields: dict[str, Any], keys: Sequence[str]) -> Any:
 def _name(fields: dict[str, Any]) -> str:
     for key in _OP_KEYS:
         value = fields.get(key)
-        if isinstance(value, str) and (name := value.strip().lower()) in (*DISTILLATION, *CONSOLIDATION):
+        if isinstance(value, str) and (name := value.strip().lower()) in (
+            *DISTILLATION,
+            *CONSOLIDATION,
+        ):
             return name
     raise _Refused(Reason.UNKNOWN_OP)
 

@@ -31,8 +31,9 @@ def principle_kind(trajectory: Trajectory) -> str:
 def read_triples(value: Any) -> tuple[tuple[Triple, ...], int]:
     """The triples in a scanned value, each once, and how many items of it are none.
 
-    A triple is a list of three texts, an object with subject, predicate and object, or one text of three parts between commas, bars or
-    semicolons. A part that is blank or longer than ``LONGEST`` makes it wrong; those after the first ``MOST_TRIPLES`` are too many.
+    A triple is a list of three texts, an object with subject, predicate and object, or one text of
+    three parts between commas, bars or semicolons. A part that is blank or longer than ``LONGEST``
+    makes it wrong; those after the first ``MOST_TRIPLES`` are too many.
 
     >>> read_triples([["key", "opens", "door"], {"subject": "door", "predicate": "is", "object": "red"}, "(lamp; hides; key)", ["key"]])
     ((('key', 'opens', 'door'), ('door', 'is', 'red'), ('lamp', 'hides', 'key')), 1)
@@ -40,7 +41,9 @@ def read_triples(value: Any) -> tuple[tuple[Triple, ...], int]:
     if value is None:
         return (), 0
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
-    if len(items) == 3 and all(isinstance(item, str) and not _SEPARATOR.search(item) for item in items):
+    if len(items) == 3 and all(
+        isinstance(item, str) and not _SEPARATOR.search(item) for item in items
+    ):
         items = [items]  # one triple, not in a list of its own
     read = [_triple(item) for item in items]
     good = list(dict.fromkeys(triple for triple in read if triple is not None))
@@ -56,7 +59,10 @@ def principle_text(entry: Experience) -> str:
     (mat, hides, key)
     """
     known = entry.kind in (GUIDING, CAUTIONARY)
-    head = f"{entry.kind.capitalize()}{' principle' if known else ''}, score {entry.statistics.score:.2f}: {entry.text}"
+    head = (
+        f"{entry.kind.capitalize()}{' principle' if known else ''}, score"
+        f" {entry.statistics.score:.2f}: {entry.text}"
+    )
     triples, _ = read_triples(entry.metadata.get("triples"))
     return "\n".join([head, *(f"({', '.join(triple)})" for triple in triples)])
 
@@ -74,6 +80,9 @@ def _parts(item: Any) -> Sequence[Any]:
     if isinstance(item, str):
         return _SEPARATOR.split(item.strip().strip("()[]"))
     if isinstance(item, Mapping):
-        fields = {str(key).strip().lower(): value for key, value in cast("Mapping[Any, Any]", item).items()}
+        fields = {
+            str(key).strip().lower(): value
+            for key, value in cast("Mapping[Any, Any]", item).items()
+        }
         return [next((fields[name] for name in names if name in fields), None) for names in _PARTS]
     return cast("Sequence[Any]", item) if isinstance(item, list | tuple) else ()

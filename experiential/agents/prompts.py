@@ -28,7 +28,9 @@ _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
 
 def numbered(entries: Sequence[EntryLike]) -> str:
     """Entries as an escaped list, ``1. ...``; further lines of an entry are indented, so that it cannot forge a number."""
-    return "\n".join(f"{number}. {_indented(entry_text(entry))}" for number, entry in enumerate(entries, 1))
+    return "\n".join(
+        f"{number}. {_indented(entry_text(entry))}" for number, entry in enumerate(entries, 1)
+    )
 
 
 def experience_block(entries: Sequence[EntryLike]) -> str:
@@ -51,8 +53,8 @@ def entry_text(entry: EntryLike) -> str:
 class PromptSet:
     r"""One versioned set of templates.
 
-    ``structured`` says whether operations are asked for under a JSON schema where the backend has it; the bundled tiny model
-    was taught the tagged form alone.
+    ``structured`` says whether operations are asked for under a JSON schema where the backend has
+    it; the bundled tiny model was taught the tagged form alone.
 
     >>> prompt_set("brief").judge_messages("Wait for green.", "Go on green.")[1]["content"]
     'A: Wait for green.\nB: Go on green.'
@@ -63,23 +65,34 @@ class PromptSet:
     texts: Mapping[str, str]
     structured: bool = True
 
-    def actor_system(self, instruction: str, experience: str | None = None, *, constrained: bool = False) -> str:
+    def actor_system(
+        self, instruction: str, experience: str | None = None, *, constrained: bool = False
+    ) -> str:
         """The actor's system message.
 
         Args:
-            instruction: what the environment's author tells the agent; trusted text, left out in ``brief``.
+            instruction: what the environment's author tells the agent; trusted text, left out in
+                ``brief``.
             experience: a block made by `experience_block`, or None.
-            constrained: the reply will be restricted to the admissible actions, so no format is explained.
+            constrained: the reply will be restricted to the admissible actions, so no format is
+                explained.
         """
         given = f"{instruction.strip()}\n\n" if instruction.strip() else ""
         text = self._fill("actor_choice" if constrained else "actor_system", instruction=given)
         return f"{text}\n{experience}" if experience else text
 
     def distill_messages(
-        self, trajectory: Trajectory, shown: Sequence[EntryLike], max_operations: int, *, budget: int = DISTILL_BUDGET
+        self,
+        trajectory: Trajectory,
+        shown: Sequence[EntryLike],
+        max_operations: int,
+        *,
+        budget: int = DISTILL_BUDGET,
     ) -> list[Message]:
         """What the extractor is asked about one trajectory; play longer than ``budget`` characters is shortened in the middle."""
-        entries = self._fill("entries", numbered=numbered(shown)) if shown else self._fill("no_entries")
+        entries = (
+            self._fill("entries", numbered=numbered(shown)) if shown else self._fill("no_entries")
+        )
         opening = trajectory.turns[0].observation if trajectory.turns else ""
         user = self._fill(
             "distill_user",
@@ -91,18 +104,34 @@ class PromptSet:
         )
         return _messages(self._fill("distill_system", max_operations=str(max_operations)), user)
 
-    def principle_messages(self, trajectory: Trajectory, max_operations: int, *, budget: int = DISTILL_BUDGET) -> list[Message]:
+    def principle_messages(
+        self, trajectory: Trajectory, max_operations: int, *, budget: int = DISTILL_BUDGET
+    ) -> list[Message]:
         """What a policy is asked about an episode of its own: a principle, guiding after a success and cautionary after a failure.
 
-        Of the environment it holds what the actor saw and did and whether it succeeded: no answer that the actor neither saw nor gave.
+        Of the environment it holds what the actor saw and did and whether it succeeded: no answer
+            that the actor neither saw nor gave.
         """
         kind = principle_kind(trajectory)
         task = _quoted(cut_middle(trajectory.task, budget))
-        user = self._fill("principle_user", task=task, **self._record(trajectory, budget, withheld=False))
-        system = self._fill("principle_system", kind=kind, about=self._fill(kind), max_operations=str(max_operations))
+        user = self._fill(
+            "principle_user", task=task, **self._record(trajectory, budget, withheld=False)
+        )
+        system = self._fill(
+            "principle_system",
+            kind=kind,
+            about=self._fill(kind),
+            max_operations=str(max_operations),
+        )
         return _messages(system, user)
 
-    def reflect_messages(self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, budget: int = DISTILL_BUDGET) -> list[Message]:
+    def reflect_messages(
+        self,
+        trajectory: Trajectory,
+        memory: Sequence[EntryLike] = (),
+        *,
+        budget: int = DISTILL_BUDGET,
+    ) -> list[Message]:
         """What a reflector is asked about a first attempt; what the actor was not shown stands behind each turn.
 
         Args:
@@ -110,9 +139,13 @@ class PromptSet:
             memory: reflections that led to success before.
             budget: characters of play that are shown; longer play is shortened in the middle.
         """
-        shown = self._fill("memory", numbered=numbered(memory)) if memory else self._fill("no_memory")
+        shown = (
+            self._fill("memory", numbered=numbered(memory)) if memory else self._fill("no_memory")
+        )
         task = _quoted(cut_middle(trajectory.task, budget))
-        user = self._fill("reflect_user", task=task, memory=shown, **self._record(trajectory, budget))
+        user = self._fill(
+            "reflect_user", task=task, memory=shown, **self._record(trajectory, budget)
+        )
         return _messages(self._fill("reflect_system"), user)
 
     def reflected(self, reflection: str) -> str:
@@ -123,7 +156,9 @@ class PromptSet:
         """The block that shows the raw record of a first attempt instead, with an instruction to do better (table 9 of ERL)."""
         return self._fill("retry", **self._record(trajectory, budget, withheld=False))
 
-    def _record(self, trajectory: Trajectory, budget: int, *, withheld: bool = True) -> dict[str, str]:
+    def _record(
+        self, trajectory: Trajectory, budget: int, *, withheld: bool = True
+    ) -> dict[str, str]:
         """What was played and what came of it, as the templates name it."""
         opening = trajectory.turns[0].observation if trajectory.turns else ""
         return {
@@ -135,26 +170,42 @@ class PromptSet:
 
     def refine_messages(self, query: str, experience: EntryLike) -> list[Message]:
         """What the extractor is asked when an agent wants one entry made fit for its question."""
-        user = self._fill("refine_user", note=_indented(entry_text(experience)), query=_indented(query))
+        user = self._fill(
+            "refine_user", note=_indented(entry_text(experience)), query=_indented(query)
+        )
         return _messages(self._fill("refine_system"), user)
 
     def critic_messages(self, task: str, entry: EntryLike, success_rate: float) -> list[Message]:
         """What an actor is asked about an entry that was retrieved for its task; ``success_rate`` in [0, 1] is shown in whole percent."""
-        facts = {"task": _quoted(cut_middle(task, DISTILL_BUDGET)), "note": _indented(entry_text(entry))}
-        return _messages(self._fill("critic_system"), self._fill("critic_user", rate=f"{100 * success_rate:.0f}", **facts))
+        facts = {
+            "task": _quoted(cut_middle(task, DISTILL_BUDGET)),
+            "note": _indented(entry_text(entry)),
+        }
+        return _messages(
+            self._fill("critic_system"),
+            self._fill("critic_user", rate=f"{100 * success_rate:.0f}", **facts),
+        )
 
     def adapt_messages(self, task: str, entry: EntryLike) -> list[Message]:
         """What an actor is asked when it wants to refine an entry by what it knows itself."""
-        user = self._fill("adapt_user", task=_quoted(cut_middle(task, DISTILL_BUDGET)), note=_indented(entry_text(entry)))
+        user = self._fill(
+            "adapt_user",
+            task=_quoted(cut_middle(task, DISTILL_BUDGET)),
+            note=_indented(entry_text(entry)),
+        )
         return _messages(self._fill("adapt_system"), user)
 
     def merge_messages(self, experiences: Sequence[EntryLike]) -> list[Message]:
         """What the extractor is asked about entries to consolidate."""
-        return _messages(self._fill("merge_system"), self._fill("merge_user", numbered=numbered(experiences)))
+        return _messages(
+            self._fill("merge_system"), self._fill("merge_user", numbered=numbered(experiences))
+        )
 
     def judge_messages(self, a: EntryLike, b: EntryLike) -> list[Message]:
         """What the extractor is asked to tell whether two entries teach the same."""
-        user = self._fill("judge_user", first=_indented(entry_text(a)), second=_indented(entry_text(b)))
+        user = self._fill(
+            "judge_user", first=_indented(entry_text(a)), second=_indented(entry_text(b))
+        )
         return _messages(self._fill("judge_system"), user)
 
     def _fill(self, key: str, **values: str) -> str:
@@ -168,7 +219,10 @@ class PromptSet:
     def _play(self, turns: Sequence[Turn], budget: int, *, withheld: bool = False) -> str:
         """The turns in order; first and last ones are kept, the middle goes when there are more characters than ``budget``."""
         share = max(budget // 4, 1)
-        shown = [self._turn(turn, share) + (self._withheld(turn, share) if withheld else "") for turn in turns]
+        shown = [
+            self._turn(turn, share) + (self._withheld(turn, share) if withheld else "")
+            for turn in turns
+        ]
         head, tail = kept_ends([len(turn) for turn in shown], budget)
         if head + tail == len(shown):
             return "".join(shown)
@@ -176,11 +230,19 @@ class PromptSet:
         return "".join([*shown[:head], left_out, *shown[len(shown) - tail :]])
 
     def _turn(self, turn: Turn, limit: int) -> str:
-        return self._fill("turn", action=_quoted(cut_middle(turn.action, limit)), feedback=_quoted(cut_middle(turn.feedback, limit)))
+        return self._fill(
+            "turn",
+            action=_quoted(cut_middle(turn.action, limit)),
+            feedback=_quoted(cut_middle(turn.feedback, limit)),
+        )
 
     def _withheld(self, turn: Turn, limit: int) -> str:
         """What the environment said about a turn and the actor was not shown; nothing where there is nothing."""
-        return self._fill("withheld", comment=_quoted(cut_middle(turn.withheld, limit))) if turn.withheld else ""
+        return (
+            self._fill("withheld", comment=_quoted(cut_middle(turn.withheld, limit)))
+            if turn.withheld
+            else ""
+        )
 
 
 def kept_ends(lengths: Sequence[int], budget: int) -> tuple[int, int]:

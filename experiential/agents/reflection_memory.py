@@ -17,8 +17,9 @@ KIND = "reflection"
 class ReflectionMemory(ABC):
     """What reflections a reflector is shown, and where those that passed are kept.
 
-    Algorithms 1 and 2 write "m <- reflection if r2 > tau" with tau = 1. Rewards do not exceed 1 there, so that as printed nothing would
-    ever be kept; here, as in the authors' code, a reflection is kept when r2 >= tau. Who plays the attempts compares (`passes`).
+    Algorithms 1 and 2 write "m <- reflection if r2 > tau" with tau = 1. Rewards do not exceed 1
+    there, so that as printed nothing would ever be kept; here, as in the authors' code, a
+    reflection is kept when r2 >= tau. Who plays the attempts compares (`passes`).
     """
 
     @abstractmethod
@@ -40,7 +41,9 @@ class ReflectionMemory(ABC):
             CheckpointError: the state is of another kind of memory.
         """
         if state:
-            raise CheckpointError(f"Expected no state for {type(self).__name__}, got {dict(state)!r}")
+            raise CheckpointError(
+                f"Expected no state for {type(self).__name__}, got {dict(state)!r}"
+            )
 
 
 def passes(reward: float, threshold: float) -> bool:
@@ -84,15 +87,18 @@ class PrivateMemory(ReflectionMemory):
         """
         text = state.get("text")
         if not isinstance(text, str):
-            raise CheckpointError(f"Expected the state of a private reflection memory, a text, got {dict(state)!r}")
+            raise CheckpointError(
+                f"Expected the state of a private reflection memory, a text, got {dict(state)!r}"
+            )
         self.text = text
 
 
 class BankMemory(ReflectionMemory):
     """A bank, which the paper names as an extension: reflections are entries of kind ``reflection``, found by the task.
 
-    Whatever else reads the bank finds them, too. Nothing is overwritten; what two attempts at one task taught are two entries. The bank's
-    own journal makes it durable, and a run's checkpoint holds the bank.
+    Whatever else reads the bank finds them, too. Nothing is overwritten; what two attempts at one
+    task taught are two entries. The bank's own journal makes it durable, and a run's checkpoint
+    holds the bank.
 
     Args:
         bank: where entries are added and searched.
@@ -113,7 +119,10 @@ class BankMemory(ReflectionMemory):
         Raises:
             BankError: the bank failed.
         """
-        return [hit.experience.text for hit in self.bank.search(trajectory.task, k=self.k, where={"kind": KIND})]
+        return [
+            hit.experience.text
+            for hit in self.bank.search(trajectory.task, k=self.k, where={"kind": KIND})
+        ]
 
     def keep(self, text: str, trajectory: Trajectory) -> None:
         """Add it under its task.
@@ -121,4 +130,9 @@ class BankMemory(ReflectionMemory):
         Raises:
             BankError: the bank failed.
         """
-        self.bank.add(text, task=trajectory.task, kind=KIND, metadata={"trajectory": trajectory.id, "instance": trajectory.instance})
+        self.bank.add(
+            text,
+            task=trajectory.task,
+            kind=KIND,
+            metadata={"trajectory": trajectory.id, "instance": trajectory.instance},
+        )

@@ -36,9 +36,11 @@ class Reflection(Record):
     """What a reflector answered about one attempt.
 
     Attributes:
-        text: the guidance; None when none could be read, or when the record of the attempt stands in its place (`Retry`).
+        text: the guidance; None when none could be read, or when the record of the attempt stands
+            in its place (`Retry`).
         block: what a second attempt is shown in its prompt; None shows nothing.
-        generation: the response, to be rewarded by what the second attempt gets; None where no model was asked.
+        generation: the response, to be rewarded by what the second attempt gets; None where no
+            model was asked.
         reason: why there is no text: an `Unread`, or the failure of the backend.
     """
 
@@ -51,11 +53,13 @@ class Reflection(Record):
 class Reflector:
     """Reflects on a first attempt: what to know and to do differently when the same task is tried again.
 
-    This is the draw of the reflection, line 9 of algorithm 1 and line 13 of algorithm 2 of Experiential RL: from the task, the attempt's
-    turns with the environment's feedback, the reward, and what a memory has kept of earlier reflections.
+    This is the draw of the reflection, line 9 of algorithm 1 and line 13 of algorithm 2 of
+    Experiential RL: from the task, the attempt's turns with the environment's feedback, the reward,
+    and what a memory has kept of earlier reflections.
 
-    Caveat: a coroutine raises ``BackendError`` when the backend fails; an answer that cannot be read is no error but a `Reflection`
-    without text that says why. No vector version is needed: the coroutines may run concurrently.
+    Caveat: a coroutine raises ``BackendError`` when the backend fails; an answer that cannot be
+    read is no error but a `Reflection` without text that says why. No vector version is needed: the
+    coroutines may run concurrently.
 
     >>> from experiential.llm.scripted import ScriptedLLM
     >>> reflector = Reflector(ScriptedLLM(["It stayed shut. <reflection>Pull the jade lever.</reflection>"]))
@@ -70,8 +74,10 @@ class Reflector:
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling.
         max_tokens: tokens per response.
-        max_chars: characters of play shown; longer trajectories are shortened in the middle, and the prompt says so.
-        seed: makes every request repeatable: it is mixed with the prompt and with how often that prompt was asked before.
+        max_chars: characters of play shown; longer trajectories are shortened in the middle, and
+            the prompt says so.
+        seed: makes every request repeatable: it is mixed with the prompt and with how often that
+            prompt was asked before.
         priority: of the requests, lower runs first.
 
     Raises:
@@ -95,14 +101,22 @@ class Reflector:
         self.llm = llm
         self.prompts = prompt_set(prompts)
         self.max_chars = max_chars
-        sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, priority=priority, stop=_STOP)
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            priority=priority,
+            stop=_STOP,
+        )
         self._asker = Asker(llm, sampling, seed)
 
     def reflect(self, trajectory: Trajectory, memory: Sequence[EntryLike] = ()) -> Reflection:
         """Guidance for another attempt; see `areflect`."""
         return run_sync(self.areflect(trajectory, memory))
 
-    async def areflect(self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, seed: int | None = None) -> Reflection:
+    async def areflect(
+        self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, seed: int | None = None
+    ) -> Reflection:
         """Guidance for another attempt at the task of ``trajectory``.
 
         Args:
@@ -115,7 +129,9 @@ class Reflector:
         """
         messages = self.prompts.reflect_messages(trajectory, memory, budget=self.max_chars)
         generation = await self._asker.ask(messages, **({} if seed is None else {"seed": seed}))
-        text, reason = read_reflection(generation.text, cut=generation.finish_reason is FinishReason.LENGTH)
+        text, reason = read_reflection(
+            generation.text, cut=generation.finish_reason is FinishReason.LENGTH
+        )
         block = None if text is None else self.prompts.reflected(text)
         return Reflection(text=text, block=block, generation=generation, reason=reason)
 
@@ -123,7 +139,8 @@ class Reflector:
 class Retry:
     """Stands where a reflector would in the ablation without reflection: the raw record of the attempt and an instruction to do better.
 
-    It asks no model, so there is nothing to reward and nothing to remember (section 4.4 and table 9 of Experiential RL).
+    It asks no model, so there is nothing to reward and nothing to remember (section 4.4 and table 9
+    of Experiential RL).
 
     >>> block = Retry().reflect(Trajectory(task="Open the vault.", reward=0.5)).block
     >>> "reward 0.5" in block, block.count("<attempt>")
@@ -133,7 +150,8 @@ class Retry:
 
     Args:
         prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
-        max_chars: characters of play shown; longer trajectories are shortened in the middle, and the prompt says so.
+        max_chars: characters of play shown; longer trajectories are shortened in the middle, and
+            the prompt says so.
 
     Raises:
         ValueError: the prompt set does not exist, or the number is not positive.
@@ -148,7 +166,9 @@ class Retry:
         """The record of the attempt as a block; ``memory`` is not used."""
         return Reflection(block=self.prompts.retry(trajectory, budget=self.max_chars))
 
-    async def areflect(self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, seed: int | None = None) -> Reflection:
+    async def areflect(
+        self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, seed: int | None = None
+    ) -> Reflection:
         """Coroutine form of `reflect`; nothing is sampled, so ``seed`` is not used."""
         return self.reflect(trajectory, memory)
 
@@ -156,15 +176,17 @@ class Retry:
 def read_reflection(text: str, *, cut: bool = False) -> tuple[str | None, str | None]:
     """The guidance in an answer, or why there is none.
 
-    It stands in the last ``<reflection>``, whose closing tag may be missing unless the answer was cut; the bundled tiny model, which does
-    not know that tag, says it in the text of its first ``add`` or ``update``. The text is cleaned as the bank cleans what it keeps.
+    It stands in the last ``<reflection>``, whose closing tag may be missing unless the answer was
+    cut; the bundled tiny model, which does not know that tag, says it in the text of its first
+    ``add`` or ``update``. The text is cleaned as the bank cleans what it keeps.
 
     Args:
         text: the whole response.
         cut: whether the response ended for want of tokens.
 
     Returns:
-        the text and None, or None and the reason, an `Unread` or the reason for which an operation was refused.
+        the text and None, or None and the reason, an `Unread` or the reason for which an operation
+        was refused.
 
     >>> read_reflection("<reflection> Go left. </reflection>"), read_reflection("I give up.")
     (('Go left.', None), (None, <Unread.NO_REFLECTION: 'no_reflection'>))
@@ -181,7 +203,10 @@ def read_reflection(text: str, *, cut: bool = False) -> tuple[str | None, str | 
 
 def _from_operations(text: str) -> tuple[str | None, str | None]:
     parsed = parse_operations(text)
-    said = next((operation.text for operation in parsed.operations if isinstance(operation, Add | Update)), None)
+    said = next(
+        (operation.text for operation in parsed.operations if isinstance(operation, Add | Update)),
+        None,
+    )
     if said is not None:
         return _checked(said)
     nothing = parsed.operations or not parsed.refused or parsed.refused[0].reason == "no_operations"

@@ -1,8 +1,9 @@
 """A small JSON scanner that survives what language models write, and remembers where each object stood.
 
-It walks text left to right once: a failure resumes at or after the place that failed, so the time is linear in the length.
-Beyond strict JSON it accepts raw newlines and unescaped quotes in strings, single quotes, bare keys, missing and trailing commas.
-Numbers stay text, because nobody here computes with them and because an absurdly long one must not raise.
+It walks text left to right once: a failure resumes at or after the place that failed, so the time
+is linear in the length. Beyond strict JSON it accepts raw newlines and unescaped quotes in strings,
+single quotes, bare keys, missing and trailing commas. Numbers stay text, because nobody here
+computes with them and because an absurdly long one must not raise.
 """
 
 from __future__ import annotations
@@ -20,12 +21,24 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 _LITERAL = re.compile(r"""[^\s,{}\[\]"':<>]+""")
 _CHUNK = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.)|$)", re.DOTALL)
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\": "\\", '"': '"', "'": "'"}
+_ESCAPED = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "/": "/",
+    "\\": "\\",
+    '"': '"',
+    "'": "'",
+}
 _TAG = r"</?\s*answer\b"
 _KEY = r"""(?:"[^"\\]{0,40}"|'[^'\\]{0,40}'|[A-Za-z_]\w{0,40})\s*:"""
 _CLOSES = {
     "key": re.compile(r"\s*:"),
-    "member": re.compile(rf"\s*(?:[}}\]]|{_TAG}|\Z|,\s*(?:[}}\]]|\Z|{_KEY})|{_KEY})", re.IGNORECASE),
+    "member": re.compile(
+        rf"\s*(?:[}}\]]|{_TAG}|\Z|,\s*(?:[}}\]]|\Z|{_KEY})|{_KEY})", re.IGNORECASE
+    ),
     "item": re.compile(rf"\s*(?:[,\]]|{_TAG}|\Z)", re.IGNORECASE),
 }
 
@@ -54,7 +67,9 @@ class _Stop(Exception):
         self.fault, self.at = fault, at
 
 
-def scan_objects(text: str, start: int = 0, *, until: re.Pattern[str] | None = None) -> tuple[list[ScannedObject], int]:
+def scan_objects(
+    text: str, start: int = 0, *, until: re.Pattern[str] | None = None
+) -> tuple[list[ScannedObject], int]:
     """The outermost objects of ``text`` from ``start``, up to the first match of ``until`` outside every object.
 
     Returns:
@@ -165,7 +180,9 @@ def _string(text: str, position: int, place: str) -> tuple[str, int]:
             pieces.append(character)
         elif closes.match(text, position + 1):
             return "".join(pieces), position + 1
-        elif piece.rstrip().endswith("{"):  # the closing quote was forgotten and another object begins here
+        elif piece.rstrip().endswith(
+            "{"
+        ):  # the closing quote was forgotten and another object begins here
             raise _Stop(Fault.MALFORMED, position - (len(piece) - len(piece.rstrip())) - 1)
         else:
             pieces.append(quote)

@@ -11,5 +11,7 @@ def derived_seed(seed: int, *parts: int | str) -> int:
     >>> derived_seed(1, 0) == derived_seed(1, 0), derived_seed(1, 0) == derived_seed(1, 1)
     (True, False)
     """
-    digest = blake2b(repr((seed, *parts)).encode("utf-8", "backslashreplace"), digest_size=4).digest()
+    digest = blake2b(
+        repr((seed, *parts)).encode("utf-8", "backslashreplace"), digest_size=4
+    ).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -15,7 +15,8 @@ R = TypeVar("R")
 class Arrivals(Generic[A, R]):
     """Hands items to a coroutine in batches, in the order of their arrival: what comes while one batch is handled is the next.
 
-    Lives on one event loop. A caller that is cancelled does not wait any more; its item is handled all the same.
+    Lives on one event loop. A caller that is cancelled does not wait any more; its item is handled
+    all the same.
 
     >>> async def five() -> tuple[list[str], list[list[str]]]:
     ...     batches: list[list[str]] = []
@@ -28,7 +29,8 @@ class Arrivals(Generic[A, R]):
     (['A', 'B', 'C', 'D', 'E'], [['a', 'b', 'c', 'd', 'e']])
 
     Args:
-        handle: gives for each item of a batch its result or its error; what it raises itself is the error of every item.
+        handle: gives for each item of a batch its result or its error; what it raises itself is the
+            error of every item.
     """
 
     def __init__(self, handle: Callable[[list[A]], Awaitable[Sequence[R | Exception]]]) -> None:

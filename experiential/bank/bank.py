@@ -45,7 +45,15 @@ from experiential.bank.upkeep import Upkeep
 from experiential.bank.view import BankView
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import weakly
-from experiential.types import Distillation, Experience, Generation, Provenance, Statistics, Trajectory, new_id
+from experiential.types import (
+    Distillation,
+    Experience,
+    Generation,
+    Provenance,
+    Statistics,
+    Trajectory,
+    new_id,
+)
 
 T = TypeVar("T")
 
@@ -53,9 +61,9 @@ T = TypeVar("T")
 class ExperienceBank(Searchable, Upkeep):
     """A folder of experience: a journal that is the truth, and an index made from it.
 
-    A write is on the disk when its method returns. One process writes a folder at a time; any number may open it with
-    ``read_only=True``, which works on a private copy and changes nothing. All methods may be called from any thread, and searches
-    never wait for writes.
+    A write is on the disk when its method returns. One process writes a folder at a time; any
+    number may open it with ``read_only=True``, which works on a private copy and changes nothing.
+    All methods may be called from any thread, and searches never wait for writes.
 
     >>> import tempfile
     >>> with ExperienceBank(tempfile.mkdtemp(), embedder="hashing") as bank:
@@ -66,10 +74,11 @@ class ExperienceBank(Searchable, Upkeep):
     Args:
         path: the bank's folder, made on first use.
         namespace: entries of different namespaces never meet; each has its own history.
-        embedder: a callable, a sentence-transformers name or folder, "hashing", or None: the one that the bank was made
-            with, or the default model for a new bank.
+        embedder: a callable, a sentence-transformers name or folder, "hashing", or None: the one
+            that the bank was made with, or the default model for a new bank.
         read_only: open a picture of the bank as it is now.
-        chroma: address of a Chroma server that holds the index; None is where it was before, "folder" the bank's own folder.
+        chroma: address of a Chroma server that holds the index; None is where it was before,
+            "folder" the bank's own folder.
 
     Raises:
         BankLockedError: another writer has the folder.
@@ -85,7 +94,11 @@ class ExperienceBank(Searchable, Upkeep):
 
         def __new__(cls, path: str | os.PathLike[str], **options: Any) -> ExperienceBank:
             """An address gives the bank that a server has there; all else is a folder."""
-            if cls is ExperienceBank and isinstance(path, str) and path.startswith(("http://", "https://")):
+            if (
+                cls is ExperienceBank
+                and isinstance(path, str)
+                and path.startswith(("http://", "https://"))
+            ):
                 from experiential.bank.http.remote import RemoteBank
 
                 cls = RemoteBank
@@ -116,8 +129,16 @@ class ExperienceBank(Searchable, Upkeep):
             self.queue = DistillationQueue(self._journal, namespace)
             self.receipts = Receipts(self._journal, namespace)
             self._writes = GroupCommit(self._journal, self._transaction)
-            self._follower = None if read_only else IndexFollower(self._history, place_of(self.path, namespace, self._history, chroma))
-            self._finalizer = weakref.finalize(self, _shut, self._follower, self._journal, lock, False)
+            self._follower = (
+                None
+                if read_only
+                else IndexFollower(
+                    self._history, place_of(self.path, namespace, self._history, chroma)
+                )
+            )
+            self._finalizer = weakref.finalize(
+                self, _shut, self._follower, self._journal, lock, False
+            )
             undo.pop_all()
             undo.callback(self._finalizer)
             self._close_arguments = (self._follower, self._journal, lock, True)
@@ -127,7 +148,10 @@ class ExperienceBank(Searchable, Upkeep):
     def _claim(self) -> WriterLock | None:
         if self.read_only:
             if not (self.path / JOURNAL_NAME).is_file():
-                raise BankError(f"Expected an existing bank in {str(self.path)!r} to open read-only, got none; write one first")
+                raise BankError(
+                    f"Expected an existing bank in {str(self.path)!r} to open read-only, got none;"
+                    " write one first"
+                )
             return None
         self.path.mkdir(parents=True, exist_ok=True)
         return WriterLock(self.path, self.namespace)
@@ -139,7 +163,10 @@ class ExperienceBank(Searchable, Upkeep):
         entries = self._history.live(self._head)
         self._state = State(entries, self._ledger.statistics(), self._searcher(entries))
         if self._follower is not None:
-            self._follower.on_advance, self._follower.patience = weakly(self._settle), self._state.nearest.patience
+            self._follower.on_advance, self._follower.patience = (
+                weakly(self._settle),
+                self._state.nearest.patience,
+            )
             if self._follower.is_behind() or self._state.nearest.is_large:
                 self._follower.wake()
 
@@ -148,7 +175,13 @@ class ExperienceBank(Searchable, Upkeep):
         if follower is None:
             return Nearest(entries, limit=len(entries), chroma=None)
         behind = self._history.last_seq() if follower.is_behind() else None
-        return Nearest(entries, limit=self.RESIDENT_LIMIT, chroma=follower.searchable, lost=weakly(self._reside), behind=behind)
+        return Nearest(
+            entries,
+            limit=self.RESIDENT_LIMIT,
+            chroma=follower.searchable,
+            lost=weakly(self._reside),
+            behind=behind,
+        )
 
     def _chosen_embedder(self, embedder: Embedder | str | None) -> Embedder:
         recorded = self._history.meta("embedder")
@@ -157,8 +190,9 @@ class ExperienceBank(Searchable, Upkeep):
         chosen = resolve_embedder(embedder)
         if recorded not in (None, embedder_id(chosen)) and not self._history.is_empty():
             raise BankError(
-                f"Expected the embedder {recorded!r} that this bank was made with, got {embedder_id(chosen)!r}; "
-                "pass that one, or export the bank and import it into a new one"
+                f"Expected the embedder {recorded!r} that this bank was made with, got"
+                f" {embedder_id(chosen)!r}; pass that one, or export the bank and import it into a"
+                " new one"
             )
         if recorded != embedder_id(chosen) and not self.read_only:
             self._history.set_meta("embedder", embedder_id(chosen))
@@ -167,7 +201,12 @@ class ExperienceBank(Searchable, Upkeep):
     def __enter__(self) -> ExperienceBank:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -177,7 +216,10 @@ class ExperienceBank(Searchable, Upkeep):
         return self.entries()
 
     def __repr__(self) -> str:
-        return f"ExperienceBank({str(self.path)!r}, namespace={self.namespace!r}, entries={len(self)}, head={self.head})"
+        return (
+            f"ExperienceBank({str(self.path)!r}, namespace={self.namespace!r}, entries={len(self)},"
+            f" head={self.head})"
+        )
 
     @property
     def head(self) -> int:
@@ -227,7 +269,12 @@ class ExperienceBank(Searchable, Upkeep):
         return None if stored is None else self._state.read(stored.experience)
 
     def nearest(
-        self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None] = (), words: bool = False
+        self,
+        queries: Sequence[str],
+        n: int,
+        exclude: Sequence[str | None],
+        where: Sequence[Where | None] = (),
+        words: bool = False,
     ) -> list[list[Scored[Experience]]]:
         """The ``n`` nearest entries of each query, with ``words`` those its words find too; see ``Searchable.nearest``."""
         state, scopes = self._state, scopes_of(queries, exclude, where)
@@ -236,7 +283,9 @@ class ExperienceBank(Searchable, Upkeep):
         if not state.entries or not queries:
             self._journal_must_be_open()
             return [[] for _ in queries]
-        return state.nearest.search(self._embed(queries), n, lambda: state.entries, scopes, queries if words else ())
+        return state.nearest.search(
+            self._embed(queries), n, lambda: state.entries, scopes, queries if words else ()
+        )
 
     def read(self, experience: Experience) -> Experience:
         """The same version with its counters as they are now."""
@@ -253,8 +302,16 @@ class ExperienceBank(Searchable, Upkeep):
     def at(self, commit: int) -> BankView:
         """The bank as it stood after one commit; 0 is before the first."""
         self._check_commit(commit)
-        statistics = {live.experience.id: self.read(live.experience).statistics for live in list(self._state.entries.values())}
-        return BankView(commit, self._history.live(commit), {**self._state.statistics, **statistics}, self._embedder)
+        statistics = {
+            live.experience.id: self.read(live.experience).statistics
+            for live in list(self._state.entries.values())
+        }
+        return BankView(
+            commit,
+            self._history.live(commit),
+            {**self._state.statistics, **statistics},
+            self._embedder,
+        )
 
     def snapshot(self) -> BankView:
         """The bank as it stands now, fixed."""
@@ -282,12 +339,24 @@ class ExperienceBank(Searchable, Upkeep):
 
     # Writing
 
-    def add(self, text: str, *, task: str | None = None, kind: str = "lesson", metadata: Mapping[str, Any] | None = None) -> Experience:
+    def add(
+        self,
+        text: str,
+        *,
+        task: str | None = None,
+        kind: str = "lesson",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Experience:
         """Write a new entry; it is durable when this returns."""
         return self.add_many([text], task=task, kind=kind, metadata=metadata)[0]
 
     def add_many(
-        self, texts: Iterable[str], *, task: str | None = None, kind: str = "lesson", metadata: Mapping[str, Any] | None = None
+        self,
+        texts: Iterable[str],
+        *,
+        task: str | None = None,
+        kind: str = "lesson",
+        metadata: Mapping[str, Any] | None = None,
     ) -> list[Experience]:
         """Write several entries in one commit."""
         gate = Gate(self.text_limit)
@@ -297,7 +366,12 @@ class ExperienceBank(Searchable, Upkeep):
             return []
         vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
         pairs = list(zip(entries, vectors, strict=True))
-        return self._commit("human", "add", lambda draft: [draft.put(entry, vector, frozenset()) for entry, vector in pairs], gate=gate)
+        return self._commit(
+            "human",
+            "add",
+            lambda draft: [draft.put(entry, vector, frozenset()) for entry, vector in pairs],
+            gate=gate,
+        )
 
     def update(self, id: str, text: str) -> Experience:
         """Write the next version of an entry; the old one stays in its history."""
@@ -309,7 +383,11 @@ class ExperienceBank(Searchable, Upkeep):
             raise unknown_entry(id)
         vector = self._embed_entries([EntryKey(text, known.task)])[0]
         source = Provenance(cause="update")
-        return self.read(self._commit("human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate))
+        return self.read(
+            self._commit(
+                "human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate
+            )
+        )
 
     def remove(self, id: str) -> None:
         """Take an entry out; ``at`` and ``rollback`` still know it."""
@@ -342,10 +420,14 @@ class ExperienceBank(Searchable, Upkeep):
         self._check_writable()
         return self._writes.run(partial(self._submitted, trajectory, True))
 
-    def submit_many(self, trajectories: Sequence[Trajectory], *, distil: bool = True) -> list[bool | Exception]:
+    def submit_many(
+        self, trajectories: Sequence[Trajectory], *, distil: bool = True
+    ) -> list[bool | Exception]:
         """``submit`` each, or ``record`` it when not ``distil``, all in one transaction; gives for each what it gave or raised."""
         self._check_writable()
-        return self._writes.run_all([partial(self._submitted, trajectory, distil) for trajectory in trajectories])
+        return self._writes.run_all(
+            [partial(self._submitted, trajectory, distil) for trajectory in trajectories]
+        )
 
     def _submitted(self, trajectory: Trajectory, distil: bool, group: Group) -> bool:
         is_recorded = self._ledger.is_recorded(trajectory.id)
@@ -375,8 +457,10 @@ class ExperienceBank(Searchable, Upkeep):
         Args:
             distillation: the operations and the generation that asked for them.
             trajectory: what was distilled.
-            shown: the entries that ``Update`` counts, from 1. One out of range or gone is refused and counted in ``refused``.
-            item: the queue item that this finishes, in the same transaction; when it is finished already, nothing is written.
+            shown: the entries that ``Update`` counts, from 1. One out of range or gone is refused
+                and counted in ``refused``.
+            item: the queue item that this finishes, in the same transaction; when it is finished
+                already, nothing is written.
             extractor_version: recorded when the distillation carries no generation.
         """
         self._check_writable()
@@ -395,11 +479,16 @@ class ExperienceBank(Searchable, Upkeep):
         return [self.read(entry) for entry in self._writes.run(write)]
 
     def consolidate(
-        self, distillation: Distillation, *, shown: Sequence[Experience], extractor_version: int | None = None
+        self,
+        distillation: Distillation,
+        *,
+        shown: Sequence[Experience],
+        extractor_version: int | None = None,
     ) -> list[Experience]:
         """Write what an extractor merged, in one commit; gives the merged entries.
 
-        An entry that changed since it was shown keeps its change: only the operations that name it are refused.
+        An entry that changed since it was shown keeps its change: only the operations that name it
+            are refused.
         """
         self._check_writable()
         gate = Gate(self.text_limit)
@@ -425,7 +514,10 @@ class ExperienceBank(Searchable, Upkeep):
     def note_retrievals(self, ids: Iterable[str]) -> None:
         """Count retrievals; they are journalled with the next commit or at ``close``, so that reading costs no write."""
         if self.read_only:
-            raise ReadOnlyBankError("Expected a writable bank to count retrievals in, got one opened with read_only=True")
+            raise ReadOnlyBankError(
+                "Expected a writable bank to count retrievals in, got one opened with"
+                " read_only=True"
+            )
         self._state.note(ids)
 
     def save_counters(self) -> None:
@@ -442,7 +534,8 @@ class ExperienceBank(Searchable, Upkeep):
     def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
         """Add the entries of an exported file in one commit, except those that say what a live entry says; gives the number added.
 
-        A file that differs from its hash is refused, unless ``edited`` says that it was changed on purpose.
+        A file that differs from its hash is refused, unless ``edited`` says that it was changed on
+        purpose.
         """
         return self.import_entries(bundle.read(Path(file), edited=edited), Path(file).name)
 
@@ -455,7 +548,10 @@ class ExperienceBank(Searchable, Upkeep):
             return 0
         vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
         with self._draft("human", "import", ref=ref, gate=gate) as draft:
-            return sum(self._import(draft, entry, vector) for entry, vector in zip(entries, vectors, strict=True))
+            return sum(
+                self._import(draft, entry, vector)
+                for entry, vector in zip(entries, vectors, strict=True)
+            )
 
     def _import(self, draft: Draft, entry: Experience, vector: Vector) -> bool:
         if draft.twin((entry.task, entry.kind, entry.text)) is not None:
@@ -470,7 +566,10 @@ class ExperienceBank(Searchable, Upkeep):
         """A writable copy in another folder, with all history; its distillation queue is empty unless ``keep_queue``."""
         folder = checked_folder(path)
         if (folder / JOURNAL_NAME).exists():
-            raise BankError(f"Expected a folder without a bank to fork into, got {str(folder)!r}; choose another or remove it")
+            raise BankError(
+                f"Expected a folder without a bank to fork into, got {str(folder)!r}; choose"
+                " another or remove it"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         if not self.read_only:
             self.save_counters()
@@ -497,7 +596,14 @@ class ExperienceBank(Searchable, Upkeep):
 
     # Inside
 
-    def _commit(self, author: str, cause: str, work: Callable[[Draft], T], ref: str | None = None, gate: Gate | None = None) -> T:
+    def _commit(
+        self,
+        author: str,
+        cause: str,
+        work: Callable[[Draft], T],
+        ref: str | None = None,
+        gate: Gate | None = None,
+    ) -> T:
         """One commit, in one transaction with those of other threads that come at the same moment."""
 
         def write(group: Group) -> T:
@@ -508,10 +614,16 @@ class ExperienceBank(Searchable, Upkeep):
         return self._writes.run(write)
 
     @contextmanager
-    def _draft(self, author: str, cause: str, ref: str | None = None, gate: Gate | None = None) -> Generator[Draft]:
+    def _draft(
+        self, author: str, cause: str, ref: str | None = None, gate: Gate | None = None
+    ) -> Generator[Draft]:
         """One commit in a transaction of its own."""
         self._check_writable()
-        with self._transaction() as group, group.member(), group.draft(author, cause, ref, gate) as draft:
+        with (
+            self._transaction() as group,
+            group.member(),
+            group.draft(author, cause, ref, gate) as draft,
+        ):
             yield draft
 
     @contextmanager
@@ -556,26 +668,46 @@ class ExperienceBank(Searchable, Upkeep):
             self._history.set_meta("dimension", str(vectors.shape[1]))
             self._dimension = vectors.shape[1]
         if self._dimension and vectors.shape[1] != self._dimension:
-            raise BankError(f"Expected vectors of length {self._dimension}, got {vectors.shape[1]} from {self._embedder.id!r}")
+            raise BankError(
+                f"Expected vectors of length {self._dimension}, got {vectors.shape[1]} from"
+                f" {self._embedder.id!r}"
+            )
         return vectors
 
     def _check_commit(self, commit: int) -> None:
-        if not isinstance(commit, int) or isinstance(commit, bool) or not self._history.has_commit(commit):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
-            raise BankError(f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them with bank.commits()")
+        if (
+            not isinstance(commit, int)
+            or isinstance(commit, bool)
+            or not self._history.has_commit(commit)
+        ):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
+            raise BankError(
+                f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them"
+                " with bank.commits()"
+            )
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise ReadOnlyBankError("Expected a writable bank, got one opened with read_only=True; open it without, or bank.fork(path)")
+            raise ReadOnlyBankError(
+                "Expected a writable bank, got one opened with read_only=True; open it without, or"
+                " bank.fork(path)"
+            )
         self._journal_must_be_open()
         if os.getpid() != self._pid:
-            raise BankError("Expected the process that opened the bank, got a fork of it; open the bank after forking, in one process only")
+            raise BankError(
+                "Expected the process that opened the bank, got a fork of it; open the bank after"
+                " forking, in one process only"
+            )
 
     def _journal_must_be_open(self) -> None:
         if self.closed:
-            raise BankError("Expected an open bank, got a closed one; open it again with ExperienceBank(path)")
+            raise BankError(
+                "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
+            )
 
 
-def _shut(follower: IndexFollower | None, journal: Journal, lock: WriterLock | None, catch_up: bool) -> None:
+def _shut(
+    follower: IndexFollower | None, journal: Journal, lock: WriterLock | None, catch_up: bool
+) -> None:
     try:
         if follower is not None:
             follower.stop(catch_up=catch_up)

@@ -11,7 +11,10 @@ from experiential.errors import BankError
 def checked_folder(path: object) -> Path:
     """A folder name as a path; an address, a file and what is no name are refused."""
     if isinstance(path, str) and "://" in path:
-        raise BankError(f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with http:// or https://")
+        raise BankError(
+            f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with"
+            " http:// or https://"
+        )
     if not isinstance(path, (str, os.PathLike)) or not str(path):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(f"Expected path to be a folder name, got {path!r}")
     folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]

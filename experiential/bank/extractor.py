@@ -49,5 +49,8 @@ def judge_of(extractor: object) -> LaterJudge:
     """
     ask = getattr(extractor, "ajudge", None)
     if ask is None:
-        raise ConfigError(f"Expected an extractor with ajudge(a, b) to deduplicate, got {type(extractor).__name__}; see Judging")
+        raise ConfigError(
+            "Expected an extractor with ajudge(a, b) to deduplicate, got"
+            f" {type(extractor).__name__}; see Judging"
+        )
     return cast("Judging", extractor).ajudge

@@ -38,9 +38,9 @@ _LONGEST_BACKOFF = 30.0
 class ExperienceManager:
     """A bank's working side: batched retrieval for actors, a durable queue in front of the extractor, periodic merging.
 
-    The synchronous methods may be called from any thread, their twins with an ``a`` in front awaited on any event loop. Close the manager
-    before the bank. What the extractor fails at is counted in ``stats()``, retried, and in the end a dead letter; it never
-    reaches a caller.
+    The synchronous methods may be called from any thread, their twins with an ``a`` in front
+    awaited on any event loop. Close the manager before the bank. What the extractor fails at is
+    counted in ``stats()``, retried, and in the end a dead letter; it never reaches a caller.
 
     >>> import tempfile
     >>> bank = ExperienceBank(tempfile.mkdtemp(), embedder="hashing")
@@ -54,14 +54,17 @@ class ExperienceManager:
         bank: where entries are read and written.
         extractor: what distils, refines and merges; None only records what is submitted.
         seed: of every random draw in retrieval and eviction.
-        extractor_version: gives the version to write into provenance when a distillation carries no generation; the
-            extractor's own by default.
-        backoff: seconds before the first retry of a failed distillation, doubled for each further one.
+        extractor_version: gives the version to write into provenance when a distillation carries no
+            generation; the extractor's own by default.
+        backoff: seconds before the first retry of a failed distillation, doubled for each further
+            one.
         options: fields of ``BankSettings``; ``retrieval`` may be a dict.
 
     Attributes:
-        on_distillation: called with trajectory, distillation and entries written, after each distillation applied.
-        on_merge: called with the entries shown, the distillation and the entries written, after each chunk merged.
+        on_distillation: called with trajectory, distillation and entries written, after each
+            distillation applied.
+        on_merge: called with the entries shown, the distillation and the entries written, after
+            each chunk merged.
     """
 
     def __init__(
@@ -75,16 +78,25 @@ class ExperienceManager:
         **options: Any,
     ) -> None:
         if not isinstance(bank, ExperienceBank):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass a path)
-            raise ValueError(f"Expected bank to be an ExperienceBank, got {type(bank).__name__}; open one with ExperienceBank(path)")
+            raise ValueError(
+                f"Expected bank to be an ExperienceBank, got {type(bank).__name__}; open one with"
+                " ExperienceBank(path)"
+            )
         self.bank = bank
         self.extractor = extractor
         self.settings = bank_settings(options)
         if "text_limit" in options:
             bank.text_limit = self.settings.text_limit
         find_strategy(self.settings.retrieval.strategy)
-        self.on_distillation: Callable[[Trajectory, Distillation, list[Experience]], None] | None = None
-        self.on_merge: Callable[[Sequence[Experience], Distillation, list[Experience]], None] | None = None
-        self._version = extractor_version or (lambda: extractor.version if extractor is not None else 0)
+        self.on_distillation: (
+            Callable[[Trajectory, Distillation, list[Experience]], None] | None
+        ) = None
+        self.on_merge: (
+            Callable[[Sequence[Experience], Distillation, list[Experience]], None] | None
+        ) = None
+        self._version = extractor_version or (
+            lambda: extractor.version if extractor is not None else 0
+        )
         self._backoff = backoff
         self._seed = seed
         self._counts: Counter[str] = Counter()
@@ -103,7 +115,11 @@ class ExperienceManager:
         self._searcher = Searcher(self.bank, self.settings.retrieval, seed, self._probation)
         self._gather = Gatherer(self.bank.embedder)
         self._arrivals = Arrivals(self._recorded)
-        self._passes = Passes(self.bank, self.settings.dedupe_threshold, across_tasks=self.settings.dedupe_across_tasks)
+        self._passes = Passes(
+            self.bank,
+            self.settings.dedupe_threshold,
+            across_tasks=self.settings.dedupe_across_tasks,
+        )
         self._judging = asyncio.Semaphore(self.settings.distill_workers)
         self._changed = asyncio.Condition()
         self._resumed = asyncio.Event()
@@ -124,14 +140,25 @@ class ExperienceManager:
     def __enter__(self) -> ExperienceManager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # Retrieval
 
     @overload
     def search(
-        self, query: str, *, k: int | None = None, exclude_instance: str | None = None, episode: str = "", where: Filter | None = None
+        self,
+        query: str,
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: str = "",
+        where: Filter | None = None,
     ) -> list[Hit]: ...
 
     @overload
@@ -160,10 +187,13 @@ class ExperienceManager:
             query: what the actor faces, in words; blank text gets no hits.
             k: how many hits; the setting ``retrieval.k`` by default.
             exclude_instance: leave out entries made from this task instance.
-            episode: id of the episode that asks, or one for each query: all its searches may see provisional entries, or none may.
+            episode: id of the episode that asks, or one for each query: all its searches may see
+                provisional entries, or none may.
             where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        rows = self._searcher.search(*self._asked(query, k, exclude_instance, episode), Where.of(where))
+        rows = self._searcher.search(
+            *self._asked(query, k, exclude_instance, episode), Where.of(where)
+        )
         return rows[0] if isinstance(query, str) else rows
 
     async def asearch(
@@ -176,11 +206,17 @@ class ExperienceManager:
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
         """``search``, awaitable on any event loop."""
-        rows = await self._searcher.asearch(*self._asked(query, k, exclude_instance, episode), Where.of(where))
+        rows = await self._searcher.asearch(
+            *self._asked(query, k, exclude_instance, episode), Where.of(where)
+        )
         return rows[0] if isinstance(query, str) else rows
 
     def _asked(
-        self, query: str | list[str] | tuple[str, ...], k: int | None, exclude: str | None, episode: Episodes
+        self,
+        query: str | list[str] | tuple[str, ...],
+        k: int | None,
+        exclude: str | None,
+        episode: Episodes,
     ) -> tuple[list[str], int, str | None, Sequence[str]]:
         """The arguments of a search, checked."""
         wanted = self.settings.retrieval.k if k is None else k
@@ -220,15 +256,24 @@ class ExperienceManager:
         where: Filter | None = None,
     ) -> Answer:
         """``ask``, awaitable on any event loop."""
-        return await self._bridge(self._ask(query, k, episode, turn, exclude_instance, Where.of(where)))
+        return await self._bridge(
+            self._ask(query, k, episode, turn, exclude_instance, Where.of(where))
+        )
 
-    async def _ask(self, query: str, k: int, episode: str, turn: int, exclude: str | None, where: Where | None) -> Answer:
+    async def _ask(
+        self, query: str, k: int, episode: str, turn: int, exclude: str | None, where: Where | None
+    ) -> Answer:
         hits = (await self._searcher.asearch(*self._asked([query], k, exclude, episode), where))[0]
         if not hits:
             return Answer()
         hit = hits[0]
         text, generation = await self._refined(query, hit.experience)
-        use = hit.use("search_and_ask", episode=episode, turn=turn, refinement=generation.id if generation else None)
+        use = hit.use(
+            "search_and_ask",
+            episode=episode,
+            turn=turn,
+            refinement=generation.id if generation else None,
+        )
         return Answer(text=text, hit=hit, generation=generation, use=use)
 
     async def _refined(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
@@ -248,8 +293,9 @@ class ExperienceManager:
     def submit(self, trajectory: Trajectory) -> str | None:
         """Record a finished trajectory and queue it for distillation; durable when this returns.
 
-        Waits while the queue is full. Gives the id of the queue item (that of the trajectory); None when nothing was queued: on a
-        read-only bank, which also records nothing, and without an extractor.
+        Waits while the queue is full. Gives the id of the queue item (that of the trajectory); None
+        when nothing was queued: on a read-only bank, which also records nothing, and without an
+        extractor.
         """
         return self._run(self._submit(trajectory))
 
@@ -264,7 +310,9 @@ class ExperienceManager:
             await self._arrivals(trajectory)
             return None
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._open) + self._reserved < self.settings.queue_size)
+            await self._changed.wait_for(
+                lambda: len(self._open) + self._reserved < self.settings.queue_size
+            )
             self._reserved += 1
         try:
             await self._arrivals(trajectory)
@@ -275,7 +323,9 @@ class ExperienceManager:
 
     async def _recorded(self, trajectories: list[Trajectory]) -> list[bool | Exception]:
         """Submit what arrived together in one transaction."""
-        outcomes = await self._write(partial(self.bank.submit_many, trajectories, distil=self._distils))
+        outcomes = await self._write(
+            partial(self.bank.submit_many, trajectories, distil=self._distils)
+        )
         for trajectory, outcome in zip(trajectories, outcomes, strict=True):
             if outcome is True and self._distils:
                 self._enqueue(trajectory.id)
@@ -316,10 +366,19 @@ class ExperienceManager:
         if trajectory is None:
             raise BankError(f"Expected a recorded trajectory, got {id!r}")
         shown = self.shown(trajectory)
-        distillation = await asyncio.wait_for(self.extractor.adistill(trajectory, shown), self.settings.distill_timeout)
+        distillation = await asyncio.wait_for(
+            self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
+        )
         await self._embedded(keys_to_embed(distillation, shown, trajectory.task or None))
         version = self._version()
-        write = partial(self.bank.apply, distillation, trajectory=trajectory, shown=shown, item=id, extractor_version=version)
+        write = partial(
+            self.bank.apply,
+            distillation,
+            trajectory=trajectory,
+            shown=shown,
+            item=id,
+            extractor_version=version,
+        )
         return trajectory, distillation, await self._write(write)
 
     async def _hold_cap(self) -> None:
@@ -339,8 +398,12 @@ class ExperienceManager:
         self._counts["failed"] += 1
         attempts = self.bank.queue.attempts(id) + 1
         last = attempts > self.settings.retries
-        noted, why = await self._attempt(self._write(partial(self.bank.queue.fail, id, reason, last=last)), limit=None)
-        if noted is None:  # the journal cannot be written: the item is still queued there, and tried again here
+        noted, why = await self._attempt(
+            self._write(partial(self.bank.queue.fail, id, reason, last=last)), limit=None
+        )
+        if (
+            noted is None
+        ):  # the journal cannot be written: the item is still queued there, and tried again here
             self._failures[f"queue: {why}"] += 1
         if last and noted is not None:
             self._open.discard(id)
@@ -350,7 +413,9 @@ class ExperienceManager:
 
     def shown(self, trajectory: Trajectory) -> list[Experience]:
         """The entry versions that a trajectory used and that the bank still knows, each once, in order of use."""
-        named = dict.fromkeys((use.experience_id, use.experience_version) for use in trajectory.uses)
+        named = dict.fromkeys(
+            (use.experience_id, use.experience_version) for use in trajectory.uses
+        )
         found = (self.bank.version(id, version) for id, version in named)
         return [experience for experience in found if experience is not None]
 
@@ -368,7 +433,9 @@ class ExperienceManager:
 
     async def _requeue(self, id: str) -> None:
         if not await self._write(self.bank.queue.requeue, id):
-            raise BankError(f"Expected the id of a dead letter, got {id!r}; list them with dead_letters()")
+            raise BankError(
+                f"Expected the id of a dead letter, got {id!r}; list them with dead_letters()"
+            )
         if self._distils:
             self._enqueue(id)
 
@@ -400,12 +467,17 @@ class ExperienceManager:
     async def _drain(self, timeout: float | None, leave: int) -> None:
         async def idle() -> None:
             async with self._changed:
-                await self._changed.wait_for(lambda: len(self._open | self._running) + self._reserved <= leave)
+                await self._changed.wait_for(
+                    lambda: len(self._open | self._running) + self._reserved <= leave
+                )
 
         try:
             await asyncio.wait_for(idle(), timeout)
         except TimeoutError:
-            raise TimeoutError(f"Expected the distillation queue to drain within {timeout} s, {len(self._open)} items are left") from None
+            raise TimeoutError(
+                f"Expected the distillation queue to drain within {timeout} s, {len(self._open)}"
+                " items are left"
+            ) from None
         if self._probation is not None:
             await self._probation.settle()
 
@@ -414,7 +486,8 @@ class ExperienceManager:
     def merge(self) -> int:
         """One pass of consolidation; gives the number of merged entries written.
 
-        The first pass of a manager looks at the whole bank, a later one at what was written since the last that had no failure.
+        The first pass of a manager looks at the whole bank, a later one at what was written since
+        the last that had no failure.
         """
         return self._run(self._merge())
 
@@ -424,13 +497,20 @@ class ExperienceManager:
 
     async def _merge(self) -> int:
         if self.bank.read_only:
-            raise ReadOnlyBankError("Expected a writable bank to merge, got one opened with read_only=True")
+            raise ReadOnlyBankError(
+                "Expected a writable bank to merge, got one opened with read_only=True"
+            )
         if self.extractor is None:
             return 0
         head, failures = self.bank.head, self._merge_failures
         groups = recent_groups(self.bank.entries(), self._merged, self.settings.merge_chunk)
         self._counts["merges"] += 1
-        written = sum([len(await merge_group(group, self.settings.merge_chunk, self._merge_chunk)) for group in groups])
+        written = sum(
+            [
+                len(await merge_group(group, self.settings.merge_chunk, self._merge_chunk))
+                for group in groups
+            ]
+        )
         if self._merge_failures == failures:
             self._merged = head
         return written
@@ -446,18 +526,25 @@ class ExperienceManager:
         await self._tell("on_merge", self.on_merge, shown, distillation, written)
         return written
 
-    async def _consolidation(self, shown: Sequence[Experience]) -> tuple[Distillation, list[Experience]]:
+    async def _consolidation(
+        self, shown: Sequence[Experience]
+    ) -> tuple[Distillation, list[Experience]]:
         assert self.extractor is not None
-        distillation = await asyncio.wait_for(self.extractor.amerge(shown), self.settings.distill_timeout)
+        distillation = await asyncio.wait_for(
+            self.extractor.amerge(shown), self.settings.distill_timeout
+        )
         await self._embedded(keys_to_embed(distillation, shown))
-        write = partial(self.bank.consolidate, distillation, shown=shown, extractor_version=self._version())
+        write = partial(
+            self.bank.consolidate, distillation, shown=shown, extractor_version=self._version()
+        )
         return distillation, await self._write(write)
 
     def deduplicate(self) -> int:
         """One pass of two-level deduplication, with the extractor's judgement; gives the number of entries merged into others.
 
-        The first pass of a manager compares the whole bank; a later one what was written since the last that had no failure, within
-        itself and then with older entries. ``bank.dedupe_threshold`` says from which cosine on the extractor is asked.
+        The first pass of a manager compares the whole bank; a later one what was written since the
+        last that had no failure, within itself and then with older entries.
+        ``bank.dedupe_threshold`` says from which cosine on the extractor is asked.
         """
         return self._run(self._deduplicate())
 
@@ -467,7 +554,9 @@ class ExperienceManager:
 
     async def _deduplicate(self) -> int:
         if self.bank.read_only:
-            raise ReadOnlyBankError("Expected a writable bank to deduplicate, got one opened with read_only=True")
+            raise ReadOnlyBankError(
+                "Expected a writable bank to deduplicate, got one opened with read_only=True"
+            )
         if self.extractor is None:
             return 0
         ask = judge_of(self.extractor)
@@ -477,7 +566,9 @@ class ExperienceManager:
                 return await asyncio.wait_for(ask(older, newer), self.settings.distill_timeout)
 
         groups = await self._passes.make(
-            judge, partial(self._write, partial(self.bank.merge_duplicates, author="extractor")), self._merge_piece
+            judge,
+            partial(self._write, partial(self.bank.merge_duplicates, author="extractor")),
+            self._merge_piece,
         )
         merged = sum(len(group.merged) for group in groups)
         self._counts["deduplicated"] += merged
@@ -510,7 +601,11 @@ class ExperienceManager:
             "operations": dict(self._operations),
             "refused": dict(self._refused + self.bank.refused),
             "redacted": dict(self.bank.redacted),
-            "failures": dict(self._failures if self._probation is None else self._failures + self._probation.failures),
+            "failures": dict(
+                self._failures
+                if self._probation is None
+                else self._failures + self._probation.failures
+            ),
             "searches": counts.queries,
             "retrievals": counts.retrievals,
             "abstentions": counts.abstentions,
@@ -542,7 +637,8 @@ class ExperienceManager:
 
     async def _stop(self) -> None:
         self._searcher.close()
-        # Again until all have ended: a wait_for whose work ends just then swallows the cancellation (Python before 3.12).
+        # Again until all have ended: a wait_for whose work ends just then swallows the cancellation
+        # (Python before 3.12).
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
@@ -550,9 +646,13 @@ class ExperienceManager:
 
     # Inside
 
-    async def _attempt(self, work: Awaitable[T], limit: float | None = -1.0) -> tuple[T | None, str]:
+    async def _attempt(
+        self, work: Awaitable[T], limit: float | None = -1.0
+    ) -> tuple[T | None, str]:
         """The result of an extractor's work, or None and the reason why there is none."""
-        outcome = await awaited(asyncio.wait_for(work, self.settings.distill_timeout if limit == -1.0 else limit))
+        outcome = await awaited(
+            asyncio.wait_for(work, self.settings.distill_timeout if limit == -1.0 else limit)
+        )
         if isinstance(outcome, TimeoutError):
             return None, "timeout"
         return (None, type(outcome).__name__) if isinstance(outcome, Exception) else (outcome, "")
@@ -591,4 +691,6 @@ class ExperienceManager:
     def _check_open(self, work: Coroutine[Any, Any, Any]) -> None:
         if self._closed:
             work.close()
-            raise BankError("Expected an open manager, got a closed one; make a new ExperienceManager")
+            raise BankError(
+                "Expected an open manager, got a closed one; make a new ExperienceManager"
+            )

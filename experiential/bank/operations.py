@@ -8,13 +8,24 @@ from experiential.bank.index.embed import EntryKey
 from experiential.bank.index.vectors import Vector
 from experiential.bank.state import Draft, origins_of
 from experiential.bank.text import clean
-from experiential.types import Add, Discard, Distillation, Experience, Merge, Provenance, Trajectory, Update
+from experiential.types import (
+    Add,
+    Discard,
+    Distillation,
+    Experience,
+    Merge,
+    Provenance,
+    Trajectory,
+    Update,
+)
 
 Vectors = Mapping[EntryKey, Vector]
 """The vector of every entry that a commit may write, by what it is found by."""
 
 
-def keys_to_embed(distillation: Distillation, shown: Sequence[Experience], task: str | None = None) -> list[EntryKey]:
+def keys_to_embed(
+    distillation: Distillation, shown: Sequence[Experience], task: str | None = None
+) -> list[EntryKey]:
     """What must be embedded before this distillation can be applied, so that no lock is held meanwhile: cleaned texts."""
     keys: list[EntryKey] = []
     task = (clean(task).text or None) if task is not None else None
@@ -24,14 +35,23 @@ def keys_to_embed(distillation: Distillation, shown: Sequence[Experience], task:
         elif isinstance(operation, Update) and operation.entry <= len(shown):
             keys.append(EntryKey(clean(operation.text).text, shown[operation.entry - 1].task))
         elif isinstance(operation, Merge):
-            keys.append(EntryKey(clean(operation.text).text, common_task(_named(operation.entries, shown))))
+            keys.append(
+                EntryKey(clean(operation.text).text, common_task(_named(operation.entries, shown)))
+            )
     return keys
 
 
 class Distiller:
     """Applies the operations of one distillation to a draft; what cannot be done is counted in its ``refused`` by reason."""
 
-    def __init__(self, draft: Draft, vectors: Vectors, source: Provenance, task: str | None, shown: Sequence[Experience]) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        vectors: Vectors,
+        source: Provenance,
+        task: str | None,
+        shown: Sequence[Experience],
+    ) -> None:
         self._draft = draft
         self._vectors = vectors
         self._source = source
@@ -59,8 +79,16 @@ class Distiller:
         twin = self._draft.twin((self._task, operation.kind, operation.text))
         if twin is not None:
             return self._draft.revise(twin, operation.text, provenance, vector)
-        metadata = {"triples": [list(triple) for triple in operation.triples]} if operation.triples else {}
-        entry = Experience(text=operation.text, kind=operation.kind, task=self._task, metadata=metadata, provenance=provenance)
+        metadata = (
+            {"triples": [list(triple) for triple in operation.triples]} if operation.triples else {}
+        )
+        entry = Experience(
+            text=operation.text,
+            kind=operation.kind,
+            task=self._task,
+            metadata=metadata,
+            provenance=provenance,
+        )
         return self._draft.put(entry, vector, origins_of(provenance))
 
     def _update(self, operation: Update) -> Experience | None:
@@ -72,13 +100,20 @@ class Distiller:
             self._draft.refused["entry_gone"] += 1
             return None
         provenance = self._source.model_copy(update={"cause": "update", "span": operation.span})
-        return self._draft.revise(entry.id, operation.text, provenance, self._vectors[EntryKey(operation.text, entry.task)])
+        return self._draft.revise(
+            entry.id,
+            operation.text,
+            provenance,
+            self._vectors[EntryKey(operation.text, entry.task)],
+        )
 
 
 class Consolidator:
     """Applies the operations of one merge to a draft: an entry that changed since it was shown takes its merge down, and no other."""
 
-    def __init__(self, draft: Draft, vectors: Vectors, source: Provenance, shown: Sequence[Experience]) -> None:
+    def __init__(
+        self, draft: Draft, vectors: Vectors, source: Provenance, shown: Sequence[Experience]
+    ) -> None:
         self._draft = draft
         self._vectors = vectors
         self._source = source
@@ -110,7 +145,11 @@ class Consolidator:
             return "entry_out_of_range"
         if len(set(numbers)) < len(numbers) or self._settled & set(numbers):
             return "entry_repeated"
-        return "entry_changed" if any(self._is_stale(self._shown[number - 1]) for number in numbers) else None
+        return (
+            "entry_changed"
+            if any(self._is_stale(self._shown[number - 1]) for number in numbers)
+            else None
+        )
 
     def _is_stale(self, shown: Experience) -> bool:
         live = self._draft.live(shown.id)
@@ -118,7 +157,9 @@ class Consolidator:
 
     def _merge(self, operation: Merge) -> Experience:
         parents = _named(operation.entries, self._shown)
-        origins = frozenset[str]().union(*(live.origins for p in parents if (live := self._draft.live(p.id)) is not None))
+        origins = frozenset[str]().union(
+            *(live.origins for p in parents if (live := self._draft.live(p.id)) is not None)
+        )
         entry = _merged(operation, parents, self._source, origins)
         for parent in parents:
             self._draft.remove(parent.id)
@@ -127,7 +168,9 @@ class Consolidator:
         return entry
 
 
-def _merged(operation: Merge, parents: Sequence[Experience], source: Provenance, origins: frozenset[str]) -> Experience:
+def _merged(
+    operation: Merge, parents: Sequence[Experience], source: Provenance, origins: frozenset[str]
+) -> Experience:
     provenance = source.model_copy(
         update={
             "cause": "merge",
@@ -138,11 +181,23 @@ def _merged(operation: Merge, parents: Sequence[Experience], source: Provenance,
     )
     kinds = {parent.kind for parent in parents}
     kind = kinds.pop() if len(kinds) == 1 else "lesson"
-    metadata = parents[0].metadata if all(parent.metadata == parents[0].metadata for parent in parents) else {}
-    return Experience(text=operation.text, kind=kind, task=common_task(parents), metadata=metadata, provenance=provenance)
+    metadata = (
+        parents[0].metadata
+        if all(parent.metadata == parents[0].metadata for parent in parents)
+        else {}
+    )
+    return Experience(
+        text=operation.text,
+        kind=kind,
+        task=common_task(parents),
+        metadata=metadata,
+        provenance=provenance,
+    )
 
 
-def source_of(distillation: Distillation, trajectory: Trajectory | None, extractor_version: int | None) -> Provenance:
+def source_of(
+    distillation: Distillation, trajectory: Trajectory | None, extractor_version: int | None
+) -> Provenance:
     """Where everything that this distillation writes came from."""
     generation = distillation.generation
     return Provenance(

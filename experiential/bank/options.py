@@ -23,5 +23,6 @@ def bank_settings(options: dict[str, Any]) -> BankSettings:
         name = ".".join(str(part) for part in first["loc"])
         known = ", ".join(sorted(BankSettings.model_fields))
         raise ConfigError(
-            f"Expected options of ExperienceManager among: {known}; got {name}={first['input']!r} ({first['msg']})"
+            f"Expected options of ExperienceManager among: {known}; got {name}={first['input']!r}"
+            f" ({first['msg']})"
         ) from error

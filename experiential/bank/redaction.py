@@ -1,6 +1,7 @@
 """Secrets taken out of text before it is kept: keys, tokens and passwords of well-known forms, each replaced by a note of its kind.
 
-Only forms that ordinary text does not have are looked for; a password in a plain sentence ("the password is swordfish") stays.
+Only forms that ordinary text does not have are looked for; a password in a plain sentence ("the
+password is swordfish") stays.
 """
 
 from __future__ import annotations
@@ -22,26 +23,64 @@ _TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "private_key",
         re.compile(
-            r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----|\Z)",
+            r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END (?:[A-Z0-9]+"
+            r" ){0,3}PRIVATE KEY(?: BLOCK)?-----|\Z)",
             re.DOTALL,
         ),
     ),
     ("jwt", re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){1,3}", re.ASCII)),
-    ("aws_access_key", re.compile(r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AIPA|ANPA|ANVA|AROA)[A-Z0-9]{16}(?![A-Za-z0-9])")),
-    ("github_token", re.compile(r"(?<![A-Za-z0-9])(?:gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{22,})")),
-    ("gitlab_token", re.compile(r"(?<![A-Za-z0-9])(?:gl(?:agent|cbt|dt|ft|imt|oas|pat|ptt|rt|soat)-|GR1348941)[\w-]{20,}", re.ASCII)),
-    ("slack_token", re.compile(r"(?<![A-Za-z0-9])(?:xox[a-z]-|xapp-\d-)[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/[A-Za-z0-9/_-]{20,}")),
+    (
+        "aws_access_key",
+        re.compile(
+            r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AIPA|ANPA|ANVA|AROA)[A-Z0-9]{16}(?![A-Za-z0-9])"
+        ),
+    ),
+    (
+        "github_token",
+        re.compile(r"(?<![A-Za-z0-9])(?:gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{22,})"),
+    ),
+    (
+        "gitlab_token",
+        re.compile(
+            r"(?<![A-Za-z0-9])(?:gl(?:agent|cbt|dt|ft|imt|oas|pat|ptt|rt|soat)-|GR1348941)[\w-]{20,}",
+            re.ASCII,
+        ),
+    ),
+    (
+        "slack_token",
+        re.compile(
+            r"(?<![A-Za-z0-9])(?:xox[a-z]-|xapp-\d-)[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/[A-Za-z0-9/_-]{20,}"
+        ),
+    ),
     ("google_api_key", re.compile(r"(?<![\w-])(?:AIza[\w-]{35}|ya29\.[\w-]{20,})", re.ASCII)),
     ("stripe_key", re.compile(r"(?<![A-Za-z0-9])(?:[rs]k_(?:live|test)|whsec)_[A-Za-z0-9]{16,}")),
-    ("api_key", re.compile(r"(?<![\w-])sk-(?:ant|proj|svcacct|admin|or|lf)-(?=[\w-]*\d)[\w-]{16,}", re.ASCII)),
-    ("api_key", re.compile(r"(?<![\w-])sk-(?=[\w-]*?(?:\w{24}|(?=[A-Za-z_]*\d)\w{16}))[\w-]+", re.ASCII)),
-    ("access_token", re.compile(r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,})", re.ASCII)),
+    (
+        "api_key",
+        re.compile(
+            r"(?<![\w-])sk-(?:ant|proj|svcacct|admin|or|lf)-(?=[\w-]*\d)[\w-]{16,}", re.ASCII
+        ),
+    ),
+    (
+        "api_key",
+        re.compile(r"(?<![\w-])sk-(?=[\w-]*?(?:\w{24}|(?=[A-Za-z_]*\d)\w{16}))[\w-]+", re.ASCII),
+    ),
+    (
+        "access_token",
+        re.compile(
+            r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,})", re.ASCII
+        ),
+    ),
 )
 _HEADERS = (
-    re.compile(r"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic)\s+)([\w.~+/-]{8,}=*)", re.ASCII | re.IGNORECASE),
+    re.compile(
+        r"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic)\s+)([\w.~+/-]{8,}=*)",
+        re.ASCII | re.IGNORECASE,
+    ),
     re.compile(r"(\bbearer\s+)((?=[\w.~+/-]*\d)[\w.~+/-]{16,}=*)", re.ASCII | re.IGNORECASE),
 )
-_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://)[^\s/@:?#\"'<>\[\]]*:[^\s/@\"'<>]+@", re.IGNORECASE)
+_ADDRESS = re.compile(
+    r"(\b[a-z][a-z0-9+.-]{1,20}://)[^\s/@:?#\"'<>\[\]]*:[^\s/@\"'<>]+@", re.IGNORECASE
+)
 
 _PASSWORD = r"pass(?:word|wd|phrase)|(?<![a-z])pwd"
 _KEY = r"(?:api|access|client|secret|private|auth|encryption)[_-]?key"
@@ -51,7 +90,8 @@ _STEMS = ("pass", "pwd", "key", "secret", "token")
 """One of these stands in every name above: text without any is passed over quickly."""
 _VALUE = r"(?P<value>\"[^\"\n]+\"|'[^'\n]+'|(?:\\?[\"'`])?[^\s\"'`]+)"
 _ASSIGNMENT = re.compile(
-    rf"(?P<head>(?:{_NAME}|(?P<loose>secret|token))\d{{0,2}}\\?[\"']?\s*(?P<sign>:=|=>|=(?!=)|:(?!:))\s*){_VALUE}", re.IGNORECASE
+    rf"(?P<head>(?:{_NAME}|(?P<loose>secret|token))\d{{0,2}}\\?[\"']?\s*(?P<sign>:=|=>|=(?!=)|:(?!:))\s*){_VALUE}",
+    re.IGNORECASE,
 )
 _OPTION = re.compile(rf"(?P<head>(?<!\S)--?(?:[a-z]+-)?(?:{_NAME})\s+(?!-)){_VALUE}", re.IGNORECASE)
 _FIELD = re.compile(rf"[\w.-]*?(?:{_NAME})\d{{0,2}}", re.IGNORECASE)
@@ -99,7 +139,11 @@ def redact_field(name: str, value: str) -> Redacted:
     return Redacted(f"[redacted: {kind}]", Counter({kind: 1}))
 
 
-def _without_value(found: re.Match[str], is_secret: Callable[[re.Match[str], str], bool], note: Callable[[str], str]) -> str:
+def _without_value(
+    found: re.Match[str],
+    is_secret: Callable[[re.Match[str], str], bool],
+    note: Callable[[str], str],
+) -> str:
     edges = _EDGES.fullmatch(found["value"])
     assert edges is not None  # its parts may be empty, so that it matches whatever stands there
     opening, value, tail = edges.groups()

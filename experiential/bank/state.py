@@ -43,7 +43,9 @@ class Ground(Protocol):
 class State:
     """The live entries, their counters and the search structure; readers take what they find without a lock."""
 
-    def __init__(self, entries: Sequence[Stored], statistics: dict[str, Statistics], nearest: Nearest) -> None:
+    def __init__(
+        self, entries: Sequence[Stored], statistics: dict[str, Statistics], nearest: Nearest
+    ) -> None:
         self.entries: dict[str, Live] = {}
         self.statistics = statistics
         self.retrieved: Counter[str] = Counter()
@@ -193,7 +195,9 @@ class Draft(Overlay):
     def put(self, experience: Experience, vector: Vector, origins: frozenset[str]) -> Experience:
         """Write a new version and let its entry stand there."""
         provenance = experience.provenance.model_copy(update={"commit": self.commit})
-        experience = experience.model_copy(update={"provenance": provenance, "statistics": Statistics()})
+        experience = experience.model_copy(
+            update={"provenance": provenance, "statistics": Statistics()}
+        )
         stored = Stored(experience, vector, origins)
         self._history.write(stored, self.commit)
         self._stage(experience.id, stored, experience.version)
@@ -204,8 +208,14 @@ class Draft(Overlay):
         live = self.live(id)
         if live is None:
             raise unknown_entry(id)
-        update = {"version": self._history.last_version(id) + 1, "text": text, "provenance": provenance}
-        return self.put(live.experience.model_copy(update=update), vector, live.origins | origins_of(provenance))
+        update = {
+            "version": self._history.last_version(id) + 1,
+            "text": text,
+            "provenance": provenance,
+        }
+        return self.put(
+            live.experience.model_copy(update=update), vector, live.origins | origins_of(provenance)
+        )
 
     def remove(self, id: str) -> None:
         """Take a live entry out; its history stays."""
@@ -224,7 +234,12 @@ class Draft(Overlay):
     def credit(self, id: str, success: bool) -> None:
         """Count one use of an entry and how it ended."""
         known = self.saved(id) or Statistics()
-        self._count(id, known.model_copy(update={"uses": known.uses + 1, "successes": known.successes + success}))
+        self._count(
+            id,
+            known.model_copy(
+                update={"uses": known.uses + 1, "successes": known.successes + success}
+            ),
+        )
 
     def start_from(self, id: str, statistics: Statistics) -> None:
         """Let an imported entry keep its counters."""

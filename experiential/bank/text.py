@@ -1,6 +1,7 @@
 """What every text passes before it is kept: one form, nothing invisible, no secrets, no markup that a prompt or a parser would act on.
 
-`clean` is for writing, `escape` and `disarm` are also used where a prompt is made: docs/decisions/009 says what belongs where.
+`clean` is for writing, `escape` and `disarm` are also used where a prompt is made:
+docs/decisions/009 says what belongs where.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ from experiential.errors import BankError
 from experiential.types import Add, Distillation, Experience, Merge, Operation, Update
 
 TEXT_LIMIT = 2000
-"""Characters that the text of an entry may have, unless the bank's ``text_limit`` says otherwise."""
+"""Characters that the text of an entry may have, unless the bank's ``text_limit`` says otherwise.
+"""
 
 _TAGS = (
-    "action answer assistant attempt comment entries episode experience feedback first function function_call function_calls "
-    "function_results human information invoke memory note notes observation operations outcome question reflection search_and_ask "
-    "search_experience search_knowledge search_result second system task think thinking tool "
-    "tool_call tool_calls tool_code tool_output tool_outputs tool_response tool_result tool_results tool_use tools user"
+    "action answer assistant attempt comment entries episode experience feedback first function"
+    " function_call function_calls function_results human information invoke memory note notes"
+    " observation operations outcome question reflection search_and_ask search_experience"
+    " search_knowledge search_result second system task think thinking tool tool_call tool_calls"
+    " tool_code tool_output tool_outputs tool_response tool_result tool_results tool_use tools user"
 )
-_TAG = re.compile(rf"<(?=\s*(?:/\s*)?(?:[a-z]\w*:)?(?:{'|'.join(_TAGS.split())})(?![\w-]))", re.IGNORECASE)
+_TAG = re.compile(
+    rf"<(?=\s*(?:/\s*)?(?:[a-z]\w*:)?(?:{'|'.join(_TAGS.split())})(?![\w-]))", re.IGNORECASE
+)
 _CONTROL = re.compile(
     r"<(?=\s*[|\uff5c]|/?(?:s|bos|eos|unk|pad|mask|cls|sep|start_of_turn|end_of_turn|start_of_image|image|extra_id_\d+)>|<\s*/?\s*SYS\s*>)",
     re.IGNORECASE,
 )
-_BRACKET = re.compile(r"\[(?=\s*(?:/\s*)?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT)|THINK|ARGS)\s*\])")
+_BRACKET = re.compile(
+    r"\[(?=\s*(?:/\s*)?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT)|THINK|ARGS)\s*\])"
+)
 _ROLE = re.compile(
     r"^([^\S\n]*(?:#+[^\S\n]*(?:instruction|response|input)|(?:#+[^\S\n]*)?[*_]{0,3}(?:system|user|assistant|human|developer))"
     r"[*_]{0,3}[^\S\n]*)[:\uff1a]",
@@ -92,14 +99,17 @@ def clean(text: str) -> Redacted:
     'Use &lt;/experience> token [redacted: gitlab_token].'
     """
     found = redact(disarm(canonical(text)))
-    return found._replace(text=disarm(found.text))  # what is left of a text around a secret may be a tag
+    return found._replace(
+        text=disarm(found.text)
+    )  # what is left of a text around a secret may be a tag
 
 
 class Gate:
     """Lets text into a bank: cleans it, refuses what is too long or empty, and counts what it took out and refused.
 
     Args:
-        limit: characters that the cleaned text of an entry may have. Tasks, kinds and metadata have no limit.
+        limit: characters that the cleaned text of an entry may have. Tasks, kinds and metadata have
+            no limit.
 
     Attributes:
         redacted: secrets taken out, by kind.
@@ -120,16 +130,19 @@ class Gate:
         text = _checked(self._field(_checked(value, "text")), "text")
         if len(text) > self.limit:
             raise ValueError(
-                f"Expected text of at most {self.limit} characters, got {len(text)}; shorten it, make several entries of it, "
-                "or raise the bank's text_limit"
+                f"Expected text of at most {self.limit} characters, got {len(text)}; shorten it,"
+                " make several entries of it, or raise the bank's text_limit"
             )
         return text
 
-    def new_entries(self, texts: object, task: object, kind: object, metadata: object) -> list[Experience]:
+    def new_entries(
+        self, texts: object, task: object, kind: object, metadata: object
+    ) -> list[Experience]:
         """New entries of one task and kind, clean.
 
         Raises:
-            ValueError: an argument has another type than `ExperienceBank.add_many` says, or `entry` raises it.
+            ValueError: an argument has another type than `ExperienceBank.add_many` says, or `entry`
+                raises it.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise ValueError(f"Expected texts to be a list of texts, got {texts!r}")
@@ -139,7 +152,14 @@ class Gate:
             raise ValueError(f"Expected metadata to be a mapping or None, got {metadata!r}")
         fields = dict(cast("Mapping[str, Any]", metadata or {}))
         return [
-            self.entry(Experience(text=_checked(text, "text"), task=task, kind=_checked(kind, "kind"), metadata=fields))
+            self.entry(
+                Experience(
+                    text=_checked(text, "text"),
+                    task=task,
+                    kind=_checked(kind, "kind"),
+                    metadata=fields,
+                )
+            )
             for text in cast("Iterable[object]", texts)
         ]
 
@@ -151,7 +171,14 @@ class Gate:
         """
         kind = _checked(self._field(entry.kind), "kind")
         metadata = cast("dict[str, Any]", self._value(entry.metadata))
-        return entry.model_copy(update={"text": self.text(entry.text), "kind": kind, "task": self.task(entry.task), "metadata": metadata})
+        return entry.model_copy(
+            update={
+                "text": self.text(entry.text),
+                "kind": kind,
+                "task": self.task(entry.task),
+                "metadata": metadata,
+            }
+        )
 
     def imported(self, entries: Iterable[Experience], file: str) -> list[Experience]:
         """The entries of a file, clean.
@@ -159,7 +186,10 @@ class Gate:
         Raises:
             BankError: one cannot be let in; the message says which.
         """
-        return [self._imported(entry, f"entry {number} of {file}") for number, entry in enumerate(entries, start=1)]
+        return [
+            self._imported(entry, f"entry {number} of {file}")
+            for number, entry in enumerate(entries, start=1)
+        ]
 
     def task(self, task: str | None) -> str | None:
         """A task string; None when it holds nothing visible."""
@@ -169,7 +199,9 @@ class Gate:
         """An extractor's answer with clean operations; one whose text is empty or too long is left out and counted."""
         asked = distillation.parsed.operations
         kept = tuple(operation for one in asked if (operation := self._operation(one)) is not None)
-        return distillation.model_copy(update={"parsed": distillation.parsed.model_copy(update={"operations": kept})})
+        return distillation.model_copy(
+            update={"parsed": distillation.parsed.model_copy(update={"operations": kept})}
+        )
 
     def _operation(self, operation: Operation) -> Operation | None:
         if not isinstance(operation, Add | Update | Merge):
@@ -179,12 +211,20 @@ class Gate:
             self.refused["text_too_long" if cleaned.text else "empty_text"] += 1
             return None
         self.redacted += cleaned.kinds
-        return operation.model_copy(update={"text": cleaned.text, **(self._labels(operation) if isinstance(operation, Add) else {})})
+        return operation.model_copy(
+            update={
+                "text": cleaned.text,
+                **(self._labels(operation) if isinstance(operation, Add) else {}),
+            }
+        )
 
     def _labels(self, operation: Add) -> dict[str, Any]:
         """Kind and triples, clean."""
         triples = tuple(tuple(self._field(part) for part in triple) for triple in operation.triples)
-        return {"kind": self._field(operation.kind) or "lesson", "triples": tuple(triple for triple in triples if all(triple))}
+        return {
+            "kind": self._field(operation.kind) or "lesson",
+            "triples": tuple(triple for triple in triples if all(triple)),
+        }
 
     def _imported(self, entry: Experience, place: str) -> Experience:
         try:
@@ -204,7 +244,10 @@ class Gate:
             return self._field(value, name)
         if isinstance(value, Mapping):
             fields = cast("Mapping[Any, Any]", value)
-            return {(self._field(key) if isinstance(key, str) else key): self._value(field, str(key)) for key, field in fields.items()}
+            return {
+                (self._field(key) if isinstance(key, str) else key): self._value(field, str(key))
+                for key, field in fields.items()
+            }
         if isinstance(value, list | tuple):
             return [self._value(one, name) for one in cast("list[Any]", value)]
         return value

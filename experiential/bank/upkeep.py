@@ -69,7 +69,9 @@ class Upkeep(ABC):
         """The bank as it stood after one commit."""
 
     @abstractmethod
-    def _draft(self, author: str, cause: str, ref: str | None = None) -> AbstractContextManager[Draft]:
+    def _draft(
+        self, author: str, cause: str, ref: str | None = None
+    ) -> AbstractContextManager[Draft]:
         """One commit, open for writing."""
 
     # How entries did
@@ -79,16 +81,24 @@ class Upkeep(ABC):
 
         Args:
             id: of an entry.
-            version: which version; None takes the one that stands now, or the last of an entry that was removed.
+            version: which version; None takes the one that stands now, or the last of an entry that
+                was removed.
 
         Raises:
             BankError: there is no such entry or version.
         """
         if version is None:
             live = self.get(id)
-            version = History(self._journal, self.namespace).last_version(id) if live is None else live.version
+            version = (
+                History(self._journal, self.namespace).last_version(id)
+                if live is None
+                else live.version
+            )
         if self.version(id, version) is None:
-            raise BankError(f"Expected an entry version that this bank knows, got {id!r} version {version}; list them with bank.history()")
+            raise BankError(
+                f"Expected an entry version that this bank knows, got {id!r} version {version};"
+                " list them with bank.history()"
+            )
         return Evidence(self._journal, self.namespace).uplift(id, version)
 
     @property
@@ -120,8 +130,12 @@ class Upkeep(ABC):
             BankError: there is no such entry.
         """
         if (entry := self.get(id)) is None:
-            raise BankError(f"Expected the id of a live entry, got {id!r}; list them with bank.entries()")
-        return trust.standing(self._journal, self.namespace, entry, self.trust_after if after is None else after)
+            raise BankError(
+                f"Expected the id of a live entry, got {id!r}; list them with bank.entries()"
+            )
+        return trust.standing(
+            self._journal, self.namespace, entry, self.trust_after if after is None else after
+        )
 
     def trusted(self, *, after: int | None = None, at: int | None = None) -> list[Experience]:
         """The entries that are trusted, oldest first: now, or those of commit ``at`` on the evidence of then.
@@ -149,8 +163,13 @@ class Upkeep(ABC):
         """
         known = self.trajectory(trajectory) if isinstance(trajectory, str) else trajectory
         if known is None:
-            raise BankError(f"Expected the id of a recorded trajectory, got {trajectory!r}; bank.history() lists them as refs")
-        explainer = Explainer(self.version, self.generation, Evidence(self._journal, self.namespace).uplift)
+            raise BankError(
+                f"Expected the id of a recorded trajectory, got {trajectory!r}; bank.history()"
+                " lists them as refs"
+            )
+        explainer = Explainer(
+            self.version, self.generation, Evidence(self._journal, self.namespace).uplift
+        )
         return explainer.explain(known, Log(self._journal, self.namespace).written_from(known.id))
 
     def history(self, id: str | None = None) -> list[Logged]:
@@ -163,7 +182,10 @@ class Upkeep(ABC):
         if id is None:
             return log.commits()
         if not (found := log.of(id)):
-            raise BankError(f"Expected the id of an entry that this bank ever had, got {id!r}; list them with bank.entries()")
+            raise BankError(
+                f"Expected the id of an entry that this bank ever had, got {id!r}; list them with"
+                " bank.entries()"
+            )
         return found
 
     def diff(self, a: int, b: int) -> Difference:
@@ -185,28 +207,49 @@ class Upkeep(ABC):
 
         Args:
             score: take out entries whose Laplace score (s + 1) / (u + 2) is below it.
-            uplift_below: take out entries whose present version has an uplift interval with its upper end below it.
-            min_uses: counted uses that an entry must have had before it may be taken out, by either bound.
+            uplift_below: take out entries whose present version has an uplift interval with its
+                upper end below it.
+            min_uses: counted uses that an entry must have had before it may be taken out, by either
+                bound.
             dry_run: change nothing, only say what would go.
             author: written into the commit.
         """
         self._may_change("prune", dry_run)
         evidence = Evidence(self._journal, self.namespace)
-        doomed = forget.prunable(list(self.entries()), evidence.uplift, score=score, uplift_below=uplift_below, min_uses=min_uses)
+        doomed = forget.prunable(
+            list(self.entries()),
+            evidence.uplift,
+            score=score,
+            uplift_below=uplift_below,
+            min_uses=min_uses,
+        )
         bounds = {"score": score, "uplift": uplift_below}
-        ref = ", ".join(f"{name} < {bound:g}" for name, bound in bounds.items() if bound is not None)
-        return doomed if dry_run else self._take_out(doomed, author, "prune", f"{ref}, uses >= {min_uses}")
+        ref = ", ".join(
+            f"{name} < {bound:g}" for name, bound in bounds.items() if bound is not None
+        )
+        return (
+            doomed
+            if dry_run
+            else self._take_out(doomed, author, "prune", f"{ref}, uses >= {min_uses}")
+        )
 
     def evict(
-        self, cap: int, policy: Policy = "utility", *, seed: int = 0, dry_run: bool = False, author: str = "human"
+        self,
+        cap: int,
+        policy: Policy = "utility",
+        *,
+        seed: int = 0,
+        dry_run: bool = False,
+        author: str = "human",
     ) -> list[Experience]:
         """Take out, in one commit, as many entries as there are above ``cap``; gives them. ``at`` and ``rollback`` still know them.
 
         Args:
             cap: entries that may stay.
-            policy: who goes: "lru", the least recently used (an entry never used counts from its writing); "fifo", the oldest;
-                "random"; "utility", the lowest Laplace score. Among equals the older goes. A new entry has a score of 0.5, so
-                in a bank of better ones "utility" takes the new.
+            policy: who goes: "lru", the least recently used (an entry never used counts from its
+                writing); "fifo", the oldest; "random"; "utility", the lowest Laplace score. Among
+                equals the older goes. A new entry has a score of 0.5, so in a bank of better ones
+                "utility" takes the new.
             seed: of "random"; the draw depends on it and on the last commit.
             dry_run: change nothing, only say what would go.
             author: written into the commit.
@@ -221,7 +264,9 @@ class Upkeep(ABC):
         )
         return doomed if dry_run else self._take_out(doomed, author, "evict", f"{policy} to {cap}")
 
-    def _take_out(self, doomed: Sequence[Experience], author: str, cause: str, ref: str) -> list[Experience]:
+    def _take_out(
+        self, doomed: Sequence[Experience], author: str, cause: str, ref: str
+    ) -> list[Experience]:
         if not doomed:
             return []
         with self._draft(author, cause, ref) as draft:
@@ -240,22 +285,35 @@ class Upkeep(ABC):
     ) -> list[Duplicates]:
         """Merge near-duplicates into the oldest of each group, in one commit; gives the groups.
 
-        The survivor's new version has the summed counters and all of the group as parents. Entries of different kinds are never
-        duplicates. Texts are embedded without their tasks, so this may take as long as writing the bank did.
+        The survivor's new version has the summed counters and all of the group as parents. Entries
+        of different kinds are never duplicates. Texts are embedded without their tasks, so this may
+        take as long as writing the bank did.
 
         Args:
             threshold: cosine of two texts from which on they may say the same.
-            judge: asked whether a pair (older, newer) says the same; ``ExtractorAgent.judge`` is one. None takes every pair. Of a
-                bank behind a server it is asked here, and so the texts and their vectors travel here.
-            across_tasks: compare entries of different tasks too; a survivor of several tasks has no task.
-            among: ids of new entries: compared with each other first, then with older entries; None compares all.
+            judge: asked whether a pair (older, newer) says the same; ``ExtractorAgent.judge`` is
+                one. None takes every pair. Of a bank behind a server it is asked here, and so the
+                texts and their vectors travel here.
+            across_tasks: compare entries of different tasks too; a survivor of several tasks has no
+                task.
+            among: ids of new entries: compared with each other first, then with older entries; None
+                compares all.
             dry_run: change nothing, only say what would be merged.
         """
         self._may_change("deduplicate", dry_run)
-        found = dedupe.find(list(self.entries()), self.embedder, threshold, judge, across_tasks=across_tasks, among=among)
+        found = dedupe.find(
+            list(self.entries()),
+            self.embedder,
+            threshold,
+            judge,
+            across_tasks=across_tasks,
+            among=among,
+        )
         return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
 
-    def merge_duplicates(self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human") -> list[Duplicates]:
+    def merge_duplicates(
+        self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"
+    ) -> list[Duplicates]:
         """Merge the groups that ``deduplicate(dry_run=True)`` found, or some of them, in one commit; gives those merged.
 
         An entry that changed since, or is gone, stays out.
@@ -270,10 +328,18 @@ class Upkeep(ABC):
             return []
         vectors = dedupe.vectors_needed(found, self.embedder)
         with self._draft(author, "dedupe", ref) as draft:
-            merger = dedupe.Merger(draft, self._state, History(self._journal, self.namespace), vectors)
+            merger = dedupe.Merger(
+                draft, self._state, History(self._journal, self.namespace), vectors
+            )
             return [merged for group in found if (merged := merger.merge(group)) is not None]
 
     def _may_change(self, name: str, dry_run: bool) -> None:
         if self.read_only and not dry_run:
-            hint = "open it without" if name == "merge_duplicates" else "open it without, or pass dry_run=True"
-            raise ReadOnlyBankError(f"Expected a writable bank for {name}(), got one opened with read_only=True; {hint}")
+            hint = (
+                "open it without"
+                if name == "merge_duplicates"
+                else "open it without, or pass dry_run=True"
+            )
+            raise ReadOnlyBankError(
+                f"Expected a writable bank for {name}(), got one opened with read_only=True; {hint}"
+            )

@@ -21,7 +21,13 @@ class BankView(Searchable):
     Counters are those known when the view was made.
     """
 
-    def __init__(self, commit: int, entries: Sequence[Stored], statistics: dict[str, Statistics], embedder: CachedEmbedder) -> None:
+    def __init__(
+        self,
+        commit: int,
+        entries: Sequence[Stored],
+        statistics: dict[str, Statistics],
+        embedder: CachedEmbedder,
+    ) -> None:
         self.commit = commit
         self._embedder = embedder
         self._stored = list(entries)
@@ -56,7 +62,9 @@ class BankView(Searchable):
         if not queries:
             return []
         vectors, scopes = self._embedder(queries), scopes_of(queries, exclude, where)
-        return self._searcher().search(vectors, n, lambda: self._state.entries, scopes, queries if words else ())
+        return self._searcher().search(
+            vectors, n, lambda: self._state.entries, scopes, queries if words else ()
+        )
 
     def read(self, experience: Experience) -> Experience:
         """The same version with the counters of this picture."""

@@ -30,10 +30,19 @@ if TYPE_CHECKING:
 Folder = Annotated[Path, typer.Argument(help="Folder of the bank.")]
 Namespace = Annotated[str, typer.Option(help="Namespace inside the bank.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, only show what would change.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Change nothing, only show what would change.")
+]
 Limit = Annotated[int, typer.Option(min=0, help="Rows to show; 0 shows all.")]
 TrustAfter = Annotated[
-    int | None, typer.Option(min=0, help="Tasks on which an entry must have helped; by default what the last run asked for, 0 trusts all.")
+    int | None,
+    typer.Option(
+        min=0,
+        help=(
+            "Tasks on which an entry must have helped; by default what the last run asked for, 0"
+            " trusts all."
+        ),
+    ),
 ]
 
 app = new_app("Read and mend an experience bank.")
@@ -41,7 +50,13 @@ app = new_app("Read and mend an experience bank.")
 
 @contextmanager
 def opened(
-    folder: Path, namespace: str, *, write: bool = False, make: bool = False, embedder: str | None = None, chroma: str | None = None
+    folder: Path,
+    namespace: str,
+    *,
+    write: bool = False,
+    make: bool = False,
+    embedder: str | None = None,
+    chroma: str | None = None,
 ) -> Generator[ExperienceBank]:
     """The bank of a folder, read-only unless ``write``; what goes wrong inside is the user's error.
 
@@ -59,18 +74,25 @@ def opened(
         BankError: the journal is damaged.
     """
     if not make and not (folder / "journal.sqlite").is_file():
-        raise ConfigError(f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite")
+        raise ConfigError(
+            f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite"
+        )
     from experiential.bank.bank import ExperienceBank
 
     try:
-        with ExperienceBank(folder, namespace=namespace, embedder=embedder, read_only=not write, chroma=chroma) as bank:
+        with ExperienceBank(
+            folder, namespace=namespace, embedder=embedder, read_only=not write, chroma=chroma
+        ) as bank:
             yield bank
     except BankLockedError:
         raise
     except (BankError, ValueError) as error:
         raise ConfigError(str(error)) from error
     except sqlite3.DatabaseError as error:
-        raise BankError(f"Expected a whole journal in {folder}, got: {error}; run: experiential bank doctor {folder}") from error
+        raise BankError(
+            f"Expected a whole journal in {folder}, got: {error}; run: experiential bank doctor"
+            f" {folder}"
+        ) from error
 
 
 def confirm(question: str, yes: bool) -> bool:
@@ -84,7 +106,10 @@ def confirm(question: str, yes: bool) -> bool:
     try:
         agreed = typer.confirm(question, err=True)
     except typer.Abort as error:
-        raise ConfigError("Expected an answer, got none and changed nothing; pass --yes to go on without being asked") from error
+        raise ConfigError(
+            "Expected an answer, got none and changed nothing; pass --yes to go on without being"
+            " asked"
+        ) from error
     if not agreed:
         sys.stderr.write("nothing was changed\n")
     return agreed
@@ -96,12 +121,23 @@ def confirm(question: str, yes: bool) -> bool:
 def summary_row(entry: Experience) -> dict[str, Any]:
     """What a list shows of one entry."""
     uses, successes = entry.statistics.uses, entry.statistics.successes
-    return {"id": entry.id, "version": entry.version, "kind": entry.kind, "uses": uses, "successes": successes, "text": entry.text}
+    return {
+        "id": entry.id,
+        "version": entry.version,
+        "kind": entry.kind,
+        "uses": uses,
+        "successes": successes,
+        "text": entry.text,
+    }
 
 
 @app.command("ls")
 def list_entries(
-    folder: Folder, namespace: Namespace = "default", limit: Limit = 50, trust_after: TrustAfter = None, as_json: AsJson = False
+    folder: Folder,
+    namespace: Namespace = "default",
+    limit: Limit = 50,
+    trust_after: TrustAfter = None,
+    as_json: AsJson = False,
 ) -> None:
     """List entries, the most used first, and tell who is trusted."""
     with opened(folder, namespace) as bank:
@@ -126,10 +162,17 @@ def show(
     with opened(folder, namespace) as bank:
         entry = bank.get(id)
         if entry is None:
-            raise ConfigError(f"Expected the id of an entry of {folder}, got {id!r}; see: experiential bank ls {folder}")
+            raise ConfigError(
+                f"Expected the id of an entry of {folder}, got {id!r}; see: experiential bank ls"
+                f" {folder}"
+            )
         uplift, standing = bank.uplift(id), bank.standing(id, after=trust_after)
     if as_json:
-        told = {"score": entry.statistics.score, "uplift": uplift.model_dump(mode="json"), "trust": standing.model_dump(mode="json")}
+        told = {
+            "score": entry.statistics.score,
+            "uplift": uplift.model_dump(mode="json"),
+            "trust": standing.model_dump(mode="json"),
+        }
         show_json(entry.model_dump(mode="json") | told)
         return
     made = entry.provenance.model_dump(exclude_none=True, exclude_defaults=True)
@@ -142,7 +185,10 @@ def show(
         "uplift with its lineage": in_words(uplift.lineage),
         "trust": standing_in_words(standing),
     }
-    show_rows([{"what": name, "value": "" if value is None else value} for name, value in shown.items()], False)
+    show_rows(
+        [{"what": name, "value": "" if value is None else value} for name, value in shown.items()],
+        False,
+    )
 
 
 def in_words(estimate: Estimate) -> str:
@@ -171,7 +217,11 @@ def standing_in_words(standing: Standing) -> str:
         return "trusted (no tasks asked for)"
     name = "trusted" if standing.trusted else "provisional"
     mean = "" if standing.mean is None else f", {standing.mean:+.3f}"
-    interval = "" if standing.interval is None else f", 95 % {standing.interval[0]:+.3f} to {standing.interval[1]:+.3f}"
+    interval = (
+        ""
+        if standing.interval is None
+        else f", 95 % {standing.interval[0]:+.3f} to {standing.interval[1]:+.3f}"
+    )
     return f"{name} ({standing.tasks} of {standing.after} tasks{mean}{interval})"
 
 
@@ -180,11 +230,22 @@ def search(
     folder: Folder,
     query: Annotated[str, typer.Argument(help="What to look for.")],
     k: Annotated[int, typer.Option(min=1, help="Hits to show.")] = 5,
-    hybrid: Annotated[float, typer.Option(min=0.0, max=1.0, help="Weight of shared words beside the cosine; 0 leaves words out.")] = 0.0,
-    kind: Annotated[list[str] | None, typer.Option(help="Only entries of this kind; given again, of this one too.")] = None,
+    hybrid: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Weight of shared words beside the cosine; 0 leaves words out."
+        ),
+    ] = 0.0,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="Only entries of this kind; given again, of this one too."),
+    ] = None,
     where: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD=VALUE", help="Only entries whose task or metadata field is so; for one field again, or so."),
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="Only entries whose task or metadata field is so; for one field again, or so.",
+        ),
     ] = None,
     namespace: Namespace = "default",
     as_json: AsJson = False,
@@ -193,7 +254,15 @@ def search(
     fields = filter_of(kind or [], where or [])
     with opened(folder, namespace) as bank:
         hits = bank.search(query, k=k, hybrid=hybrid, where=fields)
-    rows = [{"rank": hit.rank, "score": round(hit.score, 4), "id": hit.experience.id, "text": hit.experience.text} for hit in hits]
+    rows = [
+        {
+            "rank": hit.rank,
+            "score": round(hit.score, 4),
+            "id": hit.experience.id,
+            "text": hit.experience.text,
+        }
+        for hit in hits
+    ]
     show_rows(rows, as_json)
 
 
@@ -210,7 +279,9 @@ def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"Expected --where FIELD=VALUE, got {pair!r}; for example: --where tags=alfworld")
+            raise ConfigError(
+                f"Expected --where FIELD=VALUE, got {pair!r}; for example: --where tags=alfworld"
+            )
         fields.setdefault(name.strip(), []).extend((value, *_read_as_json(value)))
     return fields
 
@@ -220,7 +291,13 @@ def _read_as_json(value: str) -> tuple[Any, ...]:
         read = json.loads(value)
     except ValueError:
         return ()
-    return (read,) if read is None or isinstance(read, bool | int) or (isinstance(read, float) and math.isfinite(read)) else ()
+    return (
+        (read,)
+        if read is None
+        or isinstance(read, bool | int)
+        or (isinstance(read, float) and math.isfinite(read))
+        else ()
+    )
 
 
 @app.command()
@@ -241,7 +318,12 @@ def why(
 
 def _tell(explanation: Explanation) -> None:
     ended = explanation.error or ("success" if explanation.success else "failure")
-    told = {"task": explanation.task, "condition": explanation.condition.value, "outcome": ended, "reward": explanation.reward}
+    told = {
+        "task": explanation.task,
+        "condition": explanation.condition.value,
+        "outcome": ended,
+        "reward": explanation.reward,
+    }
     show_rows([{"what": name, "value": value} for name, value in told.items()], False)
     sys.stdout.write("\nshown\n")
     show_rows(
@@ -265,7 +347,9 @@ def _tell(explanation: Explanation) -> None:
 @app.command()
 def history(
     folder: Folder,
-    id: Annotated[str | None, typer.Argument(help="Id of an entry: only the commits that changed it.")] = None,
+    id: Annotated[
+        str | None, typer.Argument(help="Id of an entry: only the commits that changed it.")
+    ] = None,
     namespace: Namespace = "default",
     limit: Limit = 50,
     as_json: AsJson = False,
@@ -273,7 +357,10 @@ def history(
     """List commits, the newest last, with the number of entries that each changed."""
     with opened(folder, namespace) as bank:
         commits = bank.history(id)
-    rows = [commit.model_dump(exclude=None if id else {"version"}) for commit in (commits[-limit:] if limit else commits)]
+    rows = [
+        commit.model_dump(exclude=None if id else {"version"})
+        for commit in (commits[-limit:] if limit else commits)
+    ]
     if not as_json:
         for row in rows:
             row["time"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
@@ -287,7 +374,9 @@ def history(
 def diff(
     folder: Folder,
     a: Annotated[int, typer.Argument(help="A commit; 0 is before the first.")],
-    b: Annotated[int | None, typer.Argument(help="A later commit; the last one by default.")] = None,
+    b: Annotated[
+        int | None, typer.Argument(help="A later commit; the last one by default.")
+    ] = None,
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
@@ -300,17 +389,35 @@ def diff(
 def difference_rows(found: Difference) -> list[dict[str, Any]]:
     """One row for each entry that differs, with its old and its new text."""
     return [
-        *({"what": "added", "id": entry.id, "old": None, "new": entry.text} for entry in found.added),
-        *({"what": "removed", "id": entry.id, "old": entry.text, "new": None} for entry in found.removed),
-        *({"what": "changed", "id": pair.new.id, "old": pair.old.text, "new": pair.new.text} for pair in found.changed),
+        *(
+            {"what": "added", "id": entry.id, "old": None, "new": entry.text}
+            for entry in found.added
+        ),
+        *(
+            {"what": "removed", "id": entry.id, "old": entry.text, "new": None}
+            for entry in found.removed
+        ),
+        *(
+            {"what": "changed", "id": pair.new.id, "old": pair.old.text, "new": pair.new.text}
+            for pair in found.changed
+        ),
     ]
 
 
 @app.command()
-def stats(folder: Folder, namespace: Namespace = "default", trust_after: TrustAfter = None, as_json: AsJson = False) -> None:
+def stats(
+    folder: Folder,
+    namespace: Namespace = "default",
+    trust_after: TrustAfter = None,
+    as_json: AsJson = False,
+) -> None:
     """Count entries, those trusted and not, commits, uses and successes."""
     with opened(folder, namespace) as bank:
-        entries, commits, trusted = list(bank), len(bank.commits()), len(bank.trusted(after=trust_after))
+        entries, commits, trusted = (
+            list(bank),
+            len(bank.commits()),
+            len(bank.trusted(after=trust_after)),
+        )
         queued, dead = len(bank.queue.waiting()), len(bank.queue.dead_letters())
     counts = [entry.statistics for entry in entries]
     numbers = {
@@ -324,7 +431,11 @@ def stats(folder: Folder, namespace: Namespace = "default", trust_after: TrustAf
         "queued": queued,
         "dead letters": dead,
     }
-    show_json(numbers) if as_json else show_rows([{"what": name, "count": value} for name, value in numbers.items()], False)
+    (
+        show_json(numbers)
+        if as_json
+        else show_rows([{"what": name, "count": value} for name, value in numbers.items()], False)
+    )
 
 
 # Changing
@@ -352,8 +463,12 @@ def rollback(
 @app.command()
 def prune(
     folder: Folder,
-    score: Annotated[float | None, typer.Option(help="Take out entries whose Laplace score is below it.")] = None,
-    uplift: Annotated[float | None, typer.Option(help="Take out entries whose uplift interval ends below it.")] = None,
+    score: Annotated[
+        float | None, typer.Option(help="Take out entries whose Laplace score is below it.")
+    ] = None,
+    uplift: Annotated[
+        float | None, typer.Option(help="Take out entries whose uplift interval ends below it.")
+    ] = None,
     min_uses: Annotated[int, typer.Option(min=0, help="Uses that an entry must have had.")] = 5,
     namespace: Namespace = "default",
     yes: Yes = False,
@@ -362,7 +477,9 @@ def prune(
 ) -> None:
     """Take out entries that were tried and did not help; shows them. `rollback` brings them back."""
     if score is None and uplift is None:
-        raise ConfigError("Expected --score or --uplift to prune by, got neither; for example: --score 0.3")
+        raise ConfigError(
+            "Expected --score or --uplift to prune by, got neither; for example: --score 0.3"
+        )
     with opened(folder, namespace, write=not dry_run) as bank:
         doomed = bank.prune(score=score, uplift_below=uplift, min_uses=min_uses, dry_run=True)
         if not dry_run and doomed:
@@ -375,9 +492,19 @@ def prune(
 @app.command()
 def merge(
     folder: Folder,
-    model: Annotated[str | None, typer.Option(help="Merges related entries: tiny, smollm2, a model folder, or a hub name.")] = None,
-    threshold: Annotated[float, typer.Option(help="Without a model: cosine of two texts from which on they are one.")] = 0.95,
-    across_tasks: Annotated[bool, typer.Option("--across-tasks", help="Without a model: compare entries of different tasks too.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Merges related entries: tiny, smollm2, a model folder, or a hub name."),
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(help="Without a model: cosine of two texts from which on they are one.")
+    ] = 0.95,
+    across_tasks: Annotated[
+        bool,
+        typer.Option(
+            "--across-tasks", help="Without a model: compare entries of different tasks too."
+        ),
+    ] = False,
     namespace: Namespace = "default",
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -387,14 +514,24 @@ def merge(
         rows = _merge_with(model, folder, namespace, dry_run)
     else:
         with opened(folder, namespace, write=not dry_run) as bank:
-            rows = _duplicate_rows(bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run))
-        sys.stderr.write(f"no --model: texts with a cosine of {threshold:g} or more count as one, the oldest stays as it is\n")
+            rows = _duplicate_rows(
+                bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run)
+            )
+        sys.stderr.write(
+            f"no --model: texts with a cosine of {threshold:g} or more count as one, the oldest"
+            " stays as it is\n"
+        )
     show_rows(rows, as_json)
 
 
 def _duplicate_rows(found: Sequence[Duplicates]) -> list[dict[str, Any]]:
     return [
-        {"id": one.id, "text": one.text, "merged into": group.survivor.id, "its text": group.survivor.text}
+        {
+            "id": one.id,
+            "text": one.text,
+            "merged into": group.survivor.id,
+            "its text": group.survivor.text,
+        }
         for group in found
         for one in group.merged
     ]
@@ -423,7 +560,9 @@ def _merged(bank: ExperienceBank, model: str) -> list[dict[str, Any]]:
     from experiential.training.roles import prompt_set_name
 
     head = bank.head
-    extractor = ExtractorAgent(TransformersLLM(model), prompts=prompt_set_name(ModelSettings(name=model)), seed=0)
+    extractor = ExtractorAgent(
+        TransformersLLM(model), prompts=prompt_set_name(ModelSettings(name=model)), seed=0
+    )
     with ExperienceManager(bank, extractor) as manager:
         manager.merge()
         failures: dict[str, int] = manager.stats()["failures"]
@@ -436,13 +575,19 @@ def _merged(bank: ExperienceBank, model: str) -> list[dict[str, Any]]:
 
 
 @app.command()
-def export(folder: Folder, file: Annotated[Path, typer.Argument(help="File to write.")], namespace: Namespace = "default") -> None:
+def export(
+    folder: Folder,
+    file: Annotated[Path, typer.Argument(help="File to write.")],
+    namespace: Namespace = "default",
+) -> None:
     """Write all entries to a file that `import` reads: Markdown if its name ends in .md, else JSON Lines."""
     with opened(folder, namespace) as bank:
         try:
             bank.export(file)
         except OSError as error:
-            raise ConfigError(f"Expected a file that can be written, got {file}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"Expected a file that can be written, got {file}: {error.strerror or error}"
+            ) from error
     sys.stdout.write(f"{file}\n")
 
 
@@ -451,13 +596,21 @@ def import_entries(
     folder: Annotated[Path, typer.Argument(help="Folder of the bank; made when it is not there.")],
     file: Annotated[Path, typer.Argument(help="File that `export` wrote.")],
     namespace: Namespace = "default",
-    embedder: Annotated[str | None, typer.Option(help="For a new bank: a sentence-transformers name or folder, or hashing.")] = None,
-    edited: Annotated[bool, typer.Option("--edited", help="The file was changed on purpose since it was exported.")] = False,
+    embedder: Annotated[
+        str | None,
+        typer.Option(help="For a new bank: a sentence-transformers name or folder, or hashing."),
+    ] = None,
+    edited: Annotated[
+        bool,
+        typer.Option("--edited", help="The file was changed on purpose since it was exported."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Add the entries of an exported file in one commit, those excepted that are there already."""
     if not file.is_file():
-        raise ConfigError(f"Expected a file that `experiential bank export` wrote, got {file}, which is not there")
+        raise ConfigError(
+            f"Expected a file that `experiential bank export` wrote, got {file}, which is not there"
+        )
     with opened(folder, namespace, write=True, make=True, embedder=embedder) as bank:
         added = bank.import_(file, edited=edited)
         entries = len(bank)
@@ -468,7 +621,9 @@ def import_entries(
 def doctor(folder: Folder, as_json: AsJson = False) -> None:
     """Check that a bank is whole, all namespaces: journal, index and queue. Nothing is changed; exit code 1 if something is wrong."""
     if not (folder / "journal.sqlite").is_file():
-        raise ConfigError(f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite")
+        raise ConfigError(
+            f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite"
+        )
     from experiential.bank.storage.checkup import examine
 
     findings = examine(folder)
@@ -481,7 +636,10 @@ def doctor(folder: Folder, as_json: AsJson = False) -> None:
 def rebuild(
     folder: Folder,
     chroma: Annotated[
-        str | None, typer.Option(help="Where the index is to be from now on: address of a Chroma server, or `folder`.")
+        str | None,
+        typer.Option(
+            help="Where the index is to be from now on: address of a Chroma server, or `folder`."
+        ),
     ] = None,
     namespace: Namespace = "default",
     yes: Yes = False,
@@ -489,6 +647,8 @@ def rebuild(
 ) -> None:
     """Make the Chroma index again from the journal."""
     with opened(folder, namespace, write=True, chroma=chroma) as bank:
-        if not confirm(f"Make the index of namespace {namespace!r} in {folder} again from the journal?", yes):
+        if not confirm(
+            f"Make the index of namespace {namespace!r} in {folder} again from the journal?", yes
+        ):
             return
         show_rows([{"indexed": bank.rebuild()}], as_json)

@@ -28,7 +28,13 @@ def card_table(card: Card) -> Table:
             episodes, seconds, actor, extractor = cost[:4]
             first, later = first.partition(" ")[0], later.replace(" %", "")
             table.add_row(
-                f" {name}", first, later, difference.replace("[+", "[").replace(", +", ", "), episodes, seconds, f"{actor}+{extractor}"
+                f" {name}",
+                first,
+                later,
+                difference.replace("[+", "[").replace(", +", ", "),
+                episodes,
+                seconds,
+                f"{actor}+{extractor}",
             )
     return table
 
@@ -38,7 +44,11 @@ def card_lines(card: Card) -> Iterator[str]:
     names = ("recipe", "arm", "seeds", "visit 1", "later visits", "on minus this", *COSTS)
     for recipe in card.recipes:
         for arm in recipe.arms:
-            yield "; ".join(f"{name}: {value}" for name, value in zip(names, _row(recipe, arm), strict=True) if value)
+            yield "; ".join(
+                f"{name}: {value}"
+                for name, value in zip(names, _row(recipe, arm), strict=True)
+                if value
+            )
     yield from _remarks(card)
 
 
@@ -60,16 +70,30 @@ def _remarks(card: Card) -> Iterator[str]:
     for recipe in card.recipes:
         for one in recipe.differences:
             if one.first != "on":
-                yield f"{recipe.name}: {one.first} minus {one.second} {show_points(one.interval)} points"
+                yield (
+                    f"{recipe.name}: {one.first} minus {one.second} {show_points(one.interval)}"
+                    " points"
+                )
     for one in card.comparisons:
-        paired = f"{one.seeds} training seeds in common" if one.seeds else "no training seed in common"
+        paired = (
+            f"{one.seeds} training seeds in common" if one.seeds else "no training seed in common"
+        )
         sides = f"{one.first} ({one.first_arm}) minus {one.second} ({one.second_arm})"
         yield f"{sides}: {show_points(one.interval)} points, {paired}, {one.worlds} worlds"
     yield from (f"note: {note}" for note in card.notes)
 
 
 def _row(recipe: RecipeReport, arm: ArmReport) -> list[str]:
-    against = {one.second: show_points(one.interval) for one in recipe.differences if one.first == "on"}
+    against = {
+        one.second: show_points(one.interval) for one in recipe.differences if one.first == "on"
+    }
     first = show_percent(arm.visits[0].interval)
-    counts = [recipe.name, arm.arm, str(len(recipe.runs)), first, show_percent(arm.later), against.get(arm.arm, "")]
+    counts = [
+        recipe.name,
+        arm.arm,
+        str(len(recipe.runs)),
+        first,
+        show_percent(arm.later),
+        against.get(arm.arm, ""),
+    ]
     return [*counts, *show_costs(arm.per_success)]

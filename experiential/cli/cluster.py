@@ -17,9 +17,13 @@ from experiential.training.openrlhf.versions import BUILD_FLASH_ATTENTION, WANTE
 PORTS = {6379: "Ray's head node", 8265: "Ray's dashboard"}
 """Ports that Ray takes by default, and for what."""
 STORE_SHARE = 0.3
-"""Share of the machine's memory that Ray gives its object store by default; the store lies in /dev/shm."""
+"""Share of the machine's memory that Ray gives its object store by default; the store lies in
+/dev/shm.
+"""
 STORE_CAP_GB = 10.0
-"""Where /dev/shm is smaller than the store should be, Ray shrinks it, but not under this: then it goes to the disk, which is slow."""
+"""Where /dev/shm is smaller than the store should be, Ray shrinks it, but not under this: then it
+goes to the disk, which is slow.
+"""
 STORE_LEAST_GB = 2.0
 """What /dev/shm should have on any machine: NCCL and vLLM use it too."""
 _CURRENT = Path("/tmp/ray/ray_current_cluster")
@@ -32,7 +36,9 @@ def examine_cluster(address: str | None = None) -> Iterator[Finding]:
         address: of a Ray cluster; None takes ``RAY_ADDRESS``.
     """
     for package, wanted in WANTED.items():
-        yield Finding("cluster", f"{package} {wanted}", about_version(package, wanted, found_version(package)))
+        yield Finding(
+            "cluster", f"{package} {wanted}", about_version(package, wanted, found_version(package))
+        )
     yield Finding("cluster", "flash-attn", about_flash_attention(version_of("flash-attn")))
     yield Finding("cluster", "GPUs", about_gpus())
     yield Finding("cluster", "NCCL", about_nccl())
@@ -46,17 +52,25 @@ def about_version(package: str, wanted: str, found: str) -> str:
     """The version found, and how to get the one wanted if it is another."""
     if found == wanted:
         return found
-    way = f"pip install --no-deps openrlhf=={wanted}" if package == "openrlhf" else "pip install 'experiential-rl[openrlhf]'"
+    way = (
+        f"pip install --no-deps openrlhf=={wanted}"
+        if package == "openrlhf"
+        else "pip install 'experiential-rl[openrlhf]'"
+    )
     if not found:
         return f"missing: run {way} (see docs/cluster.md)"
-    return f"{found}, and the cluster engine wants {wanted}: run {way} in an environment of its own (see docs/cluster.md)"
+    return (
+        f"{found}, and the cluster engine wants {wanted}: run {way} in an environment of its own"
+        " (see docs/cluster.md)"
+    )
 
 
 def about_flash_attention(found: str) -> str:
     """The version, or the two ways to go on without."""
     return found or (
-        f"missing: run {BUILD_FLASH_ATTENTION} after torch, packaging, psutil, ninja, wheel and setuptools; "
-        "or go without: the stand-in that docs/cluster.md names, and cluster.actor.attention=sdpa cluster.extractor.attention=sdpa"
+        f"missing: run {BUILD_FLASH_ATTENTION} after torch, packaging, psutil, ninja, wheel and"
+        " setuptools; or go without: the stand-in that docs/cluster.md names, and"
+        " cluster.actor.attention=sdpa cluster.extractor.attention=sdpa"
     )
 
 
@@ -67,21 +81,28 @@ def about_gpus() -> str:
     if gpus is None:
         gpus, by = torch_gpus(), "torch"
     if not gpus:
-        return f"none by {by}: fine for a dry run; to train, check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        return (
+            f"none by {by}: fine for a dry run; to train, check the driver (nvidia-smi) and"
+            " CUDA_VISIBLE_DEVICES"
+        )
     return f"{len(gpus)} by {by}: " + ", ".join(f"{gpu.name} {gpu.gb:.1f} GB" for gpu in gpus)
 
 
 def about_nccl() -> str:
     """NCCL's version, or what is missing. Loads torch.
 
-    Without NCCL weights would reach no engine: OpenRLHF's broadcast then does nothing and says nothing.
+    Without NCCL weights would reach no engine: OpenRLHF's broadcast then does nothing and says
+    nothing.
     """
     if find_spec("torch") is None:
         return "unknown, torch is missing: run pip install 'experiential-rl[openrlhf]'"
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
-        return "missing: this torch was built without CUDA; on a machine with GPUs install a CUDA build of the same version"
+        return (
+            "missing: this torch was built without CUDA; on a machine with GPUs install a CUDA"
+            " build of the same version"
+        )
     cuda: Any = torch.cuda
     return ".".join(map(str, cuda.nccl.version()))
 
@@ -91,12 +112,18 @@ def about_ray(address: str | None) -> str:
     own = address in (None, "auto", "local")
     where = _current() if own else address
     if where is None or (own and not _reached(where)):
-        return "none running here: a run starts Ray itself (cluster.address=null), or run ray start --head on the first node"
+        return (
+            "none running here: a run starts Ray itself (cluster.address=null), or run ray start"
+            " --head on the first node"
+        )
     host, port = _split(where)
     if not (host and port.isdigit()):
         return f"unreadable address {where!r}: write HOST:PORT, e.g. 10.0.0.1:6379"
     if not _reached(where):
-        return f"nothing answers at {where}: run ray start --head --port={port} there and open the port in the firewall"
+        return (
+            f"nothing answers at {where}: run ray start --head --port={port} there and open the"
+            " port in the firewall"
+        )
     return f"{where} answers; join it with cluster.address={address or 'auto'}"
 
 
@@ -106,7 +133,9 @@ def about_port(port: int, what: str) -> str:
         return f"free ({what})"
     owner = _listener(port) or "a process of another user"
     advice = (
-        "it is Ray itself" if "ray" in owner or "gcs" in owner else f"{what} then needs another port (ray start --port, --dashboard-port)"
+        "it is Ray itself"
+        if "ray" in owner or "gcs" in owner
+        else f"{what} then needs another port (ray start --port, --dashboard-port)"
     )
     return f"taken by {owner}: {advice}"
 
@@ -123,7 +152,10 @@ def about_shared_memory(path: str = "/dev/shm", memory_gb: float | None = None) 
     status = os.statvfs(path)
     size, memory = status.f_blocks * status.f_frsize / 1e9, memory_gb or machine_gb()
     wanted = max(STORE_LEAST_GB, min(STORE_SHARE * memory, STORE_CAP_GB))
-    rule = f"{STORE_SHARE:.0%} of {memory:.0f} GB, at least {STORE_LEAST_GB:.0f} and at most {STORE_CAP_GB:.0f}"
+    rule = (
+        f"{STORE_SHARE:.0%} of {memory:.0f} GB, at least {STORE_LEAST_GB:.0f} and at most"
+        f" {STORE_CAP_GB:.0f}"
+    )
     if size >= wanted:
         return f"{size:.1f} GB (Ray wants {wanted:.1f}: {rule})"
     ways = f"mount -o remount,size={wanted:.0f}G {path}, or docker run --shm-size={wanted:.0f}g"

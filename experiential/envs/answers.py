@@ -12,7 +12,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED = ("yes", "no", "noanswer")
 
 THRESHOLD = 0.3
-"""Token F1 below which `thresholded` gives nothing (section 4 and appendix B.3 of Experiential RL)."""
+"""Token F1 below which `thresholded` gives nothing (section 4 and appendix B.3 of Experiential RL).
+"""
 
 
 def normalise(text: str) -> str:
@@ -36,7 +37,8 @@ def exact_match(given: str, golds: Sequence[str]) -> float:
 def token_f1(given: str, golds: Sequence[str]) -> float:
     """The best F1 of the words of ``given`` against those of a gold answer, in [0, 1], as HotpotQA's own script counts it.
 
-    Words are counted with their number. Against a gold answer of yes or no, or given yes or no, only the same word scores.
+    Words are counted with their number. Against a gold answer of yes or no, or given yes or no,
+    only the same word scores.
 
     >>> round(token_f1("the river Arno", ["Arno"]), 3), token_f1("yes it is", ["yes"])
     (0.667, 0.0)

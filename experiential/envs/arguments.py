@@ -16,7 +16,9 @@ def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
     """
     listed = list(known)
     if value not in listed:
-        raise ConfigError(f"Expected {name} to be one of {', '.join(map(str, listed))}, got {value!r}")
+        raise ConfigError(
+            f"Expected {name} to be one of {', '.join(map(str, listed))}, got {value!r}"
+        )
 
 
 def positive(**numbers: float | None) -> None:
@@ -48,7 +50,9 @@ def ordered(name: str, given: Iterable[float], low: float, high: float) -> None:
     """
     pair = tuple(given)
     if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high:
-        raise ConfigError(f"Expected {name} to be an ordered pair within [{low}, {high}], got {pair}")
+        raise ConfigError(
+            f"Expected {name} to be an ordered pair within [{low}, {high}], got {pair}"
+        )
 
 
 def distinct(symbols: str, count: int) -> None:
@@ -57,11 +61,22 @@ def distinct(symbols: str, count: int) -> None:
     Raises:
         ConfigError: they are not.
     """
-    if len(symbols) != count or len(set(symbols)) != count or any(symbol.isspace() for symbol in symbols):
-        raise ConfigError(f"Expected symbols to be {count} different visible characters, got {symbols!r}")
+    if (
+        len(symbols) != count
+        or len(set(symbols)) != count
+        or any(symbol.isspace() for symbol in symbols)
+    ):
+        raise ConfigError(
+            f"Expected symbols to be {count} different visible characters, got {symbols!r}"
+        )
 
 
-def settled(preset: str | None, presets: Mapping[str, Mapping[str, Any]], usual: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+def settled(
+    preset: str | None,
+    presets: Mapping[str, Mapping[str, Any]],
+    usual: Mapping[str, Any],
+    **given: Any,
+) -> dict[str, Any]:
     """Each argument of ``usual``: as given (not None), else as the preset has it, else as usual.
 
     >>> settled("paper", {"paper": {"turns": 40}}, {"turns": 15, "binary": False}, turns=None, binary=True)

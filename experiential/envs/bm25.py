@@ -16,7 +16,8 @@ Floats = npt.NDArray[np.float32]
 class BM25:
     """Okapi BM25 with Lucene's idf ln(1 + (N - n + 0.5) / (n + 0.5)), in float32 and in Lucene's order of operations.
 
-    Texts that share no term with the query are never given; among equal scores the earlier text is first.
+    Texts that share no term with the query are never given; among equal scores the earlier text is
+    first.
 
     >>> BM25(["the red door", "a brass key opens it", "the brass key of the red door"]).best("brass key", 2)
     [1, 2]
@@ -41,13 +42,18 @@ class BM25:
         lengths = [count.total() for count in counts]
         mean = np.float32(max(sum(lengths), 1) / max(len(counts), 1))
         kept = np.array([stored(length) for length in lengths], np.float32)
-        inverse = np.float32(1) / (np.float32(k1) * (np.float32(1 - b) + np.float32(b) * kept / mean))
+        inverse = np.float32(1) / (
+            np.float32(k1) * (np.float32(1 - b) + np.float32(b) * kept / mean)
+        )
         self._terms, self._size = terms, len(counts)
         self._weights = {
-            term: self._weighted(np.array(rows), np.array(times, np.float32), inverse) for term, (rows, times) in _postings(counts).items()
+            term: self._weighted(np.array(rows), np.array(times, np.float32), inverse)
+            for term, (rows, times) in _postings(counts).items()
         }
 
-    def _weighted(self, rows: npt.NDArray[np.int64], tf: Floats, inverse: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+    def _weighted(
+        self, rows: npt.NDArray[np.int64], tf: Floats, inverse: Floats
+    ) -> tuple[npt.NDArray[np.int64], Floats]:
         idf = np.float32(np.log(1 + (self._size - len(rows) + 0.5) / (len(rows) + 0.5)))
         return rows, (idf - idf / (np.float32(1) + tf * inverse[rows])).astype(np.float32)
 

@@ -11,21 +11,38 @@ import gymnasium as gym
 from experiential.envs.text_space import UnicodeText
 from experiential.sync import attempted
 
-KEYS: dict[str, type] = {"task": str, "task_id": str, "instance": str, "success": bool, "invalid": bool}
+KEYS: dict[str, type] = {
+    "task": str,
+    "task_id": str,
+    "instance": str,
+    "success": bool,
+    "invalid": bool,
+}
 """What every ``info`` holds."""
 OPTIONAL: dict[str, type] = {"admissible": list, "feedback": str}
-HOSTILE = ("", " ", "I would rather not.", "\ud800 lone", "\0\x1b[31m", "<action>", "<action></action>", "x" * 10_000_000)
+HOSTILE = (
+    "",
+    " ",
+    "I would rather not.",
+    "\ud800 lone",
+    "\0\x1b[31m",
+    "<action>",
+    "<action></action>",
+    "x" * 10_000_000,
+)
 """Texts that are no action anywhere; an environment for free text may take some of them."""
 
 
 def check_text_env(env: gym.Env[Any, Any], *, seed: int = 0, steps: int = 120) -> list[str]:
     """Every convention of text environments that ``env`` breaks, as sentences; an empty list when it keeps them all.
 
-    Looked at: spaces and observations are text; ``info`` has ``task``, ``task_id``, ``instance``, ``success`` and ``invalid`` of the right
-    types; the same seed gives the same episode; admissible actions are valid and not empty; texts that are no action raise nothing,
-    and where they are refused they use a turn, give no reward and say what is legal;
-    rewards are finite numbers; the end is told once, and a step after it raises; ``success`` is told only at the end; the oracle,
-    where there is one, gives text that is valid. Nothing stops the check: what raises is one entry of the list.
+    Looked at: spaces and observations are text; ``info`` has ``task``, ``task_id``, ``instance``,
+    ``success`` and ``invalid`` of the right types; the same seed gives the same episode; admissible
+    actions are valid and not empty; texts that are no action raise nothing, and where they are
+    refused they use a turn, give no reward and say what is legal; rewards are finite numbers; the
+    end is told once, and a step after it raises; ``success`` is told only at the end; the oracle,
+    where there is one, gives text that is valid. Nothing stops the check: what raises is one entry
+    of the list.
 
     The environment is reset and stepped, and not closed.
 
@@ -43,7 +60,11 @@ def check_text_env(env: gym.Env[Any, Any], *, seed: int = 0, steps: int = 120) -
     faults: list[str] = []
     for part in (_spaces, _resets, _plays, _refusals, _oracle):
         found = attempted(lambda part=part: list(part(env, seed, steps)))
-        faults += [f"{part.__name__.strip('_')}: raised {_raised(found)}"] if isinstance(found, Exception) else found
+        faults += (
+            [f"{part.__name__.strip('_')}: raised {_raised(found)}"]
+            if isinstance(found, Exception)
+            else found
+        )
     return list(dict.fromkeys(faults))
 
 
@@ -67,7 +88,8 @@ def _resets(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
     if not _same(first[0], second[0]):
         yield f"reset: expected the same observation for seed {seed} twice, got two"
     yield from (
-        f"reset: expected info[{key!r}] to be the same for seed {seed} twice, got {first[1].get(key)!r} and {second[1].get(key)!r}"
+        f"reset: expected info[{key!r}] to be the same for seed {seed} twice, got"
+        f" {first[1].get(key)!r} and {second[1].get(key)!r}"
         for key in (*KEYS, *OPTIONAL)
         if not _same(first[1].get(key), second[1].get(key))
     )
@@ -105,7 +127,10 @@ def _past_the_end(env: gym.Env[Any, Any], last: tuple[Any, ...]) -> Iterator[str
     known = last[4].get("admissible")
     after = attempted(lambda: env.step(known[0] if known else env.action_space.sample()))
     if not isinstance(after, Exception):
-        yield "step: expected gymnasium.error.ResetNeeded after the end of an episode, got another step"
+        yield (
+            "step: expected gymnasium.error.ResetNeeded after the end of an episode, got another"
+            " step"
+        )
 
 
 def _refusals(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
@@ -120,7 +145,10 @@ def _refusals(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
         if not step[4].get("invalid"):
             continue
         if float(step[1]) > 0 or step[4].get("success"):
-            yield f"step({shown}): expected no reward and no success for an invalid action, got {step[1]}"
+            yield (
+                f"step({shown}): expected no reward and no success for an invalid action, got"
+                f" {step[1]}"
+            )
         if not (step[2] or step[3]) and "feedback" in step[4] and not step[4]["feedback"]:
             yield f"step({shown}): expected info['feedback'] to say what is legal, got nothing"
     yield from _endless(env, seed, steps)
@@ -136,7 +164,10 @@ def _endless(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
         step = env.step(HOSTILE[2])
         if step[2] or step[3] or not step[4].get("invalid"):
             return
-    yield f"step: expected invalid actions to use turns, got {len(played)} of them without an end, which valid ones reach"
+    yield (
+        f"step: expected invalid actions to use turns, got {len(played)} of them without an end,"
+        " which valid ones reach"
+    )
 
 
 def _oracle(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
@@ -148,7 +179,10 @@ def _oracle(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
     if isinstance(action, ValueError | TypeError):
         return  # it says that it has none here
     if not isinstance(action, str):
-        yield f"oracle_action: expected text, got {_raised(action) if isinstance(action, Exception) else type(action).__name__}"
+        yield (
+            "oracle_action: expected text, got"
+            f" {_raised(action) if isinstance(action, Exception) else type(action).__name__}"
+        )
     elif env.step(action)[4].get("invalid"):
         yield f"oracle_action: expected a valid action, got {action[:80]!r}"
 
@@ -168,7 +202,10 @@ def _seen(env: gym.Env[Any, Any], where: str, observation: Any) -> Iterator[str]
     if not isinstance(observation, str):
         yield f"{where}: expected text as observation, got {type(observation).__name__}"
     elif observation not in env.observation_space:
-        yield f"{where}: expected an observation in {env.observation_space}, got {len(observation)} characters"
+        yield (
+            f"{where}: expected an observation in {env.observation_space}, got {len(observation)}"
+            " characters"
+        )
 
 
 def _told(where: str, info: dict[str, Any], *, ended: bool) -> Iterator[str]:
@@ -178,11 +215,17 @@ def _told(where: str, info: dict[str, Any], *, ended: bool) -> Iterator[str]:
         if key not in info:
             yield f"{where}: expected info[{key!r}] ({kind.__name__}), it is missing"
         elif type(info[key]) is not kind:
-            yield f"{where}: expected info[{key!r}] to be {kind.__name__}, got {type(info[key]).__name__}"
+            yield (
+                f"{where}: expected info[{key!r}] to be {kind.__name__}, got"
+                f" {type(info[key]).__name__}"
+            )
     if not ended and info.get("success") is True:
         yield f"{where}: expected info['success'] only at the end of an episode, got it before"
     if not ended and info.get("admissible") == []:
-        yield f"{where}: expected info['admissible'] to name an action or to be absent, got an empty list"
+        yield (
+            f"{where}: expected info['admissible'] to name an action or to be absent, got an empty"
+            " list"
+        )
     if info.get("task") == "":
         yield f"{where}: expected info['task'] to say what is asked, got an empty text"
 

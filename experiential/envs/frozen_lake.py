@@ -38,13 +38,18 @@ class Lake:
     def content(self) -> str:
         """The layout in Gymnasium's letters S, F, H, G, rows separated by ``/``; equal layouts have equal contents."""
         letters = {**dict.fromkeys(self.holes, "H"), self.start: "S", self.goal: "G"}
-        return "/".join("".join(letters.get((row, column), "F") for column in range(self.size)) for row in range(self.size))
+        return "/".join(
+            "".join(letters.get((row, column), "F") for column in range(self.size))
+            for row in range(self.size)
+        )
 
     @classmethod
     def parse(cls, rows: Sequence[str]) -> Lake:
         """The layout that such letters describe."""
         cells = {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row)}
-        where = {letter: [cell for cell, found in cells.items() if found == letter] for letter in "SHG"}
+        where = {
+            letter: [cell for cell, found in cells.items() if found == letter] for letter in "SHG"
+        }
         return cls(len(rows), where["S"][0], where["G"][0], frozenset(where["H"]))
 
     def inside(self, cell: Cell) -> bool:
@@ -91,17 +96,29 @@ LAKES: dict[str, LakeRules] = {
     "8x8": LakeRules(
         budget=200,
         symbols="PGHF",
-        rows=("SFFFFFFF", "FFFFFFFF", "FFFHFFFF", "FFFFFHFF", "FFFHFFFF", "FHHFFFHF", "FHFFHFHF", "FFFHFFFG"),
+        rows=(
+            "SFFFFFFF",
+            "FFFFFFFF",
+            "FFFHFFFF",
+            "FFFFFHFF",
+            "FFFHFFFF",
+            "FHHFFFHF",
+            "FHFFHFHF",
+            "FFFHFFFG",
+        ),
     ),
 }
-"""``erl`` draws layouts as the paper does; ``4x4`` and ``8x8`` are Gymnasium's own maps in its letters (P is the agent)."""
+"""``erl`` draws layouts as the paper does; ``4x4`` and ``8x8`` are Gymnasium's own maps in its
+letters (P is the agent).
+"""
 
 
 @lru_cache(maxsize=16_384)
 def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
     """Layout ``index`` of a split: the first draw whose content belongs to the split and whose goal is within the budget.
 
-    Size and share of frozen tiles are drawn once, so that rejection does not favour small or open grids.
+    Size and share of frozen tiles are drawn once, so that rejection does not favour small or open
+    grids.
 
     Raises:
         ConfigError: the rules admit no layout, or so few that none was found.
@@ -115,31 +132,40 @@ def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
         lake = _candidate(rng, size, frozen)
         if split_of(lake.content) == split and lake.path(lake.start, rules.budget) is not None:
             return lake
-    raise ConfigError(f"Expected rules that admit layouts of size {size} in split {split}, got {rules}; allow more frozen tiles or moves")
+    raise ConfigError(
+        f"Expected rules that admit layouts of size {size} in split {split}, got {rules}; allow"
+        " more frozen tiles or moves"
+    )
 
 
 def _candidate(rng: np.random.Generator, size: int, frozen: float) -> Lake:
     first, second = (divmod(int(cell), size) for cell in rng.choice(size * size, 2, replace=False))
     thawed = np.argwhere(rng.random((size, size)) >= frozen).tolist()
-    return Lake(size, first, second, frozenset((row, column) for row, column in thawed) - {first, second})
+    return Lake(
+        size, first, second, frozenset((row, column) for row, column in thawed) - {first, second}
+    )
 
 
 class FrozenLakeEnv(GridEnv):
     """Reach the goal of a text grid without entering a hole; what the symbols mean is not told.
 
-    Moves are deterministic. Reward is 1.0 on the goal, else 0.0; a hole or the goal terminates, the spent budget truncates.
-    A layout can be solved within the budget and belongs to the split that its content decides, so train and eval never share
-    one. Within a split small grids repeat: there are not many of them.
+    Moves are deterministic. Reward is 1.0 on the goal, else 0.0; a hole or the goal terminates, the
+    spent budget truncates. A layout can be solved within the budget and belongs to the split that
+    its content decides, so train and eval never share one. Within a split small grids repeat: there
+    are not many of them.
 
     Args:
         split: ``train`` or ``eval``. The fixed maps have one layout, the same in both.
         sizes: smallest and largest side.
         frozen: smallest and largest share of safe tiles.
         budget: moves allowed.
-        symbols: agent, goal, hole, frozen, and optionally agent in a hole, agent on the goal (``X√``).
+        symbols: agent, goal, hole, frozen, and optionally agent in a hole, agent on the goal
+            (``X√``).
         layouts: how many layouts; by default 10,000 in train and 100 in eval.
-        feedback: the paper's messages in the observation (True), neutral ones (``"neutral"``), or none (False).
-        preset: ``erl``, ``4x4`` or ``8x8``; where an argument above is None, the preset's value holds.
+        feedback: the paper's messages in the observation (True), neutral ones (``"neutral"``), or
+            none (False).
+        preset: ``erl``, ``4x4`` or ``8x8``; where an argument above is None, the preset's value
+            holds.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -169,9 +195,25 @@ class FrozenLakeEnv(GridEnv):
         render_mode: str | None = None,
     ) -> None:
         one_of("preset", preset or "erl", LAKES)
-        given: dict[str, Any] = {"sizes": _pair(sizes), "frozen": _pair(frozen), "budget": budget, "symbols": symbols}
-        self.rules = replace(LAKES[preset or "erl"], **{name: value for name, value in given.items() if value is not None})
-        count = 1 if self.rules.rows else layouts if layouts is not None else 10_000 if split == "train" else 100
+        given: dict[str, Any] = {
+            "sizes": _pair(sizes),
+            "frozen": _pair(frozen),
+            "budget": budget,
+            "symbols": symbols,
+        }
+        self.rules = replace(
+            LAKES[preset or "erl"],
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        count = (
+            1
+            if self.rules.rows
+            else layouts
+            if layouts is not None
+            else 10_000
+            if split == "train"
+            else 100
+        )
         super().__init__(
             "frozenlake", split, count, self.rules.budget,
             symbols=self.rules.symbols[:4], wording=_WORDING, feedback=feedback, render_mode=render_mode,

@@ -22,7 +22,9 @@ NEUTRAL: dict[Event, str] = {
     "moved": "",
     "blocked": "Nothing changed.",
 }
-"""The same events in words that name no tile: nothing about the symbols can be learnt from the wording."""
+"""The same events in words that name no tile: nothing about the symbols can be learnt from the
+wording.
+"""
 
 MAX_DRAWS = 20_000
 """Candidates tried for one layout before its rules are called impossible."""
@@ -31,9 +33,10 @@ MAX_DRAWS = 20_000
 class GridEnv(TextEnv):
     """A text grid: which layout, the step budget, feedback and ``info``.
 
-    A subclass holds the state and says what a move does. The observation is the grid, one row a line, symbols separated by
-    blanks, then the feedback on the last move; rules and meanings of symbols are never told. A spent budget truncates the
-    episode. Every reading failure and every move without effect costs one step.
+    A subclass holds the state and says what a move does. The observation is the grid, one row a
+    line, symbols separated by blanks, then the feedback on the last move; rules and meanings of
+    symbols are never told. A spent budget truncates the episode. Every reading failure and every
+    move without effect costs one step.
 
     Args:
         name: start of ``info["task_id"]`` and ``info["instance"]``.
@@ -42,8 +45,8 @@ class GridEnv(TextEnv):
         budget: moves allowed.
         symbols: the symbols shown, in the order of the task's wording.
         wording: what each event is called.
-        feedback: True for the wording of the source paper, ``"neutral"`` for one that names no tile, False for none in
-            the observation (``info["feedback"]`` still has the paper's).
+        feedback: True for the wording of the source paper, ``"neutral"`` for one that names no
+            tile, False for none in the observation (``info["feedback"]`` still has the paper's).
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -75,16 +78,23 @@ class GridEnv(TextEnv):
     @property
     def task(self) -> str:
         """What is asked, in words; the meaning of the symbols is for the agent to find out."""
-        return f"Win on a grid of the symbols {' '.join(self._symbols)} within {self.budget} moves ({', '.join(MOVES)})."
+        return (
+            f"Win on a grid of the symbols {' '.join(self._symbols)} within {self.budget} moves"
+            f" ({', '.join(MOVES)})."
+        )
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
         """Start an episode on the layout named by the option ``layout`` (or ``world``), else on one drawn by the seed.
 
         Raises:
             ConfigError: there is no such layout.
         """
         given = options or {}
-        return super().reset(seed=seed, options={**given, "world": given["layout"]} if "layout" in given else given)
+        return super().reset(
+            seed=seed, options={**given, "world": given["layout"]} if "layout" in given else given
+        )
 
     def render(self) -> str | None:
         """The grid as text."""
@@ -103,7 +113,13 @@ class GridEnv(TextEnv):
         event = self._event(moved)
         feedback, success = self._wording[event], event == "won"
         info = self._info(feedback, success=success, invalid=name is None)
-        return self._view(feedback), float(success), event in ("won", "lost"), event == "limit", info
+        return (
+            self._view(feedback),
+            float(success),
+            event in ("won", "lost"),
+            event == "limit",
+            info,
+        )
 
     def oracle_action(self) -> str:
         """First move of a shortest solution from here; any move where nothing can be won any more."""
@@ -123,7 +139,9 @@ class GridEnv(TextEnv):
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         name = f"{self._name}-{self.split}-{self.layout}"
-        return self._report(name, feedback, success=success, invalid=invalid) | {"admissible": list(MOVES)}
+        return self._report(name, feedback, success=success, invalid=invalid) | {
+            "admissible": list(MOVES)
+        }
 
     @abstractmethod
     def plan(self) -> list[str] | None:

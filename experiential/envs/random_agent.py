@@ -14,7 +14,8 @@ from experiential.envs.oracle import Agent
 def random_agent(env: gym.Env[Any, Any], seed: int = 0, actions: Sequence[str] = ()) -> Agent:
     """An agent ``(observation, info) -> action`` that draws uniformly among ``info["admissible"]``.
 
-    Where an environment names none it draws among ``actions``, and without those from the action space, which is text of any kind.
+    Where an environment names none it draws among ``actions``, and without those from the action
+    space, which is text of any kind.
 
     >>> from experiential.envs.vault import VaultEnv
     >>> env = VaultEnv()

@@ -21,9 +21,11 @@ class Entry:
         extra: the extra of `experiential-rl` that installs them.
         variable: environment variable that names data.
         data_step: what to do to get that data; a command where there is one.
-        data_needed: whether it cannot be made without the data; otherwise the data only replaces what is made from a seed.
+        data_needed: whether it cannot be made without the data; otherwise the data only replaces
+            what is made from a seed.
         folder: where the environment itself looks for data, if that is more than the variable.
-        costly: why `experiential envs show` does not start it; empty where a first observation is cheap.
+        costly: why `experiential envs show` does not start it; empty where a first observation is
+            cheap.
     """
 
     about: str
@@ -37,17 +39,31 @@ class Entry:
 
     def missing(self) -> list[str]:
         """Commands and steps without which the environment cannot be made; empty when it is ready."""
-        install = [f"pip install 'experiential-rl[{self.extra}]'"] if any(find_spec(name) is None for name in self.modules) else []
+        install = (
+            [f"pip install 'experiential-rl[{self.extra}]'"]
+            if any(find_spec(name) is None for name in self.modules)
+            else []
+        )
         return install + ([self.data_step] if self.data_needed and not self.has_data() else [])
 
     def has_data(self) -> bool:
         """Whether there is a file or folder of data where the environment looks for it: where the variable says, if nothing else."""
-        path = self.folder() if self.folder else os.environ.get(self.variable, "") if self.variable else ""
+        path = (
+            self.folder()
+            if self.folder
+            else os.environ.get(self.variable, "")
+            if self.variable
+            else ""
+        )
         return bool(path) and Path(path).exists()
 
     def optional(self) -> str:
         """The step to real data, where the environment is ready without; empty when there is none or it is there."""
-        return self.data_step if self.data_step and not self.data_needed and not self.has_data() else ""
+        return (
+            self.data_step
+            if self.data_step and not self.data_needed and not self.has_data()
+            else ""
+        )
 
 
 READINESS: dict[str, Entry] = {
@@ -59,13 +75,19 @@ READINESS: dict[str, Entry] = {
         data_step="export ALFWORLD_DATA=FOLDER && alfworld-download",
         folder=default_folder,
     ),
-    "experiential/FrozenLake-v0": Entry("grid with holes and abstract symbols (Experiential RL), or Gymnasium's 4x4 and 8x8"),
+    "experiential/FrozenLake-v0": Entry(
+        "grid with holes and abstract symbols (Experiential RL), or Gymnasium's 4x4 and 8x8"
+    ),
     "experiential/HotpotQA-v0": Entry(
         "multi-hop questions over a pool of paragraphs; an invented world without data",
         variable="HOTPOTQA_DATA",
         data_step="export HOTPOTQA_DATA=FILE (HotpotQA, 2WikiMultihopQA or MuSiQue)",
     ),
-    "experiential/MiniHack-v0": Entry("any level of MiniHack in words", modules=("minihack", "nle", "pkg_resources"), extra="minihack"),
+    "experiential/MiniHack-v0": Entry(
+        "any level of MiniHack in words",
+        modules=("minihack", "nle", "pkg_resources"),
+        extra="minihack",
+    ),
     "experiential/SWE-v0": Entry(
         "repair of real Python projects with three tools",
         variable="SWE_TASKS",

@@ -11,13 +11,17 @@ M = TypeVar("M")
 
 
 def shortest_path(
-    start: S, neighbours: Callable[[S], Iterable[tuple[M, S]]], done: Callable[[S], bool], limit: int | None = None
+    start: S,
+    neighbours: Callable[[S], Iterable[tuple[M, S]]],
+    done: Callable[[S], bool],
+    limit: int | None = None,
 ) -> list[M] | None:
     """Moves of a shortest path from ``start`` to a state where ``done``; None if there is none within ``limit`` moves.
 
     Args:
         start: a state.
-        neighbours: moves that can be made in a state, and the state after each; asked once of a state, in the order of the search.
+        neighbours: moves that can be made in a state, and the state after each; asked once of a
+            state, in the order of the search.
         done: whether a state is looked for.
         limit: most moves; None for any number.
     """

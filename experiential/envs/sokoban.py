@@ -40,8 +40,16 @@ class Room:
     @cached_property
     def content(self) -> str:
         """The layout in the usual letters ``# . $ @`` and blank, rows separated by ``/``; equal layouts have equal contents."""
-        letters = {**dict.fromkeys(self.walls, "#"), **dict.fromkeys(self.goals, "."), **dict.fromkeys(self.boxes, "$"), self.start: "@"}
-        return "/".join("".join(letters.get((row, column), " ") for column in range(self.size)) for row in range(self.size))
+        letters = {
+            **dict.fromkeys(self.walls, "#"),
+            **dict.fromkeys(self.goals, "."),
+            **dict.fromkeys(self.boxes, "$"),
+            self.start: "@",
+        }
+        return "/".join(
+            "".join(letters.get((row, column), " ") for column in range(self.size))
+            for row in range(self.size)
+        )
 
     @cached_property
     def dead(self) -> frozenset[Cell]:
@@ -69,11 +77,17 @@ class Room:
         if ahead not in boxes:
             return ahead, boxes
         beyond = (ahead[0] + delta[0], ahead[1] + delta[1])
-        return state if beyond in self.walls or beyond in boxes else (ahead, (boxes - {ahead}) | {beyond})
+        return (
+            state
+            if beyond in self.walls or beyond in boxes
+            else (ahead, (boxes - {ahead}) | {beyond})
+        )
 
     def solve(self, state: State, limit: int | None = None) -> list[str] | None:
         """Moves of a shortest solution, or None if there is none within ``limit`` (breadth first over player and boxes)."""
-        return shortest_path(state, self._neighbours, lambda reached: reached[1] == self.goals, limit)
+        return shortest_path(
+            state, self._neighbours, lambda reached: reached[1] == self.goals, limit
+        )
 
     def _neighbours(self, state: State) -> Iterator[tuple[str, State]]:
         for name, delta in MOVES.items():
@@ -99,17 +113,27 @@ class RoomRules:
         ordered("walls", (self.walls, self.walls), 0.0, 0.5)
         distinct(self.symbols, 7)
         if not 1 <= self.boxes <= 4 or self.max_solution < 1:
-            raise ConfigError(f"Expected 1 to 4 boxes and a positive max_solution, got {self.boxes} and {self.max_solution}")
+            raise ConfigError(
+                f"Expected 1 to 4 boxes and a positive max_solution, got {self.boxes} and"
+                f" {self.max_solution}"
+            )
         if 2 * self.boxes >= (self.sizes[0] - 2) ** 2:
-            raise ConfigError(f"Expected rooms that hold {self.boxes} boxes, their goals and the agent, got sizes {self.sizes}")
+            raise ConfigError(
+                f"Expected rooms that hold {self.boxes} boxes, their goals and the agent, got sizes"
+                f" {self.sizes}"
+            )
 
 
 ROOMS: dict[str, RoomRules] = {
     "erl": RoomRules(),
-    "complementary": RoomRules(sizes=(6, 6), boxes=2, walls=0.1, max_solution=30, budget=30, symbols="@+A*CW."),
+    "complementary": RoomRules(
+        sizes=(6, 6), boxes=2, walls=0.1, max_solution=30, budget=30, symbols="@+A*CW."
+    ),
 }
-"""``erl``: one box, open rooms, abstract symbols. ``complementary``: 6 by 6, two boxes, some inner walls, 30 moves, and
-that paper's symbols; those of an agent and of a box on a target, which it does not name, are Sokoban's usual ones."""
+"""``erl``: one box, open rooms, abstract symbols. ``complementary``: 6 by 6, two boxes, some inner
+walls, 30 moves, and that paper's symbols; those of an agent and of a box on a target, which it does
+not name, are Sokoban's usual ones.
+"""
 
 
 @lru_cache(maxsize=16_384)
@@ -126,9 +150,17 @@ def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
     limit = min(rules.max_solution, rules.budget)
     for _ in range(MAX_DRAWS):
         room = _candidate(rng, size, rules)
-        if room is not None and _near(room, limit) and split_of(room.content) == split and _solvable(room, limit):
+        if (
+            room is not None
+            and _near(room, limit)
+            and split_of(room.content) == split
+            and _solvable(room, limit)
+        ):
             return room
-    raise ConfigError(f"Expected rules that admit rooms of size {size} in split {split}, got {rules}; allow more moves or fewer walls")
+    raise ConfigError(
+        f"Expected rules that admit rooms of size {size} in split {split}, got {rules}; allow more"
+        " moves or fewer walls"
+    )
 
 
 def _candidate(rng: np.random.Generator, size: int, rules: RoomRules) -> Room | None:
@@ -141,7 +173,13 @@ def _candidate(rng: np.random.Generator, size: int, rules: RoomRules) -> Room | 
     picks: list[int] = rng.choice(len(free), 2 * rules.boxes + 1, replace=False).tolist()
     chosen = [free[pick] for pick in picks]
     goals, boxes = chosen[: rules.boxes], chosen[rules.boxes : -1]
-    return Room(size, frozenset(edge.union(inner).difference(free)), frozenset(goals), frozenset(boxes), chosen[-1])
+    return Room(
+        size,
+        frozenset(edge.union(inner).difference(free)),
+        frozenset(goals),
+        frozenset(boxes),
+        chosen[-1],
+    )
 
 
 def _near(room: Room, limit: int) -> bool:
@@ -155,17 +193,21 @@ def _distance(a: Cell, b: Cell) -> int:
 
 
 def _solvable(room: Room, limit: int) -> bool:
-    return room.boxes.isdisjoint(room.dead) and room.solve((room.start, room.boxes), limit) is not None
+    return (
+        room.boxes.isdisjoint(room.dead) and room.solve((room.start, room.boxes), limit) is not None
+    )
 
 
 class SokobanEnv(GridEnv):
     """Push every box of a text grid onto a goal; what the symbols mean is not told.
 
-    The agent pushes one box at a time and never pulls. Reward is 1.0 when all boxes stand on goals, else 0.0; the spent budget
-    truncates. Every room is proved solvable by search and belongs to the split that its content decides, so train and eval
-    never share one. ``info["deadlock"]`` tells (to analyses, not to the agent) that a box stands where no goal can be reached any more.
+    The agent pushes one box at a time and never pulls. Reward is 1.0 when all boxes stand on goals,
+    else 0.0; the spent budget truncates. Every room is proved solvable by search and belongs to the
+    split that its content decides, so train and eval never share one. ``info["deadlock"]`` tells
+    (to analyses, not to the agent) that a box stands where no goal can be reached any more.
 
-    Caveat: the paper's messages speak of boxes, goals and walls; ``feedback="neutral"`` keeps such words from the agent.
+    Caveat: the paper's messages speak of boxes, goals and walls; ``feedback="neutral"`` keeps such
+    words from the agent.
 
     Args:
         split: ``train`` or ``eval``.
@@ -176,8 +218,10 @@ class SokobanEnv(GridEnv):
         budget: moves allowed.
         symbols: agent, agent on a goal, box, box on a goal, goal, wall, floor.
         layouts: how many rooms; by default 10,000 in train and 100 in eval.
-        feedback: the paper's messages in the observation (True), neutral ones (``"neutral"``), or none (False).
-        preset: ``erl`` or ``complementary``; where an argument above is None, the preset's value holds.
+        feedback: the paper's messages in the observation (True), neutral ones (``"neutral"``), or
+            none (False).
+        preset: ``erl`` or ``complementary``; where an argument above is None, the preset's value
+            holds.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -211,7 +255,10 @@ class SokobanEnv(GridEnv):
             "sizes": None if sizes is None else tuple(sizes), "boxes": boxes, "walls": walls,
             "max_solution": max_solution, "budget": budget, "symbols": symbols,
         }  # fmt: skip
-        self.rules = replace(ROOMS[preset or "erl"], **{name: value for name, value in given.items() if value is not None})
+        self.rules = replace(
+            ROOMS[preset or "erl"],
+            **{name: value for name, value in given.items() if value is not None},
+        )
         count = layouts if layouts is not None else 10_000 if split == "train" else 100
         super().__init__(
             "sokoban", split, count, self.rules.budget,
@@ -242,7 +289,9 @@ class SokobanEnv(GridEnv):
         return "won" if self.state[1] == self.room.goals else None
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        return super()._info(feedback, success=success, invalid=invalid) | {"deadlock": self.deadlock}
+        return super()._info(feedback, success=success, invalid=invalid) | {
+            "deadlock": self.deadlock
+        }
 
     def _grid(self) -> str:
         sides = range(self.room.size)

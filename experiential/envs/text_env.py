@@ -18,8 +18,9 @@ Step = tuple[str, float, bool, bool, Info]
 class TextEnv(gym.Env[str, str], ABC):
     """An environment of strings with numbered worlds, played turn by turn.
 
-    A subclass says what is asked (``task``), begins a world (``_begin``) and plays a turn (``_turn``). This class keeps the rest: spaces,
-    the world that a reset picks, the last observation for ``render``, and the refusal of a step where no episode runs. Where ``_begin`` or
+    A subclass says what is asked (``task``), begins a world (``_begin``) and plays a turn
+    (``_turn``). This class keeps the rest: spaces, the world that a reset picks, the last
+    observation for ``render``, and the refusal of a step where no episode runs. Where ``_begin`` or
     ``_turn`` raises, the episode is over and a reset begins another.
 
     >>> class Guess(TextEnv):
@@ -42,7 +43,8 @@ class TextEnv(gym.Env[str, str], ABC):
     Args:
         worlds: how many worlds there are.
         longest: characters that an observation may have.
-        longest_action: characters that an action may have and be in the action space; ``_turn`` must bear any text.
+        longest_action: characters that an action may have and be in the action space; ``_turn``
+            must bear any text.
         render_mode: ``ansi`` (the last observation) or None.
 
     Raises:
@@ -51,7 +53,14 @@ class TextEnv(gym.Env[str, str], ABC):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
 
-    def __init__(self, worlds: int, *, longest: int = 1_000_000, longest_action: int = 100_000, render_mode: str | None = None) -> None:
+    def __init__(
+        self,
+        worlds: int,
+        *,
+        longest: int = 1_000_000,
+        longest_action: int = 100_000,
+        render_mode: str | None = None,
+    ) -> None:
         one_of("render_mode", render_mode, (None, "ansi"))
         self.render_mode = render_mode
         self.observation_space = UnicodeText(max_length=longest)
@@ -78,7 +87,9 @@ class TextEnv(gym.Env[str, str], ABC):
         """Indices that ``reset(options={"world": i})`` accepts."""
         return list(range(self._count))
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
         """Begin an episode of the world that the option ``world`` names by its index, else of one drawn by the seed.
 
         Raises:
@@ -102,7 +113,9 @@ class TextEnv(gym.Env[str, str], ABC):
             EnvError: what plays it failed; the episode is lost.
         """
         if self._over:
-            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over or was never begun")
+            raise gym.error.ResetNeeded(
+                "Expected reset() before this step: the episode is over or was never begun"
+            )
         self._over = True
         step = self._turn(action)
         self._observation, self._over = step[0], step[2] or step[3]
@@ -116,6 +129,15 @@ class TextEnv(gym.Env[str, str], ABC):
         """A world by the environment's own generator; each is as likely as any other."""
         return int(self.np_random.integers(self._count))
 
-    def _report(self, name: str, feedback: str = "", *, success: bool = False, invalid: bool = False) -> Info:
+    def _report(
+        self, name: str, feedback: str = "", *, success: bool = False, invalid: bool = False
+    ) -> Info:
         """What every info holds; ``name`` is the same for a world whatever the seed."""
-        return {"task": self.task, "task_id": name, "instance": name, "success": success, "invalid": invalid, "feedback": feedback}
+        return {
+            "task": self.task,
+            "task_id": name,
+            "instance": name,
+            "success": success,
+            "invalid": invalid,
+            "feedback": feedback,
+        }

@@ -15,10 +15,12 @@ _PRINTABLE = string.ascii_letters + string.digits + " .,;:!?-'"
 class UnicodeText(spaces.Space[str]):
     """Any ``str`` of at most ``max_length`` characters.
 
-    Membership costs one type and one length check, whatever the text. Samples are short printable strings, or draws from
-    ``samples`` when these are given (so that a random agent plays legal actions).
+    Membership costs one type and one length check, whatever the text. Samples are short printable
+    strings, or draws from ``samples`` when these are given (so that a random agent plays legal
+    actions).
 
-    Caveat: use ``AsyncVectorEnv(shared_memory=False)``; Gymnasium's shared memory has no layout for text of free length.
+    Caveat: use ``AsyncVectorEnv(shared_memory=False)``; Gymnasium's shared memory has no layout for
+    text of free length.
 
     Works in ``SyncVectorEnv`` and ``AsyncVectorEnv``, where a batch is a tuple of strings.
 
@@ -39,14 +41,22 @@ class UnicodeText(spaces.Space[str]):
         ValueError: ``max_length`` is not positive, or a sample is no member.
     """
 
-    def __init__(self, max_length: int = 1_000_000, *, samples: Sequence[str] = (), seed: int | np.random.Generator | None = None) -> None:
+    def __init__(
+        self,
+        max_length: int = 1_000_000,
+        *,
+        samples: Sequence[str] = (),
+        seed: int | np.random.Generator | None = None,
+    ) -> None:
         if max_length < 1:
             raise ValueError(f"Expected max_length to be positive, got {max_length}")
         self.max_length = max_length
         self.samples = tuple(samples)
         for text in self.samples:
             if not self.contains(text):
-                raise ValueError(f"Expected samples of at most {max_length} characters, got {text!r}")
+                raise ValueError(
+                    f"Expected samples of at most {max_length} characters, got {text!r}"
+                )
         super().__init__(dtype=str, seed=seed)
 
     def sample(self, mask: None = None, probability: None = None) -> str:
@@ -56,7 +66,9 @@ class UnicodeText(spaces.Space[str]):
             ValueError: a mask or probability was given.
         """
         if mask is not None or probability is not None:
-            raise ValueError("Expected no mask and no probability, got one; filter the text instead")
+            raise ValueError(
+                "Expected no mask and no probability, got one; filter the text instead"
+            )
         if self.samples:
             return self.samples[int(self.np_random.integers(len(self.samples)))]
         length = int(self.np_random.integers(1, min(self.max_length, 24) + 1))
@@ -73,8 +85,15 @@ class UnicodeText(spaces.Space[str]):
 
     def __repr__(self) -> str:
         """The constructor call that gives an equal space."""
-        return f"UnicodeText({self.max_length}, samples={self.samples!r})" if self.samples else f"UnicodeText({self.max_length})"
+        return (
+            f"UnicodeText({self.max_length}, samples={self.samples!r})"
+            if self.samples
+            else f"UnicodeText({self.max_length})"
+        )
 
     def __eq__(self, other: object) -> bool:
         """Equal limits and equal samples."""
-        return isinstance(other, UnicodeText) and (other.max_length, other.samples) == (self.max_length, self.samples)
+        return isinstance(other, UnicodeText) and (other.max_length, other.samples) == (
+            self.max_length,
+            self.samples,
+        )

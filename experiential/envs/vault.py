@@ -1,8 +1,8 @@
 """Vault: a text environment where only memory helps.
 
-Each *world* is a named vault whose live lever is fixed but cannot be seen. An episode gives a few tries; when they are
-spent, a clerk's note says which lever was live, among other remarks. A first visit can only guess; a later visit to the
-same world can use what an earlier one found out.
+Each *world* is a named vault whose live lever is fixed but cannot be seen. An episode gives a few
+tries; when they are spent, a clerk's note says which lever was live, among other remarks. A first
+visit can only guess; a later visit to the same world can use what an earlier one found out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def _digest(text: str) -> int:
 def _names(split: Split) -> tuple[str, ...]:
     """All world names of a split, in an order that repeats words as late as possible; the three splits share no name."""
     share = {"corpus": (0, 1), "train": (2, 3), "eval": (4, 5)}[split]
-    pairs = sorted(((a, b) for a in _FIRST for b in _SECOND), key=lambda pair: _digest(f"order:{pair}"))
+    pairs = sorted(
+        ((a, b) for a in _FIRST for b in _SECOND), key=lambda pair: _digest(f"order:{pair}")
+    )
     left = [pair for pair in pairs if _digest(f"split:{pair}") % 6 in share]
     used: Counter[str] = Counter()
     names: list[str] = []
@@ -58,12 +60,14 @@ def _names(split: Split) -> tuple[str, ...]:
 class VaultEnv(TextEnv):
     """Find the live lever of a named vault within a few tries.
 
-    The answer holds for a world (the name in the goal), not for an episode: the seed draws which other levers are shown,
-    their order, the starting place and a misleading sign. ``reset(options={"world": i, "era": e})`` picks a world and an
-    era; another era of the same world has another live lever, so that what is remembered can become wrong.
+    The answer holds for a world (the name in the goal), not for an episode: the seed draws which
+    other levers are shown, their order, the starting place and a misleading sign.
+    ``reset(options={"world": i, "era": e})`` picks a world and an era; another era of the same
+    world has another live lever, so that what is remembered can become wrong.
 
     Args:
-        split: ``train``, ``eval`` or ``corpus`` (names used to make the tiny models); names are disjoint.
+        split: ``train``, ``eval`` or ``corpus`` (names used to make the tiny models); names are
+            disjoint.
         worlds: how many worlds of the split take part.
         levers: levers shown in each episode, at most 16.
         tries: pulls allowed.
@@ -83,7 +87,13 @@ class VaultEnv(TextEnv):
     """
 
     def __init__(
-        self, split: Split = "train", worlds: int = 32, levers: int = 14, tries: int = 2, era: int = 0, render_mode: str | None = None
+        self,
+        split: Split = "train",
+        worlds: int = 32,
+        levers: int = 14,
+        tries: int = 2,
+        era: int = 0,
+        render_mode: str | None = None,
     ) -> None:
         one_of("split", split, ("train", "eval", "corpus"))
         inside("levers", levers, 2, len(LEVERS))
@@ -94,7 +104,9 @@ class VaultEnv(TextEnv):
         self.split, self.levers, self.tries, self.era = split, levers, tries, era
         self.names = names[:worlds]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
         """Start an episode; options ``world`` (index) and ``era`` override what the seed would draw.
 
         Raises:
@@ -114,7 +126,10 @@ class VaultEnv(TextEnv):
         start = _STARTS[int(self.np_random.integers(len(_STARTS)))]
         sign = self._shown[int(self.np_random.integers(len(self._shown)))]
         feedback = f"You stand by the {start}. A sign says the {sign} lever is {self._remark()}."
-        return f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\n{self._rules()}", self._info(feedback)
+        return (
+            f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\n{self._rules()}",
+            self._info(feedback),
+        )
 
     def _turn(self, action: str) -> Step:
         """Pull a lever: ``pull <lever>`` or the bare name; anything else wastes a try."""
@@ -131,7 +146,13 @@ class VaultEnv(TextEnv):
         if done and not success:
             feedback += f" The vault locks. {self._note()}"
         observation = feedback if done else f"{feedback}\n{self._rules()}"
-        return observation, float(success), done, False, self._info(feedback, success=success, invalid=lever is None)
+        return (
+            observation,
+            float(success),
+            done,
+            False,
+            self._info(feedback, success=success, invalid=lever is None),
+        )
 
     def oracle_action(self) -> str:
         """The action that opens the vault."""
@@ -143,7 +164,9 @@ class VaultEnv(TextEnv):
         return f"Open the vault of {self._name}."
 
     def _lever(self, action: str) -> str | None:
-        words = action.lower().split("<action>")[-1].replace("</action>", " ").replace(".", " ").split()
+        words = (
+            action.lower().split("<action>")[-1].replace("</action>", " ").replace(".", " ").split()
+        )
         name = words[-1] if words else ""
         return name if name in self._shown and (len(words) == 1 or words[-2] == "pull") else None
 
@@ -156,11 +179,19 @@ class VaultEnv(TextEnv):
     def _note(self) -> str:
         others = [lever for lever in self._shown if lever != self._live]
         self.np_random.shuffle(others)
-        remarks = [f"{self._live} was live", *(f"{lever} was {self._remark()}" for lever in others[:2])]
+        remarks = [
+            f"{self._live} was live",
+            *(f"{lever} was {self._remark()}" for lever in others[:2]),
+        ]
         self.np_random.shuffle(remarks)
         return f"A clerk notes: {', '.join(remarks)}."
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        known = self._report(f"vault-{self.split}-{self._name}", feedback, success=success, invalid=invalid)
+        known = self._report(
+            f"vault-{self.split}-{self._name}", feedback, success=success, invalid=invalid
+        )
         instance = f"{known['task_id']}-{self._era}#{self._seed}"
-        return known | {"instance": instance, "admissible": [f"pull {lever}" for lever in self._shown]}
+        return known | {
+            "instance": instance,
+            "admissible": [f"pull {lever}" for lever in self._shown],
+        }

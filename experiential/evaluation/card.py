@@ -18,7 +18,13 @@ from experiential.training.intervals import Interval, clustered_mean, unpaired_d
 from experiential.types import Record
 
 ARMS: tuple[Arm, ...] = get_args(Arm)
-DIFFERENCES: tuple[tuple[Arm, Arm], ...] = (("on", "off"), ("on", "shuffled"), ("on", "placebo"), ("on", "frozen"), ("frozen", "off"))
+DIFFERENCES: tuple[tuple[Arm, Arm], ...] = (
+    ("on", "off"),
+    ("on", "shuffled"),
+    ("on", "placebo"),
+    ("on", "frozen"),
+    ("frozen", "off"),
+)
 """The pairs of arms that are compared, first minus second."""
 _PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "chromadb")
 
@@ -105,7 +111,8 @@ class RecipeReport(Record):
 class Comparison(Record):
     """Success of one recipe minus another on later visits, each as it is used: with its bank, or without when it has none.
 
-    ``seeds`` says how many training seeds both have, by which they are paired; 0: seeds were resampled apart.
+    ``seeds`` says how many training seeds both have, by which they are paired; 0: seeds were
+    resampled apart.
     """
 
     first: str
@@ -125,10 +132,14 @@ class Card(Record):
     arms: tuple[Arm, ...]
     recipes: tuple[RecipeReport, ...]
     comparisons: tuple[Comparison, ...] = ()
-    notes: tuple[str, ...] = Field(default=(), description="what could not be played or compared, and why")
+    notes: tuple[str, ...] = Field(
+        default=(), description="what could not be played or compared, and why"
+    )
 
 
-def make_card(cells: Sequence[Cell], *, arms: Sequence[Arm] = ARMS, overrides: Sequence[str] = ()) -> Card:
+def make_card(
+    cells: Sequence[Cell], *, arms: Sequence[Arm] = ARMS, overrides: Sequence[str] = ()
+) -> Card:
     """The card of these cells; cells of equal settings but for the training seed are repetitions of each other.
 
     Raises:
@@ -165,7 +176,10 @@ def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
     """One arm over the runs of a recipe, a cell of each."""
     tables = [cell.table() for cell in cells]
     successes, episodes = sum(int(t.sum()) for t in tables), sum(t.size for t in tables)
-    actor, extractor = (sum((getattr(cell.cost, role) for cell in cells), Spent()) for role in ("actor", "extractor"))
+    actor, extractor = (
+        sum((getattr(cell.cost, role) for cell in cells), Spent())
+        for role in ("actor", "extractor")
+    )
     seconds = sum(cell.cost.seconds for cell in cells)
     return ArmReport(
         arm=arm,
@@ -189,7 +203,9 @@ def difference(first: Sequence[Cell], second: Sequence[Cell]) -> Difference | No
         return None
     a, b = pairs
     interval = clustered_mean(a - b)
-    return Difference(first=first[0].arm, second=second[0].arm, interval=interval, seeds=len(a), worlds=a.shape[1])
+    return Difference(
+        first=first[0].arm, second=second[0].arm, interval=interval, seeds=len(a), worlds=a.shape[1]
+    )
 
 
 def used_arm(cells: Sequence[Cell]) -> Arm:
@@ -198,11 +214,13 @@ def used_arm(cells: Sequence[Cell]) -> Arm:
     return "on" if "on" in played else "off" if "off" in played else cells[0].arm
 
 
-def recipe_difference(first: Sequence[Cell], second: Sequence[Cell]) -> tuple[Interval, int, int] | None:
+def recipe_difference(
+    first: Sequence[Cell], second: Sequence[Cell]
+) -> tuple[Interval, int, int] | None:
     """One recipe minus another on later visits, each in one arm: interval, common training seeds, and worlds.
 
-    Recipes without a common training seed are compared all the same, their seeds resampled apart, as long as they met the
-    same worlds; None when they did not.
+    Recipes without a common training seed are compared all the same, their seeds resampled apart,
+    as long as they met the same worlds; None when they did not.
     """
     pairs = _paired(first, second)
     if pairs is not None:
@@ -229,11 +247,21 @@ def _later(cells: Sequence[Cell]) -> np.ndarray:
 
 def _visit_rates(tables: Sequence[np.ndarray]) -> Iterable[VisitRate]:
     for index in range(tables[0].shape[1]):
-        successes, episodes = sum(int(t[:, index].sum()) for t in tables), sum(len(t) for t in tables)
-        yield VisitRate(visit=index + 1, successes=successes, episodes=episodes, interval=wilson(successes, episodes))
+        successes, episodes = (
+            sum(int(t[:, index].sum()) for t in tables),
+            sum(len(t) for t in tables),
+        )
+        yield VisitRate(
+            visit=index + 1,
+            successes=successes,
+            episodes=episodes,
+            interval=wilson(successes, episodes),
+        )
 
 
-def _per_success(successes: int, episodes: int, seconds: float, actor: Spent, extractor: Spent) -> PerSuccess | None:
+def _per_success(
+    successes: int, episodes: int, seconds: float, actor: Spent, extractor: Spent
+) -> PerSuccess | None:
     if not successes:
         return None
     return PerSuccess(
@@ -300,19 +328,37 @@ def _comparisons(named: Mapping[str, Sequence[Cell]]) -> Iterable[Comparison]:
         found = recipe_difference(by_arm(cells)[arm], by_arm(base_cells)[base_arm])
         if found is not None:
             interval, seeds, worlds = found
-            yield Comparison(first=name, first_arm=arm, second=base, second_arm=base_arm, interval=interval, seeds=seeds, worlds=worlds)
+            yield Comparison(
+                first=name,
+                first_arm=arm,
+                second=base,
+                second_arm=base_arm,
+                interval=interval,
+                seeds=seeds,
+                worlds=worlds,
+            )
 
 
 def _notes(named: Mapping[str, Sequence[Cell]], arms: Sequence[Arm]) -> Iterable[str]:
     for name, cells in named.items():
         missing = [arm for arm in arms if arm not in {cell.arm for cell in cells}]
         if missing:
-            why = "it has no bank" if "off" in {cell.arm for cell in cells} else "no such cell was given"
+            why = (
+                "it has no bank"
+                if "off" in {cell.arm for cell in cells}
+                else "no such cell was given"
+            )
             yield f"{name}: {', '.join(missing)} not played, since {why}"
         seeds = len({cell.seed for cell in cells})
         if seeds == 1:
-            yield f"{name}: one training seed; its intervals do not tell how much another training would differ"
+            yield (
+                f"{name}: one training seed; its intervals do not tell how much another training"
+                " would differ"
+            )
     base = next(iter(named.values()))[0]
     for name, cells in named.items():
         if cells[0].environment != base.environment:
-            yield f"{name}: plays {cells[0].environment}, the first recipe {base.environment}; they are not compared"
+            yield (
+                f"{name}: plays {cells[0].environment}, the first recipe {base.environment}; they"
+                " are not compared"
+            )

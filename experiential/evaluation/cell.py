@@ -31,7 +31,8 @@ class Cell(Record):
         arm: which experience was shown.
         checkpoint: digest of all files of the checkpoint.
         settings: digest of the settings that it was evaluated with, the training seed included.
-        family: the same without the training seed: runs of one family are repetitions of each other.
+        family: the same without the training seed: runs of one family are repetitions of each
+            other.
         version: of this package.
         outcomes: per held-out world one text of 0 and 1, a digit for each visit.
         errors: episodes that failed for a technical reason; they count as no success.
@@ -74,7 +75,11 @@ def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoi
         experiment: the settings that it was played with.
         checkpoint: digest of the checkpoint.
     """
-    told = {name: event[name] for name in ("arm", "step", "errors", "entries", "failures", "cost") if name in event}
+    told = {
+        name: event[name]
+        for name in ("arm", "step", "errors", "entries", "failures", "cost")
+        if name in event
+    }
     return Cell(
         run=run,
         recipe=experiment.recipe,
@@ -127,7 +132,9 @@ def read_cell(path: Path) -> Cell:
         return Cell.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
         cause = str(error).splitlines()[0]
-        raise ConfigError(f"Expected a finished cell in {path}, got: {cause}; remove it, or use --no-resume") from error
+        raise ConfigError(
+            f"Expected a finished cell in {path}, got: {cause}; remove it, or use --no-resume"
+        ) from error
 
 
 def settings_digest(experiment: Experiment, *, seed: bool = True) -> str:

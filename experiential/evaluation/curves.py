@@ -25,8 +25,17 @@ def evaluation_curve(events: Iterable[Event], arm: str) -> list[Point]:
     """Held-out success on later visits in one arm, by training step; of several evaluations of a step the newest counts."""
     events = list(events)
     played = _episodes(events)
-    newest = {int(event["step"]): event for event in events if event["event"] == "eval" and event["arm"] == arm}
-    return [Point(step=step, episodes=played(step), success=float(later(newest[step]["outcomes"]).mean())) for step in sorted(newest)]
+    newest = {
+        int(event["step"]): event
+        for event in events
+        if event["event"] == "eval" and event["arm"] == arm
+    }
+    return [
+        Point(
+            step=step, episodes=played(step), success=float(later(newest[step]["outcomes"]).mean())
+        )
+        for step in sorted(newest)
+    ]
 
 
 def training_curve(events: Iterable[Event], field: str) -> list[tuple[int, float]]:
@@ -35,14 +44,18 @@ def training_curve(events: Iterable[Event], field: str) -> list[tuple[int, float
     return [(step, float(value)) for step, value in sorted(steps.items()) if value is not None]
 
 
-def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float, float, float]]:
+def mean_curve(
+    curves: Sequence[Sequence[tuple[int, float]]],
+) -> list[tuple[int, float, float, float]]:
     """(x, mean, lowest, highest) over the curves, at every x that all of them have."""
     tables = [dict(curve) for curve in curves if curve]
     if not tables:
         return []
     common = sorted(set(tables[0]).intersection(*tables))
     rows = [(x, np.array([table[x] for table in tables])) for x in common]
-    return [(x, float(values.mean()), float(values.min()), float(values.max())) for x, values in rows]
+    return [
+        (x, float(values.mean()), float(values.min()), float(values.max())) for x, values in rows
+    ]
 
 
 def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
@@ -58,7 +71,9 @@ def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
 
 def _episodes(events: Sequence[Event]) -> Callable[[int], int]:
     """How many training episodes were played up to and including a step, those that filled a bank beforehand included."""
-    played_in = (event for event in events if event["event"] in ("step", "prepared") and "episodes" in event)
+    played_in = (
+        event for event in events if event["event"] in ("step", "prepared") and "episodes" in event
+    )
     counts = {int(event["step"]): int(event["episodes"]) for event in played_in}
 
     def played(step: int) -> int:

@@ -18,9 +18,11 @@ table{border-collapse:collapse;margin:.5rem 0 1.5rem}th,td{padding:.2rem .8rem;t
 th:first-child,td:first-child{text-align:left}img{max-width:100%}code{font-size:90%}.note{color:#8a4b00}
 """
 _READING = (
-    "Later visits are those after the first. An arm's interval resamples training seeds and worlds; that of a visit is Wilson's, with all "
-    "episodes as if they were independent. Differences are paired by training seed, world, visit and sampling seed, and resample training "
-    "seeds, then worlds. Costs are over all visits. A policy's seconds are those in which it had a request open."
+    "Later visits are those after the first. An arm's interval resamples training seeds and worlds;"
+    " that of a visit is Wilson's, with all episodes as if they were independent. Differences are"
+    " paired by training seed, world, visit and sampling seed, and resample training seeds, then"
+    " worlds. Costs are over all visits. A policy's seconds are those in which it had a request"
+    " open."
 )
 
 
@@ -42,14 +44,22 @@ def write_page(card: Card, path: Path, picture: Path | None) -> Path:
         path: where to write it.
         picture: a PNG that is put into the page; without it the page says how to get one.
     """
-    path.write_text(f"<!doctype html><html lang=en><meta charset=utf-8>{''.join(_page(card, picture))}</html>\n", encoding="utf-8")
+    path.write_text(
+        "<!doctype html><html lang=en><meta"
+        f" charset=utf-8>{''.join(_page(card, picture))}</html>\n",
+        encoding="utf-8",
+    )
     return path
 
 
 def _page(card: Card, picture: Path | None) -> Iterable[str]:
     yield f"<title>Comparison</title><style>{_STYLE}</style><h1>Comparison</h1>"
     told = ", ".join(f"{name} {version}" for name, version in card.versions.items())
-    changed = f" Settings changed for the evaluation: {' '.join(card.overrides)}." if card.overrides else ""
+    changed = (
+        f" Settings changed for the evaluation: {' '.join(card.overrides)}."
+        if card.overrides
+        else ""
+    )
     yield f"<p>{escape(told)}.{escape(changed)}</p>"
     yield from (f"<p class=note>{escape(note)}</p>" for note in card.notes)
     yield _image(picture)
@@ -58,30 +68,59 @@ def _page(card: Card, picture: Path | None) -> Iterable[str]:
         yield from _recipe(recipe)
     if card.comparisons:
         rows = [
-            (f"{c.first} ({c.first_arm}) – {c.second} ({c.second_arm})", show_points(c.interval), c.seeds or "unpaired", c.worlds)
+            (
+                f"{c.first} ({c.first_arm}) – {c.second} ({c.second_arm})",
+                show_points(c.interval),
+                c.seeds or "unpaired",
+                c.worlds,
+            )
             for c in card.comparisons
         ]
-        yield f"<h2>Between recipes</h2>{_table(('recipes', 'points', 'training seeds', 'worlds'), rows)}"
+        yield (
+            "<h2>Between"
+            f" recipes</h2>{_table(('recipes', 'points', 'training seeds', 'worlds'), rows)}"
+        )
 
 
 def _image(picture: Path | None) -> str:
     if picture is None:
-        return "<p class=note>No picture: matplotlib is not installed (pip install 'experiential-rl[bench]').</p>"
-    return f'<img alt="learning curves and intervals" src="data:image/png;base64,{b64encode(picture.read_bytes()).decode()}">'
+        return (
+            "<p class=note>No picture: matplotlib is not installed (pip install"
+            " 'experiential-rl[bench]').</p>"
+        )
+    return (
+        '<img alt="learning curves and intervals"'
+        f' src="data:image/png;base64,{b64encode(picture.read_bytes()).decode()}">'
+    )
 
 
 def _recipe(recipe: RecipeReport) -> Iterable[str]:
-    yield f"<h2>{escape(recipe.name)}</h2><p>{escape(recipe.environment)}, {recipe.worlds} held-out worlds.</p>"
+    yield (
+        f"<h2>{escape(recipe.name)}</h2><p>{escape(recipe.environment)}, {recipe.worlds} held-out"
+        " worlds.</p>"
+    )
     visits = [str(visit.visit) for visit in recipe.arms[0].visits]
-    rates = [(arm.arm, *(show_percent(visit.interval) for visit in arm.visits), show_percent(arm.later)) for arm in recipe.arms]
+    rates = [
+        (arm.arm, *(show_percent(visit.interval) for visit in arm.visits), show_percent(arm.later))
+        for arm in recipe.arms
+    ]
     yield _table(("arm", *(f"visit {visit}" for visit in visits), "later visits"), rates)
     if recipe.differences:
-        rows = [(f"{one.first} – {one.second}", show_points(one.interval), one.seeds, one.worlds) for one in recipe.differences]
+        rows = [
+            (f"{one.first} – {one.second}", show_points(one.interval), one.seeds, one.worlds)
+            for one in recipe.differences
+        ]
         yield _table(("arms", "points", "training seeds", "worlds"), rows)
     names = ("arm", "successes", "episodes", "failed", *(f"{name} per success" for name in COSTS))
-    rows = [(arm.arm, arm.successes, arm.episodes, arm.errors, *show_costs(arm.per_success)) for arm in recipe.arms]
+    rows = [
+        (arm.arm, arm.successes, arm.episodes, arm.errors, *show_costs(arm.per_success))
+        for arm in recipe.arms
+    ]
     yield _table(names, rows)
-    facts = [(run.run, run.seed, run.step, run.checkpoint, run.settings, run.version) for run in recipe.runs]
+    facts = [
+        (run.run, run.seed, run.step, run.checkpoint, run.settings, run.version)
+        for run in recipe.runs
+    ]
     yield _table(("run", "seed", "step", "checkpoint", "settings", "version"), facts)
 
 
@@ -94,10 +133,14 @@ COSTS = {
 
 def show_costs(cost: PerSuccess | None) -> list[str]:
     """What a success cost; dashes where there was none."""
-    return ["–" if cost is None else shape.format(getattr(cost, name)) for name, shape in COSTS.items()]
+    return [
+        "–" if cost is None else shape.format(getattr(cost, name)) for name, shape in COSTS.items()
+    ]
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f"<table><tr>{head}</tr>{body}</table>"

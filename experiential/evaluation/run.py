@@ -69,12 +69,20 @@ def open_run(folder: Path, experiment: Experiment) -> EvaluatedRun:
     """
     checkpoint, manifest = CheckpointStore(folder / "checkpoints").latest()
     if experiment.extractor.enabled and not (checkpoint / "bank").is_dir():
-        raise CheckpointError(f"Expected a bank in {checkpoint}, found none; leave extractor.enabled as it was in training")
+        raise CheckpointError(
+            f"Expected a bank in {checkpoint}, found none; leave extractor.enabled as it was in"
+            " training"
+        )
     return EvaluatedRun(folder, experiment, checkpoint, manifest)
 
 
 def evaluate_run(
-    run: EvaluatedRun, arms: Sequence[Arm], store: CellStore, *, resume: bool = True, observer: Observer | None = None
+    run: EvaluatedRun,
+    arms: Sequence[Arm],
+    store: CellStore,
+    *,
+    resume: bool = True,
+    observer: Observer | None = None,
 ) -> list[Cell]:
     """One cell for each arm that the run can play, in the order asked; those already stored are not played again.
 
@@ -97,7 +105,9 @@ def evaluate_run(
     return [found[arm] for arm in wanted]
 
 
-def _play(run: EvaluatedRun, arms: tuple[Arm, ...], store: CellStore, observer: Observer | None) -> list[Cell]:
+def _play(
+    run: EvaluatedRun, arms: tuple[Arm, ...], store: CellStore, observer: Observer | None
+) -> list[Cell]:
     from experiential.training.trainer import Trainer
 
     cells: list[Cell] = []

@@ -11,7 +11,9 @@ from pydantic import Field
 from experiential.types import Generation, Message, Record
 
 Prompt = Sequence[Message] | Sequence[int]
-"""Chat messages, or token ids when the caller owns the conversation as tokens (``agents/dialogue.py``)."""
+"""Chat messages, or token ids when the caller owns the conversation as tokens
+(``agents/dialogue.py``).
+"""
 
 
 class SamplingParams(Record):
@@ -20,9 +22,11 @@ class SamplingParams(Record):
     Attributes:
         temperature: 0 means greedy.
         stop: strings that end the response; the stop string itself is kept in the text.
-        choices: when given, the response is exactly one of these strings, sampled from the model's own
-            distribution restricted to them (a token trie); backends without support raise ``BackendError``.
-        json_schema: constrain the response to this JSON schema, where the backend can; ignored elsewhere.
+        choices: when given, the response is exactly one of these strings, sampled from the model's
+            own distribution restricted to them (a token trie); backends without support raise
+            ``BackendError``.
+        json_schema: constrain the response to this JSON schema, where the backend can; ignored
+            elsewhere.
         seed: makes one request reproducible whatever it is batched with.
         priority: lower runs first when requests compete for one device (0 rollout, 1 background).
     """
@@ -41,7 +45,8 @@ class SamplingParams(Record):
 class LLM(ABC):
     """A backend that generates text.
 
-    ``generate`` is a coroutine and may be awaited concurrently: backends batch concurrent requests themselves.
+    ``generate`` is a coroutine and may be awaited concurrently: backends batch concurrent requests
+    themselves.
     """
 
     name: str = "llm"

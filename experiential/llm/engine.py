@@ -28,7 +28,9 @@ from experiential.llm.sampling import draw_tokens
 _LONGEST_WAIT = 10
 """Requests wait for others at most this many times ``batch_wait``."""
 _SHARING = 256
-"""Prompt tokens that a forward of the common beginning alone must save, to be worth being one forward more."""
+"""Prompt tokens that a forward of the common beginning alone must save, to be worth being one
+forward more.
+"""
 
 
 @dataclass(eq=False)
@@ -72,7 +74,9 @@ class Engine:
         """Queue a request; its future is resolved on its own event loop."""
         now = time.monotonic()
         with self._lock:
-            track = self._tracks.setdefault(request.sampling.priority, _Track(request.sampling.priority))
+            track = self._tracks.setdefault(
+                request.sampling.priority, _Track(request.sampling.priority)
+            )
             if not track.waiting:
                 track.first_arrival = now
             track.last_arrival = now
@@ -83,7 +87,9 @@ class Engine:
 
     def _schedule(self, track: _Track, delay: float) -> None:
         try:
-            step = self._lane.submit(lambda: self._step(track), priority=track.priority, delay=delay)
+            step = self._lane.submit(
+                lambda: self._step(track), priority=track.priority, delay=delay
+            )
         except BackendError as error:
             self._fail_all(track, error)
             return
@@ -92,10 +98,17 @@ class Engine:
     def _after(self, track: _Track, step: Future[None]) -> None:
         """Plan the next step; a step that failed fails the requests that it touched, and nobody else."""
         if step.cancelled():
-            self._fail_all(track, BackendError("Expected an open compute lane, got one closed while requests were waiting"))
+            self._fail_all(
+                track,
+                BackendError(
+                    "Expected an open compute lane, got one closed while requests were waiting"
+                ),
+            )
             return
         if (error := step.exception()) is not None:
-            failure = BackendError(f"Expected the model's forward to succeed, got {type(error).__name__}: {error}")
+            failure = BackendError(
+                f"Expected the model's forward to succeed, got {type(error).__name__}: {error}"
+            )
             failure.__cause__ = error
             self._fail(track, failure)
         with self._lock:
@@ -167,8 +180,12 @@ class Engine:
         arrays = [np.array(prefix, dtype=np.int64) for prefix in distinct]
         matches = self._matches(arrays)
         members = list(distinct.values())
-        for chunk in self._forward.plan([len(ids) - matched for ids, (matched, _) in zip(arrays, matches, strict=True)]):
-            block, logits = self._forward.prefill([arrays[i] for i in chunk], [matches[i] for i in chunk])
+        for chunk in self._forward.plan(
+            [len(ids) - matched for ids, (matched, _) in zip(arrays, matches, strict=True)]
+        ):
+            block, logits = self._forward.prefill(
+                [arrays[i] for i in chunk], [matches[i] for i in chunk]
+            )
             for row, i in enumerate(chunk):
                 self._remember(arrays[i], block, row)
             self._accept_first(track, block, logits, [members[i] for i in chunk])
@@ -177,11 +194,16 @@ class Engine:
     def _matches(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Any]]:
         """What the cache holds of each prompt, once it holds the beginnings that several share, where that pays.
 
-        First the beginning of all (a system prompt), then those of the prompts of one task (its first observation).
+        First the beginning of all (a system prompt), then those of the prompts of one task (its
+        first observation).
         """
         matches = [self._cache.match(ids) for ids in prompts]
         for cluster in (_all_together, _by_beginning):
-            shared = [(group, length) for group, length in cluster(prompts) if length <= self._cache.max_tokens]
+            shared = [
+                (group, length)
+                for group, length in cluster(prompts)
+                if length <= self._cache.max_tokens
+            ]
             wanted = [prompts[group[0]][:length] for group, length in shared]
             saved = sum(_saving([matches[i][0] for i in group], length) for group, length in shared)
             if saved >= _SHARING:
@@ -192,7 +214,9 @@ class Engine:
                 matches = [self._cache.match(ids) for ids in prompts]
         return matches
 
-    def _accept_first(self, track: _Track, block: KVBlock, logits: Tensor, members: Sequence[Sequence[Request]]) -> None:
+    def _accept_first(
+        self, track: _Track, block: KVBlock, logits: Tensor, members: Sequence[Sequence[Request]]
+    ) -> None:
         requests = [request for group in members for request in group]
         source = [row for row, group in enumerate(members) for _ in group]
         for request in requests:
@@ -209,7 +233,9 @@ class Engine:
         """Feed every row what it has not seen, draw its next token, and let finished rows leave."""
         assert track.block is not None
         rows = track.rows
-        logits = self._forward.extend(track.block, [row.pending for row in rows], [row.seen for row in rows])
+        logits = self._forward.extend(
+            track.block, [row.pending for row in rows], [row.seen for row in rows]
+        )
         for row in rows:
             row.seen += len(row.pending)
         self._advance(rows, logits, range(len(rows)))
@@ -240,13 +266,19 @@ class Engine:
         bound = [i for i, request in enumerate(requests) if request.choices is not None]
         if free:
             chosen = [requests[i] for i in free]
-            rows = logits if len(free) == len(logits) == len(requests) else logits[[source[i] for i in free]]
+            rows = (
+                logits
+                if len(free) == len(logits) == len(requests)
+                else logits[[source[i] for i in free]]
+            )
             index, logprobs = _draw(_structured(rows, chosen), chosen)
             _accept(chosen, index.cpu().numpy(), logprobs)
         if bound:
             self._advance_bound([requests[i] for i in bound], logits, [source[i] for i in bound])
 
-    def _advance_bound(self, requests: Sequence[Request], logits: Tensor, source: Sequence[int]) -> None:
+    def _advance_bound(
+        self, requests: Sequence[Request], logits: Tensor, source: Sequence[int]
+    ) -> None:
         allowed = [request.choices or () for request in requests]
         width = max(map(len, allowed))
         tokens = np.zeros((len(requests), width), dtype=np.int64)
@@ -278,10 +310,14 @@ def _all_together(prompts: Sequence[NDArray[np.int64]]) -> list[_Shared]:
 def _by_beginning(prompts: Sequence[NDArray[np.int64]]) -> list[_Shared]:
     """Groups of prompts that share more than all do: neighbours in sorted order, cut at the length that saves most."""
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
-    joints = [_common_prefix([prompts[i], prompts[j]]) for i, j in zip(order, order[1:], strict=False)]
+    joints = [
+        _common_prefix([prompts[i], prompts[j]]) for i, j in zip(order, order[1:], strict=False)
+    ]
     base = min(joints, default=0)
     cuts: list[list[_Shared]] = [[], *(_cut(order, joints, least) for least in sorted(set(joints)))]
-    return max(cuts, key=lambda groups: sum((len(group) - 1) * (shared - base) for group, shared in groups))
+    return max(
+        cuts, key=lambda groups: sum((len(group) - 1) * (shared - base) for group, shared in groups)
+    )
 
 
 def _cut(order: Sequence[int], joints: Sequence[int], least: int) -> list[_Shared]:
@@ -302,7 +338,9 @@ def _cut(order: Sequence[int], joints: Sequence[int], least: int) -> list[_Share
 def _common_prefix(prompts: Sequence[NDArray[np.int64]]) -> int:
     """Length of the beginning that all prompts share."""
     width = min(map(len, prompts))
-    differ = np.flatnonzero((np.stack([ids[:width] for ids in prompts]) != prompts[0][:width]).any(axis=0))
+    differ = np.flatnonzero(
+        (np.stack([ids[:width] for ids in prompts]) != prompts[0][:width]).any(axis=0)
+    )
     return int(differ[0]) if len(differ) else width
 
 
@@ -314,7 +352,9 @@ def _draw(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         torch.tensor([each.temperature for each in sampling], dtype=torch.float32, device=device),
         torch.tensor([each.top_k for each in sampling], dtype=torch.int64, device=device),
         torch.tensor([each.top_p for each in sampling], dtype=torch.float32, device=device),
-        torch.tensor([request.uniform() for request in requests], dtype=torch.float64, device=device),
+        torch.tensor(
+            [request.uniform() for request in requests], dtype=torch.float64, device=device
+        ),
     )
 
 

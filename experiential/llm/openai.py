@@ -23,19 +23,20 @@ _SHOWN = 200
 class OpenAILLM(LLM):
     """Sends messages to ``{base_url}/chat/completions`` and reads the first choice.
 
-    Text only: token ids and their log-probabilities are filled in when the server returns token ids (vLLM does with
-    ``extra_body={"return_token_ids": True}``) with ``logprobs=True``. Stop strings are asked for, and put back at the
-    end of the text where the server says which one it cut.
+    Text only: token ids and their log-probabilities are filled in when the server returns token ids
+    (vLLM does with ``extra_body={"return_token_ids": True}``) with ``logprobs=True``. Stop strings
+    are asked for, and put back at the end of the text where the server says which one it cut.
 
     Args:
         model: the model's name at the server.
         base_url: ends in ``/v1`` for most servers; ``$OPENAI_BASE_URL`` or OpenAI's own by default.
         api_key: ``$OPENAI_API_KEY`` by default; local servers need none.
         timeout: seconds for one attempt.
-        max_retries: further attempts after 429, 5xx, a time-out or a broken connection, with growing pauses.
+        max_retries: further attempts after 429, 5xx, a time-out or a broken connection, with
+            growing pauses.
         extra_body: merged into every request.
-        supports_choices: the server knows ``structured_outputs: {"choice": [...]}`` (vLLM); without it a request
-            with choices is refused.
+        supports_choices: the server knows ``structured_outputs: {"choice": [...]}`` (vLLM); without
+            it a request with choices is refused.
         logprobs: ask for the log-probability of each token.
         max_concurrency: requests in flight at one time, per event loop.
         backoff: seconds before the first retry; doubled for each next one.
@@ -58,7 +59,8 @@ class OpenAILLM(LLM):
     ) -> None:
         if timeout <= 0 or max_retries < 0 or max_concurrency <= 0:
             raise ValueError(
-                f"Expected timeout > 0, max_retries >= 0 and max_concurrency > 0, got {timeout}, {max_retries} and {max_concurrency}"
+                f"Expected timeout > 0, max_retries >= 0 and max_concurrency > 0, got {timeout},"
+                f" {max_retries} and {max_concurrency}"
             )
         self.name = name or model
         self._model = model
@@ -73,18 +75,23 @@ class OpenAILLM(LLM):
         self._logprobs = logprobs
         self._max_concurrency = max_concurrency
         self._backoff = backoff
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session] = (
+            weakref.WeakKeyDictionary()
+        )
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response at the server.
 
         Raises:
-            BackendError: the server refused, was out of reach or answered nonsense, after all retries; or choices or
-                token ids were asked of a server that cannot take them.
+            BackendError: the server refused, was out of reach or answered nonsense, after all
+                retries; or choices or token ids were asked of a server that cannot take them.
         """
         sampling = sampling or SamplingParams()
         if is_token_prompt(prompt):
-            raise BackendError(f"Expected chat messages for {self.name!r}, got token ids; this backend is text only")
+            raise BackendError(
+                f"Expected chat messages for {self.name!r}, got token ids; this backend is text"
+                " only"
+            )
         body = self._body(cast("Sequence[Message]", prompt), sampling)
         session = self._session()
         async with session.slots:
@@ -105,7 +112,9 @@ class OpenAILLM(LLM):
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None:
-            session = self._sessions[loop] = _Session(self._timeout, self._headers, self._max_concurrency)
+            session = self._sessions[loop] = _Session(
+                self._timeout, self._headers, self._max_concurrency
+            )
         return session
 
     def _body(self, messages: Sequence[Message], sampling: SamplingParams) -> dict[str, Any]:
@@ -124,11 +133,15 @@ class OpenAILLM(LLM):
         }
         body.update({key: value for key, value in optional.items() if value is not None})
         if sampling.json_schema is not None:
-            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": sampling.json_schema}}
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "reply", "schema": sampling.json_schema},
+            }
         if sampling.choices is not None:
             if not self._supports_choices:
                 raise BackendError(
-                    f"Expected a backend that can restrict answers to choices, got {self.name!r}; pass supports_choices=True"
+                    f"Expected a backend that can restrict answers to choices, got {self.name!r};"
+                    " pass supports_choices=True"
                 )
             body["structured_outputs"] = {"choice": list(sampling.choices)}
         return {**body, **self._extra}
@@ -149,7 +162,10 @@ class OpenAILLM(LLM):
             if response.is_success:
                 return response
             if last or response.status_code not in _RETRIED:
-                raise BackendError(f"Expected status 200 from {self._url}, got {response.status_code}: {response.text[:_SHOWN]}")
+                raise BackendError(
+                    f"Expected status 200 from {self._url}, got {response.status_code}:"
+                    f" {response.text[:_SHOWN]}"
+                )
             await asyncio.sleep(self._pause(attempt, response.headers.get("retry-after")))
         raise AssertionError("unreachable")
 
@@ -170,7 +186,10 @@ class OpenAILLM(LLM):
             if isinstance(cut, str) and cut in sampling.stop and not text.endswith(cut):
                 text += cut
             if sampling.choices is not None and text not in sampling.choices:
-                raise BackendError(f"Expected one of the choices {list(sampling.choices)} from {self._url}, got {text[:_SHOWN]!r}")
+                raise BackendError(
+                    f"Expected one of the choices {list(sampling.choices)} from {self._url}, got"
+                    f" {text[:_SHOWN]!r}"
+                )
             return Generation(
                 text=text,
                 prompt_ids=prompt_ids,
@@ -183,7 +202,10 @@ class OpenAILLM(LLM):
             )
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             shown = response.text[:_SHOWN]
-            raise BackendError(f"Expected a chat completion from {self._url}, got status {response.status_code}: {shown}") from error
+            raise BackendError(
+                f"Expected a chat completion from {self._url}, got status {response.status_code}:"
+                f" {shown}"
+            ) from error
 
 
 class _Session:

@@ -15,8 +15,9 @@ Ids = NDArray[np.int64]
 class PrefixCache:
     """A least-recently-used store of (token ids, key-value tensor), bounded by the sum of tokens.
 
-    Used from one thread (the compute lane). All stored ids lie in one padded matrix, so that one vectorised comparison
-    finds the best entry. An entry that is a prefix of a newer one is dropped, since the newer one serves the same matches.
+    Used from one thread (the compute lane). All stored ids lie in one padded matrix, so that one
+    vectorised comparison finds the best entry. An entry that is a prefix of a newer one is dropped,
+    since the newer one serves the same matches.
 
     Args:
         max_tokens: bound on the tokens stored; 0 stores nothing.
@@ -41,8 +42,8 @@ class PrefixCache:
     def match(self, ids: Ids) -> tuple[int, Any]:
         """``(n, kv)``: the entry that shares the longest prefix, n < len(ids) tokens, with ``ids``; (0, None) without one.
 
-        The last token is never served from the cache, since its logits are needed. ``kv`` covers at least n tokens;
-        use the first n.
+        The last token is never served from the cache, since its logits are needed. ``kv`` covers at
+        least n tokens; use the first n.
         """
         if not self._states:
             return 0, None

@@ -29,7 +29,11 @@ class StopFinder:
         if not "!" <= character <= "~":
             return None
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return frozenset(token for text, token in vocabulary.items() if character in text or text.startswith("<0x"))
+        return frozenset(
+            token
+            for text, token in vocabulary.items()
+            if character in text or text.startswith("<0x")
+        )
 
     def completes(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
         """Whether ``ids`` end in a token that completes one of ``stops``."""
@@ -44,7 +48,9 @@ class StopFinder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens, spaces untouched."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 @dataclass(eq=False)
@@ -119,7 +125,9 @@ class Request:
             self._accept_structured(self.schema, token)
             return
         self.pending = (token,)
-        if token in self.eos or (self.sampling.stop and self.stops.completes(self.response, self.sampling.stop)):
+        if token in self.eos or (
+            self.sampling.stop and self.stops.completes(self.response, self.sampling.stop)
+        ):
             self.finish = FinishReason.STOP
         elif len(self.response) >= self.limit:
             self.finish = FinishReason.LENGTH
@@ -165,7 +173,9 @@ class Request:
             self.finish = FinishReason.CHOICE
 
 
-def response_limit(prompt: int, sampling: SamplingParams, trie: ChoiceTrie | None, context: int | None) -> int:
+def response_limit(
+    prompt: int, sampling: SamplingParams, trie: ChoiceTrie | None, context: int | None
+) -> int:
     """Response tokens that fit: ``max_tokens`` cut to the context length.
 
     Raises:
@@ -176,7 +186,7 @@ def response_limit(prompt: int, sampling: SamplingParams, trie: ChoiceTrie | Non
         raise BackendError("Expected a prompt of at least one token, got an empty one")
     if context is not None and prompt + needed > context:
         raise BackendError(
-            f"Expected prompt and response to fit the context of {context} tokens, got a prompt of {prompt} tokens "
-            f"and at least {needed} to generate; shorten the prompt"
+            f"Expected prompt and response to fit the context of {context} tokens, got a prompt of"
+            f" {prompt} tokens and at least {needed} to generate; shorten the prompt"
         )
     return sampling.max_tokens if context is None else min(sampling.max_tokens, context - prompt)

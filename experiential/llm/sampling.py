@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 
-def draw_tokens(scores: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    scores: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
     """One index per row of ``softmax(scores / temperature)`` after top-k, then top-p, renormalised; by inverse CDF.
 
-    A row depends on its own scores and its own uniform number only, hence not on what it is batched with.
+    A row depends on its own scores and its own uniform number only, hence not on what it is batched
+    with.
 
     Args:
         scores: logits, shape (n, v), float32; ``-inf`` marks what a constraint forbids.
-        temperature: shape (n,), float32; 0 takes the best index, and the log-probability reported is then the one
-            at temperature 1 without truncation (a greedy choice has no density of its own).
+        temperature: shape (n,), float32; 0 takes the best index, and the log-probability reported
+            is then the one at temperature 1 without truncation (a greedy choice has no density of
+            its own).
         top_k: shape (n,), int64; 0 means no limit.
         top_p: shape (n,), float32; 1 means no limit.
         uniform: numbers in [0, 1), shape (n,), float64.

@@ -17,8 +17,9 @@ Reply = Callable[[list[Message]], str | Awaitable[str]]
 class ScriptedLLM(LLM):
     """Replies with strings given in advance (cycled), or with what a function of the messages returns.
 
-    A reply is cut after the first stop string, and must be one of ``sampling.choices`` when these are given. Without a
-    tokenizer a generation has no token ids; with one it has ids, the end-of-turn token included, and log-probability 0.
+    A reply is cut after the first stop string, and must be one of ``sampling.choices`` when these
+    are given. Without a tokenizer a generation has no token ids; with one it has ids, the
+    end-of-turn token included, and log-probability 0.
 
     Args:
         replies: strings, or a function of the messages (plain or async) that returns one.
@@ -39,9 +40,13 @@ class ScriptedLLM(LLM):
         calls: the messages of every call, in order.
     """
 
-    def __init__(self, replies: Sequence[str] | Reply, *, tokenizer: Any = None, name: str = "scripted") -> None:
+    def __init__(
+        self, replies: Sequence[str] | Reply, *, tokenizer: Any = None, name: str = "scripted"
+    ) -> None:
         if isinstance(replies, str) or (not callable(replies) and len(replies) == 0):
-            raise ValueError(f"Expected replies to be a non-empty list of strings or a callable, got {replies!r}")
+            raise ValueError(
+                f"Expected replies to be a non-empty list of strings or a callable, got {replies!r}"
+            )
         self.name = name
         self.calls: list[list[Message]] = []
         self._tokenizer = tokenizer
@@ -56,7 +61,8 @@ class ScriptedLLM(LLM):
         """The next reply.
 
         Raises:
-            BackendError: the reply is not among ``sampling.choices``, or token ids came without a tokenizer.
+            BackendError: the reply is not among ``sampling.choices``, or token ids came without a
+                tokenizer.
         """
         sampling = sampling or SamplingParams()
         messages = self._messages(prompt)
@@ -64,7 +70,10 @@ class ScriptedLLM(LLM):
         reply = self._reply(messages)
         text = _cut(await reply if inspect.isawaitable(reply) else reply, sampling.stop)
         if sampling.choices is not None and text not in sampling.choices:
-            raise BackendError(f"Expected one of the choices {list(sampling.choices)}, got the scripted reply {text!r}")
+            raise BackendError(
+                f"Expected one of the choices {list(sampling.choices)}, got the scripted reply"
+                f" {text!r}"
+            )
         response = self._response_ids(text)
         return Generation(
             text=text,
@@ -81,7 +90,10 @@ class ScriptedLLM(LLM):
         if not is_token_prompt(prompt):
             return [cast("Message", dict(message)) for message in cast("Sequence[Message]", prompt)]
         if self._tokenizer is None:
-            raise BackendError("Expected messages, got token ids; pass tokenizer= to ScriptedLLM to take token prompts")
+            raise BackendError(
+                "Expected messages, got token ids; pass tokenizer= to ScriptedLLM to take token"
+                " prompts"
+            )
         return [Message(role="user", content=self._tokenizer.decode(list(prompt)))]
 
     def _prompt_ids(self, prompt: Prompt, messages: list[Message]) -> tuple[int, ...]:
@@ -89,12 +101,19 @@ class ScriptedLLM(LLM):
             return tuple(cast("Sequence[int]", prompt))
         if self._tokenizer is None:
             return ()
-        return tuple(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+        return tuple(
+            self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
 
     def _response_ids(self, text: str) -> tuple[int, ...]:
         if self._tokenizer is None:
             return ()
-        return (*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id)
+        return (
+            *self._tokenizer(text, add_special_tokens=False)["input_ids"],
+            self._tokenizer.eos_token_id,
+        )
 
 
 def _cycle(replies: Sequence[str]) -> Reply:

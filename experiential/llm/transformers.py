@@ -26,23 +26,28 @@ if TYPE_CHECKING:
 class TransformersLLM(LLM):
     """Generates with a causal language model loaded here, with continuous batching over all concurrent requests.
 
-    Log-probabilities are exactly those of the distribution drawn from (temperature, top-k, top-p and choices included,
-    renormalised); for greedy decoding they are those at temperature 1. Tokens forced by ``choices`` or ``json_schema`` have
-    log-probability 0 and cost no forward of their own. Identical prompts are forwarded once, and beginnings that several share,
-    or that were seen before, too. ``max_tokens`` is cut to what the context holds, and does not apply to ``choices``.
+    Log-probabilities are exactly those of the distribution drawn from (temperature, top-k, top-p
+    and choices included, renormalised); for greedy decoding they are those at temperature 1. Tokens
+    forced by ``choices`` or ``json_schema`` have log-probability 0 and cost no forward of their
+    own. Identical prompts are forwarded once, and beginnings that several share, or that were seen
+    before, too. ``max_tokens`` is cut to what the context holds, and does not apply to ``choices``.
 
-    The one caveat: a request that is decoding while the weights change goes on with the states it has; its
-    log-probabilities stay those it was sampled with, and its version is the one it started with.
+    The one caveat: a request that is decoding while the weights change goes on with the states it
+    has; its log-probabilities stay those it was sampled with, and its version is the one it started
+    with.
 
     Args:
-        model: a name that ``resolve_model`` knows, or a loaded model (then ``tokenizer`` is needed).
+        model: a name that ``resolve_model`` knows, or a loaded model (then ``tokenizer`` is
+            needed).
         tokenizer: its tokenizer; pads on the left from now on.
         dtype: used when ``model`` is a name.
         device: used when ``model`` is a name; auto, cpu, cuda, cuda:1 ...
         max_batch: sequences decoded together, per priority.
         prefix_cache_tokens: tokens of key-value states kept for reuse; 0 turns the cache off.
-        lane: where the model runs; give the same lane to all policies on one device. One of its own by default.
-        adapter: peft adapter to activate before each forward, so that two policies can share one base.
+        lane: where the model runs; give the same lane to all policies on one device. One of its own
+            by default.
+        adapter: peft adapter to activate before each forward, so that two policies can share one
+            base.
         name: name of the policy, recorded in each ``Generation``.
         version: optimiser steps the weights have seen.
         batch_wait: seconds without a new request after which the ones that have come are started.
@@ -74,7 +79,9 @@ class TransformersLLM(LLM):
         from experiential.llm.forward import ForwardPass, LLMStats
 
         if max_batch <= 0 or batch_wait < 0:
-            raise ValueError(f"Expected max_batch > 0 and batch_wait >= 0, got {max_batch} and {batch_wait}")
+            raise ValueError(
+                f"Expected max_batch > 0 and batch_wait >= 0, got {max_batch} and {batch_wait}"
+            )
         self.model, self._tokenizer = _loaded(model, tokenizer, dtype, device)
         self._tokenizer.padding_side = "left"
         self.name = name or (model if isinstance(model, str) else type(model).__name__)
@@ -115,7 +122,8 @@ class TransformersLLM(LLM):
         """Sample one response; concurrent calls, from any event loops, are decoded together.
 
         Raises:
-            BackendError: the prompt does not fit the context, the model failed, or the backend is closed.
+            BackendError: the prompt does not fit the context, the model failed, or the backend is
+                closed.
         """
         if self._closed:
             raise BackendError(f"Expected an open backend, got {self.name!r} after close()")
@@ -123,8 +131,21 @@ class TransformersLLM(LLM):
         ids = self.encode(prompt)
         trie = None if sampling.choices is None else choice_trie(sampling.choices, self._tokenizer)
         limit = response_limit(len(ids), sampling, trie, self._context)
-        schema = None if sampling.json_schema is None or trie else self.schemas.start(canonical(sampling.json_schema))
-        request = Request(ids, sampling, limit, self._eos, self._stops, self._draws.uniform(sampling.seed), trie, schema)
+        schema = (
+            None
+            if sampling.json_schema is None or trie
+            else self.schemas.start(canonical(sampling.json_schema))
+        )
+        request = Request(
+            ids,
+            sampling,
+            limit,
+            self._eos,
+            self._stops,
+            self._draws.uniform(sampling.seed),
+            trie,
+            schema,
+        )
         if request.finish is None:
             request.future = asyncio.get_running_loop().create_future()
             self._engine.submit(request)
@@ -139,9 +160,17 @@ class TransformersLLM(LLM):
         if is_token_prompt(prompt):
             ids = tuple(cast("Sequence[int]", prompt))
             if min(ids) < 0 or max(ids) >= self._vocabulary:
-                raise BackendError(f"Expected token ids from 0 to {self._vocabulary - 1}, got {min(ids)} to {max(ids)}")
+                raise BackendError(
+                    f"Expected token ids from 0 to {self._vocabulary - 1}, got {min(ids)} to"
+                    f" {max(ids)}"
+                )
             return ids
-        return self._render(tuple((message["role"], message["content"]) for message in cast("Sequence[Message]", prompt)))
+        return self._render(
+            tuple(
+                (message["role"], message["content"])
+                for message in cast("Sequence[Message]", prompt)
+            )
+        )
 
     def weights_changed(self, version: int) -> None:
         """Tell that the weights are now those of ``version``: key-value states of the old ones are not used again."""
@@ -163,10 +192,15 @@ class TransformersLLM(LLM):
             return ()
         if not self._tokenizer.chat_template:
             raise BackendError(
-                f"Expected a tokenizer with a chat template to render messages, got one without for {self.name!r}; send token ids"
+                "Expected a tokenizer with a chat template to render messages, got one without for"
+                f" {self.name!r}; send token ids"
             )
         chat = [{"role": role, "content": content} for role, content in messages]
-        return tuple(self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+        return tuple(
+            self._tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
 
     def _count(self, request: Request) -> None:
         self.stats.requests += 1
@@ -180,8 +214,14 @@ class TransformersLLM(LLM):
             prompt_ids=request.prompt,
             response_ids=tuple(request.response),
             logprobs=tuple(request.logprobs),
-            allowed=None if request.trie is None and request.schema is None else tuple(request.allowed),
-            json_schema=None if request.schema is None or not request.sampling.json_schema else canonical(request.sampling.json_schema),
+            allowed=(
+                None if request.trie is None and request.schema is None else tuple(request.allowed)
+            ),
+            json_schema=(
+                None
+                if request.schema is None or not request.sampling.json_schema
+                else canonical(request.sampling.json_schema)
+            ),
             policy=self.name,
             policy_version=request.version,
             finish_reason=request.finish,
@@ -201,12 +241,16 @@ class _Draws:
 
     def uniform(self, seed: int | None) -> Callable[[], float]:
         """A source of numbers in [0, 1) with 53 random bits."""
-        generator = self._shared if seed is None else self._torch.Generator().manual_seed(seed % 2**63)
+        generator = (
+            self._shared if seed is None else self._torch.Generator().manual_seed(seed % 2**63)
+        )
 
         return lambda: self._torch.rand((), dtype=self._torch.float64, generator=generator).item()
 
 
-def _loaded(model: Any, tokenizer: Any, dtype: Literal["float32", "bfloat16"], device: str) -> tuple[Any, Any]:
+def _loaded(
+    model: Any, tokenizer: Any, dtype: Literal["float32", "bfloat16"], device: str
+) -> tuple[Any, Any]:
     if not isinstance(model, str):
         if tokenizer is None:
             raise ValueError("Expected a tokenizer with a loaded model, got None; pass tokenizer=")
@@ -220,9 +264,15 @@ def _loaded(model: Any, tokenizer: Any, dtype: Literal["float32", "bfloat16"], d
 def _special_tokens(model: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
     """Tokens that end a response, and the one to pad with (eos when there is none)."""
     listed: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends: set[int | None] = {tokenizer.eos_token_id, *(cast("list[int]", listed) if isinstance(listed, list) else [listed])}
+    ends: set[int | None] = {
+        tokenizer.eos_token_id,
+        *(cast("list[int]", listed) if isinstance(listed, list) else [listed]),
+    }
     eos = frozenset(token for token in ends if token is not None)
     if not eos:
-        raise BackendError("Expected a tokenizer or model with an end-of-turn token, got none; set tokenizer.eos_token")
+        raise BackendError(
+            "Expected a tokenizer or model with an end-of-turn token, got none; set"
+            " tokenizer.eos_token"
+        )
     pad: int | None = tokenizer.pad_token_id
     return eos, min(eos) if pad is None else pad

@@ -52,25 +52,34 @@ class ChoiceTrie:
     """Token sequences of a set of strings; each is encoded without special tokens and ended by the end-of-turn token.
 
     Raises:
-        BackendError: no choices, a tokenizer without an end-of-turn token, or a choice that contains that token.
+        BackendError: no choices, a tokenizer without an end-of-turn token, or a choice that
+            contains that token.
     """
 
     def __init__(self, choices: Sequence[str], tokenizer: Any) -> None:
         eos: int | None = tokenizer.eos_token_id
         if not choices or eos is None:
-            raise BackendError(f"Expected choices and a tokenizer with an eos token, got {len(choices)} choices and eos {eos}")
+            raise BackendError(
+                f"Expected choices and a tokenizer with an eos token, got {len(choices)} choices"
+                f" and eos {eos}"
+            )
         self.eos = eos
         self.choices = tuple(dict.fromkeys(choices))
         self.root = TrieNode()
         self.longest = 0
-        encoded: list[list[int]] = tokenizer(list(self.choices), add_special_tokens=False)["input_ids"]
+        encoded: list[list[int]] = tokenizer(list(self.choices), add_special_tokens=False)[
+            "input_ids"
+        ]
         for choice, ids in zip(self.choices, encoded, strict=True):
             self._insert(choice, ids)
         self.root.freeze()
 
     def _insert(self, choice: str, ids: list[int]) -> None:
         if self.eos in ids:
-            raise BackendError(f"Expected choices without the end-of-turn token, got {choice!r}; remove the token's text")
+            raise BackendError(
+                f"Expected choices without the end-of-turn token, got {choice!r}; remove the"
+                " token's text"
+            )
         node = self.root
         for token in (*ids, self.eos):
             node = node.children.setdefault(token, TrieNode())
@@ -95,7 +104,9 @@ class ChoiceTrie:
         return [] if node is None else list(node.forced)
 
 
-_cache: weakref.WeakKeyDictionary[Any, OrderedDict[tuple[str, ...], ChoiceTrie]] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[Any, OrderedDict[tuple[str, ...], ChoiceTrie]] = (
+    weakref.WeakKeyDictionary()
+)
 _lock = threading.Lock()
 
 

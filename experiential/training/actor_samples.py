@@ -22,15 +22,20 @@ def env_reward(episode: Episode) -> float:
     return episode.trajectory.reward
 
 
-def actor_samples(episodes: Sequence[Episode], settings: ActorSettings, reward_of: RewardOf = env_reward) -> list[Sample]:
+def actor_samples(
+    episodes: Sequence[Episode], settings: ActorSettings, reward_of: RewardOf = env_reward
+) -> list[Sample]:
     """Weighted samples of a batch of episodes.
 
-    Advantages are relative to the members of a group in the same condition (``advantage: split``, eq. 5 of Complementary RL, whose weights
-    let both halves of a group count equally) or to all of them (``pooled``, eq. 4, all trajectories equally); second attempts are
-    compared with second attempts. ``estimator`` says how, ``credit`` whether a trajectory or each of its turns has one, ``aggregate`` how
-    the tokens of a trajectory add up, and ``drop_constant`` whether cells that teach nothing take weight.
+    Advantages are relative to the members of a group in the same condition (``advantage: split``,
+    eq. 5 of Complementary RL, whose weights let both halves of a group count equally) or to all of
+    them (``pooled``, eq. 4, all trajectories equally); second attempts are compared with second
+    attempts. ``estimator`` says how, ``credit`` whether a trajectory or each of its turns has one,
+    ``aggregate`` how the tokens of a trajectory add up, and ``drop_constant`` whether cells that
+    teach nothing take weight.
 
-    Episodes that failed for a technical reason give none; those with zero advantage only where a KL penalty holds them to the reference.
+    Episodes that failed for a technical reason give none; those with zero advantage only where a KL
+    penalty holds them to the reference.
     """
     played = trainable(episodes)
     if not played:
@@ -38,14 +43,31 @@ def actor_samples(episodes: Sequence[Episode], settings: ActorSettings, reward_o
     group, cells = _cells(played, settings)
     values = _advantages(played, group, cells, settings, reward_of)
     telling = np.array([any(row) for row in values])
-    counted = _informative(telling, group, cells) if settings.drop_constant else np.ones(len(played), dtype=bool)
+    counted = (
+        _informative(telling, group, cells)
+        if settings.drop_constant
+        else np.ones(len(played), dtype=bool)
+    )
     weights = np.zeros(len(played), dtype=np.float32)
-    weights[counted] = split_weights(group[counted], cells[counted]) if settings.advantage == "split" else 1 / max(1, counted.sum())
-    made = [trajectory_samples(e.generations, row, 1.0) for e, row in zip(played, values, strict=True)]
-    lengths = np.array([sum(len(s.positions) for s in samples) for samples in made], dtype=np.float32)
+    weights[counted] = (
+        split_weights(group[counted], cells[counted])
+        if settings.advantage == "split"
+        else 1 / max(1, counted.sum())
+    )
+    made = [
+        trajectory_samples(e.generations, row, 1.0) for e, row in zip(played, values, strict=True)
+    ]
+    lengths = np.array(
+        [sum(len(s.positions) for s in samples) for samples in made], dtype=np.float32
+    )
     scaled = weights * _length_factor(weights, lengths, settings)
     triples = zip(made, telling, scaled, strict=True)
-    return [s.weighted(float(weight)) for samples, tells, weight in triples if tells or settings.kl > 0 for s in samples]
+    return [
+        s.weighted(float(weight))
+        for samples, tells, weight in triples
+        if tells or settings.kl > 0
+        for s in samples
+    ]
 
 
 def trainable(episodes: Sequence[Episode]) -> list[Episode]:
@@ -53,12 +75,16 @@ def trainable(episodes: Sequence[Episode]) -> list[Episode]:
     return [e for e in episodes if e.trajectory.error is None and e.generations]
 
 
-def uninformative(episodes: Sequence[Episode], settings: ActorSettings, reward_of: RewardOf = env_reward) -> dict[str, int]:
+def uninformative(
+    episodes: Sequence[Episode], settings: ActorSettings, reward_of: RewardOf = env_reward
+) -> dict[str, int]:
     """What of a batch teaches nothing, counted: no part of it goes missing silently.
 
     Returns:
-        ``empty``: finished episodes without a response; ``lone``: cells (group, condition, attempt) with one member, which has nobody to
-        be compared with; ``constant``: cells of more members whose rewards are all equal. Counts of zero are left out.
+        ``empty``: finished episodes without a response; ``lone``: cells (group, condition, attempt)
+            with one member, which has nobody to
+        be compared with; ``constant``: cells of more members whose rewards are all equal. Counts of
+        zero are left out.
     """
     played = trainable(episodes)
     finished = [e for e in episodes if e.trajectory.error is None]
@@ -73,7 +99,9 @@ def uninformative(episodes: Sequence[Episode], settings: ActorSettings, reward_o
     return {name: count for name, count in counts.items() if count}
 
 
-def _cells(played: Sequence[Episode], settings: ActorSettings) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _cells(
+    played: Sequence[Episode], settings: ActorSettings
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Per episode the number of its group, second attempts apart, and its half of the group (all in one with ``pooled``)."""
     keys = [(e.trajectory.group, e.job.attempt if e.job else 1) for e in played]
     names = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -83,14 +111,22 @@ def _cells(played: Sequence[Episode], settings: ActorSettings) -> tuple[npt.NDAr
 
 
 def _advantages(
-    played: Sequence[Episode], group: npt.NDArray[np.int64], cells: npt.NDArray[np.bool_], settings: ActorSettings, reward_of: RewardOf
+    played: Sequence[Episode],
+    group: npt.NDArray[np.int64],
+    cells: npt.NDArray[np.bool_],
+    settings: ActorSettings,
+    reward_of: RewardOf,
 ) -> list[list[float]]:
     """Per episode one advantage for each of its responses."""
     if settings.credit == "turn":
         rewards = [_rewards(e, reward_of(e)) for e in played]
-        turns = turn_advantages(rewards, group, cells, discount=settings.discount, estimator=settings.estimator)
+        turns = turn_advantages(
+            rewards, group, cells, discount=settings.discount, estimator=settings.estimator
+        )
         return [row.tolist() for row in turns]
-    whole = cell_advantages([reward_of(e) for e in played], group, cells, estimator=settings.estimator)
+    whole = cell_advantages(
+        [reward_of(e) for e in played], group, cells, estimator=settings.estimator
+    )
     return [[value] * len(e.generations) for e, value in zip(played, whole.tolist(), strict=True)]
 
 
@@ -103,7 +139,9 @@ def _rewards(episode: Episode, worth: float) -> list[float]:
     return rewards
 
 
-def _informative(telling: npt.NDArray[np.bool_], group: npt.NDArray[np.int64], cells: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _informative(
+    telling: npt.NDArray[np.bool_], group: npt.NDArray[np.int64], cells: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
     """Members of cells in which any advantage differs from zero."""
     keys = 2 * group + cells
     return np.isin(keys, keys[telling])
@@ -112,9 +150,14 @@ def _informative(telling: npt.NDArray[np.bool_], group: npt.NDArray[np.int64], c
 def _length_factor(weights: Floats, lengths: Floats, settings: ActorSettings) -> Floats:
     """What turns a mean over the tokens of each trajectory into the aggregate asked for.
 
-    ``sequence``: sum_i w_i mean_t (GRPO); ``token``: sum_i w_i sum_t / sum_i w_i n_i, every token equally (DAPO); ``constant``:
-    sum_i w_i sum_t / L, so that length has no part in the weight of a token (Dr. GRPO), with L of ``length_norm`` tokens.
+    ``sequence``: sum_i w_i mean_t (GRPO); ``token``: sum_i w_i sum_t / sum_i w_i n_i, every token
+    equally (DAPO); ``constant``: sum_i w_i sum_t / L, so that length has no part in the weight of a
+    token (Dr. GRPO), with L of ``length_norm`` tokens.
     """
     if settings.aggregate == "sequence":
         return np.ones_like(lengths)
-    return lengths / (float((weights * lengths).sum()) or 1.0) if settings.aggregate == "token" else lengths / settings.length_norm
+    return (
+        lengths / (float((weights * lengths).sum()) or 1.0)
+        if settings.aggregate == "token"
+        else lengths / settings.length_norm
+    )

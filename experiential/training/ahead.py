@@ -12,12 +12,13 @@ T = TypeVar("T")
 class RolloutsAhead(Generic[T]):
     """Plays steps one after the other, at most ``ahead`` beyond the one that was taken last.
 
-    So a step is played by weights that lack at most ``ahead`` updates; its samples carry the version and the log-probabilities of the
-    weights that drew them.
+    So a step is played by weights that lack at most ``ahead`` updates; its samples carry the
+    version and the log-probabilities of the weights that drew them.
 
     Args:
         play: plays one step.
-        ahead: steps that may be played, or playing, beyond the one taken; 0 plays a step when it is asked for.
+        ahead: steps that may be played, or playing, beyond the one taken; 0 plays a step when it is
+            asked for.
     """
 
     def __init__(self, play: Callable[[int], Awaitable[T]], ahead: int) -> None:

@@ -1,8 +1,9 @@
 """The arms of an evaluation: what an actor is shown in each, and which bank stands behind it.
 
-`off` reaches no bank. `on` sees the bank as trained, which goes on filling between visits. `frozen` sees the bank as trained,
-opened read-only. `shuffled` and `placebo` are as `on`, but what is shown is experience of other tasks, or text that says nothing.
-Every bank here is a copy in a scratch folder.
+`off` reaches no bank. `on` sees the bank as trained, which goes on filling between visits. `frozen`
+sees the bank as trained, opened read-only. `shuffled` and `placebo` are as `on`, but what is shown
+is experience of other tasks, or text that says nothing. Every bank here is a copy in a scratch
+folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ PLACEBO = "placebo"
 class Substitute(ABC):
     """Stands between a wrapper and a manager, and changes what is shown.
 
-    As many hits come back as the manager found, so that an episode sees as many entries as it would have without it.
+    As many hits come back as the manager found, so that an episode sees as many entries as it would
+    have without it.
 
     Args:
         manager: what really searches, records and distils; it stays open.
@@ -49,17 +51,33 @@ class Substitute(ABC):
         """What is shown in place of these hits."""
 
     def search(
-        self, query: str, *, k: int | None = None, exclude_instance: str | None = None, episode: str = "", where: Any = None
+        self,
+        query: str,
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: str = "",
+        where: Any = None,
     ) -> list[Hit]:
         """What is shown in place of the hits of a query."""
-        hits = self.manager.search(query, k=k, exclude_instance=exclude_instance, episode=episode, where=where)
+        hits = self.manager.search(
+            query, k=k, exclude_instance=exclude_instance, episode=episode, where=where
+        )
         return self.instead(hits, query, exclude_instance or "")
 
     async def asearch(
-        self, query: Any, *, k: int | None = None, exclude_instance: str | None = None, episode: Any = "", where: Any = None
+        self,
+        query: Any,
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: Any = "",
+        where: Any = None,
     ) -> Any:
         """``search`` of one query, awaitable."""
-        return await asyncio.to_thread(self.search, query, k=k, exclude_instance=exclude_instance, episode=episode, where=where)
+        return await asyncio.to_thread(
+            self.search, query, k=k, exclude_instance=exclude_instance, episode=episode, where=where
+        )
 
     def submit(self, trajectory: Trajectory) -> str | None:
         """Hand a finished trajectory on."""
@@ -67,7 +85,14 @@ class Substitute(ABC):
 
     @abstractmethod
     def ask(
-        self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None, where: Any = None
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        episode: str = "",
+        turn: int = 0,
+        exclude_instance: str | None = None,
+        where: Any = None,
     ) -> Answer:
         """The answer to a question, as this arm gives it."""
 
@@ -81,9 +106,9 @@ class Substitute(ABC):
 class Shuffled(Substitute):
     """Shows entries of other tasks: never one that comes from the task being played, from any version of it or from what it was merged of.
 
-    The task of an entry is the world of the instances that it was made from, ``info["instance"]`` up to its last ``#``; where
-    either side has none it is the text of the task. An entry of which neither is known is never shown. The uses recorded are those of
-    the entries shown.
+    The task of an entry is the world of the instances that it was made from, ``info["instance"]``
+    up to its last ``#``; where either side has none it is the text of the task. An entry of which
+    neither is known is never shown. The uses recorded are those of the entries shown.
     """
 
     def __init__(self, manager: ExperienceManager, seed: int) -> None:
@@ -97,19 +122,40 @@ class Shuffled(Substitute):
 
     def instead(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
         """Entries of other tasks, drawn by seed, query and instance; fewer where the bank has fewer."""
-        others = [entry for entry, worlds in self._entries() if _is_other(entry, worlds, query, instance)]
-        drawn = random.Random(f"{self.seed}|{instance}|{query}").sample(others, min(len(hits), len(others)))
-        return [Hit(experience=entry, score=hit.score, rank=hit.rank) for entry, hit in zip(drawn, hits, strict=False)]
+        others = [
+            entry for entry, worlds in self._entries() if _is_other(entry, worlds, query, instance)
+        ]
+        drawn = random.Random(f"{self.seed}|{instance}|{query}").sample(
+            others, min(len(hits), len(others))
+        )
+        return [
+            Hit(experience=entry, score=hit.score, rank=hit.rank)
+            for entry, hit in zip(drawn, hits, strict=False)
+        ]
 
     def ask(
-        self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None, where: Any = None
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        episode: str = "",
+        turn: int = 0,
+        exclude_instance: str | None = None,
+        where: Any = None,
     ) -> Answer:
         """An entry of another task, refined for the question."""
-        hits = self.search(query, k=k, exclude_instance=exclude_instance, episode=episode, where=where)
+        hits = self.search(
+            query, k=k, exclude_instance=exclude_instance, episode=episode, where=where
+        )
         if not hits:
             return Answer()
         text, generation = self._refined(query, hits[0].experience)
-        use = hits[0].use("search_and_ask", episode=episode, turn=turn, refinement=generation.id if generation else None)
+        use = hits[0].use(
+            "search_and_ask",
+            episode=episode,
+            turn=turn,
+            refinement=generation.id if generation else None,
+        )
         return Answer(text=text, hit=hits[0], generation=generation, use=use)
 
     def _refined(self, query: str, entry: Experience) -> tuple[str, Generation | None]:
@@ -125,7 +171,11 @@ class Shuffled(Substitute):
         if self._shelf is None:
             bank = self.manager.bank
             entries = sorted(bank.entries(), key=lambda entry: (entry.task or "", entry.text))
-            self._worlds |= {key: worlds(bank, entry) for entry in entries if (key := (entry.id, entry.version)) not in self._worlds}
+            self._worlds |= {
+                key: worlds(bank, entry)
+                for entry in entries
+                if (key := (entry.id, entry.version)) not in self._worlds
+            }
             self._shelf = [(entry, self._worlds[entry.id, entry.version]) for entry in entries]
         return self._shelf
 
@@ -143,7 +193,11 @@ class Placebo(Substitute):
     """
 
     def __init__(
-        self, manager: ExperienceManager, seed: int, tokenizer: Any | None = None, render: Callable[[Experience], str] = entry_text
+        self,
+        manager: ExperienceManager,
+        seed: int,
+        tokenizer: Any | None = None,
+        render: Callable[[Experience], str] = entry_text,
     ) -> None:
         super().__init__(manager, seed)
         self._count, self._render = shown_length(tokenizer), render
@@ -157,13 +211,24 @@ class Placebo(Substitute):
         return self.manager.submit(trajectory.model_copy(update={"uses": ()}))
 
     def ask(
-        self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None, where: Any = None
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        episode: str = "",
+        turn: int = 0,
+        exclude_instance: str | None = None,
+        where: Any = None,
     ) -> Answer:
         """An answer without content, as long as the one that was found."""
-        answer = self.manager.ask(query, k=k, episode=episode, turn=turn, exclude_instance=exclude_instance, where=where)
+        answer = self.manager.ask(
+            query, k=k, episode=episode, turn=turn, exclude_instance=exclude_instance, where=where
+        )
         if answer.text is None:
             return Answer()
-        text = filler(self._count(answer.text), self._count, f"{self.seed}|{exclude_instance}|{query}")
+        text = filler(
+            self._count(answer.text), self._count, f"{self.seed}|{exclude_instance}|{query}"
+        )
         return Answer(text=text, generation=answer.generation)
 
     def _empty(self, hit: Hit, seed: str) -> Hit:
@@ -234,8 +299,13 @@ def opened_arm(
         yield ArmBank(NoBank())
         return
     if bank is None:
-        raise ValueError(f"Expected a bank for the arm {arm!r}, got None; without one only 'off' can be played")
-    with _copied(bank, scratch, read_only=arm == "frozen") as copy, ExperienceManager(copy, extractor, **options) as manager:
+        raise ValueError(
+            f"Expected a bank for the arm {arm!r}, got None; without one only 'off' can be played"
+        )
+    with (
+        _copied(bank, scratch, read_only=arm == "frozen") as copy,
+        ExperienceManager(copy, extractor, **options) as manager,
+    ):
         shown: ManagerLike = manager
         if arm == "shuffled":
             shown = Shuffled(manager, options["seed"])
@@ -246,8 +316,12 @@ def opened_arm(
 
 def worlds(bank: ExperienceBank, entry: Experience) -> frozenset[str]:
     """The worlds whose episodes an entry was made from: those of all its versions and of all that it was merged of."""
-    versions = [one for version in range(1, entry.version + 1) for one in bank.lineage(entry.id, version)]
-    instances = {found.provenance.instance for one in versions if (found := bank.version(*one)) is not None}
+    versions = [
+        one for version in range(1, entry.version + 1) for one in bank.lineage(entry.id, version)
+    ]
+    instances = {
+        found.provenance.instance for one in versions if (found := bank.version(*one)) is not None
+    }
     return frozenset(world_of(instance) for instance in instances if instance)
 
 

@@ -19,7 +19,9 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 class AwaitableEnv(Protocol):
     """An environment with coroutines beside ``reset`` and ``step``; they raise what those raise."""
 
-    async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Start:
         """Coroutine form of ``reset``."""
         ...
 
@@ -31,14 +33,17 @@ class AwaitableEnv(Protocol):
 class AwaitedEnv(gym.Wrapper[str, str, str, str]):
     """The innermost wrapper of a stack that an event loop plays: ``reset`` and ``step`` return at once what was awaited before.
 
-    Gymnasium's wrappers are synchronous, so a wrapper that waits for a remote environment holds a thread while it waits. Here the loop
-    first awaits ``await_reset`` or ``await_step``, with no thread, and then calls the stack with the same action.
+    Gymnasium's wrappers are synchronous, so a wrapper that waits for a remote environment holds a
+    thread while it waits. Here the loop first awaits ``await_reset`` or ``await_step``, with no
+    thread, and then calls the stack with the same action.
 
-    It is also where failures of the environment are told from all others: whatever the environment raises becomes an ``EnvError``,
-    and so does an answer that is none (no text, a reward that is no finite number). What wrappers above raise does not.
+    It is also where failures of the environment are told from all others: whatever the environment
+    raises becomes an ``EnvError``, and so does an answer that is none (no text, a reward that is no
+    finite number). What wrappers above raise does not.
 
-    Caveat: the loop must know whether the stack will step the environment at all; ``SearchAndAskWrapper`` answers a call itself. What
-    was not awaited before is asked for synchronously.
+    Caveat: the loop must know whether the stack will step the environment at all;
+    ``SearchAndAskWrapper`` answers a call itself. What was not awaited before is asked for
+    synchronously.
 
     No vector version exists: it is for one environment of a rollout.
 
@@ -53,7 +58,9 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         RuntimeError: another call comes than the one whose answer was awaited.
     """
 
-    def __init__(self, env: gym.Env[str, str], reward_range: tuple[float, float] | None = None) -> None:
+    def __init__(
+        self, env: gym.Env[str, str], reward_range: tuple[float, float] | None = None
+    ) -> None:
         super().__init__(env)
         self._range = reward_range
         self._awaitable = env if isinstance(env, AwaitableEnv) else None
@@ -70,12 +77,19 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         """Fetch the answer of the next ``step``, which must have the same action."""
         self._step = None
         if self._awaitable is not None:
-            self._step = action, given(await awaited(_awaited_step(self._awaitable, action, self._range)))
+            self._step = (
+                action,
+                given(await awaited(_awaited_step(self._awaitable, action, self._range))),
+            )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         """Start an episode."""
         start, self._start = self._start, None
-        return start if start is not None else given(attempted(lambda: checked_start(self.env.reset(seed=seed, options=options))))
+        return (
+            start
+            if start is not None
+            else given(attempted(lambda: checked_start(self.env.reset(seed=seed, options=options))))
+        )
 
     def step(self, action: str) -> Step:
         """Act."""
@@ -83,7 +97,10 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         if answer is None:
             return given(attempted(lambda: checked_step(self.env.step(action), self._range)))
         if answer[0] != action:
-            raise RuntimeError(f"Expected the action {answer[0]!r}, which was awaited and taken already, got {action!r}")
+            raise RuntimeError(
+                f"Expected the action {answer[0]!r}, which was awaited and taken already, got"
+                f" {action!r}"
+            )
         return answer[1]
 
     def close(self) -> None:
@@ -91,18 +108,23 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         given(attempted(self.env.close))
 
 
-async def _awaited_start(env: AwaitableEnv, seed: int | None, options: dict[str, Any] | None) -> Start:
+async def _awaited_start(
+    env: AwaitableEnv, seed: int | None, options: dict[str, Any] | None
+) -> Start:
     return checked_start(await env.areset(seed=seed, options=options))
 
 
-async def _awaited_step(env: AwaitableEnv, action: str, reward_range: tuple[float, float] | None) -> Step:
+async def _awaited_step(
+    env: AwaitableEnv, action: str, reward_range: tuple[float, float] | None
+) -> Step:
     return checked_step(await env.astep(action), reward_range)
 
 
 def given(outcome: T | Exception) -> T:
     """What an environment gave, or what it raised as the error that ends its episode.
 
-    Errors that this package raises on purpose pass as they are: they say more, and one of them (no worker is left) ends a run.
+    Errors that this package raises on purpose pass as they are: they say more, and one of them (no
+    worker is left) ends a run.
 
     Raises:
         EnvError: it raised anything else, or a ``ConfigError``, which is of this episode's world.
@@ -139,13 +161,19 @@ def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -
     if not math.isfinite(reward):
         raise ValueError(f"Expected step() to give a finite reward, got {reward}")
     if reward_range is not None and not reward_range[0] <= reward <= reward_range[1]:
-        raise ValueError(f"Expected step() to give a reward in {list(reward_range)} (env.reward_range), got {reward}")
+        raise ValueError(
+            f"Expected step() to give a reward in {list(reward_range)} (env.reward_range), got"
+            f" {reward}"
+        )
     return _text(observation), reward, bool(terminated), bool(truncated), _info(info)
 
 
 def _text(observation: Any) -> str:
     if not isinstance(observation, str):
-        raise TypeError(f"Expected the environment to observe text, got {type(observation).__name__}; wrap it in TextObservation")
+        raise TypeError(
+            f"Expected the environment to observe text, got {type(observation).__name__}; wrap it"
+            " in TextObservation"
+        )
     return observation
 
 

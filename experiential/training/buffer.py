@@ -14,7 +14,9 @@ from experiential.training.rewards import Key
 from experiential.types import Generation, Record
 
 Span = tuple[int, int]
-_MALFORMED = "malformed:"  # in front of the generation id, in the keys of responses that wrote no entry
+_MALFORMED = (  # in front of the generation id, in the keys of responses that wrote no entry
+    "malformed:"
+)
 
 
 class BufferSample(Record):
@@ -74,9 +76,9 @@ class BufferCounters:
 class ExtractorBuffer:
     """A bounded, first-in first-out store of extractor samples.
 
-    A use of an entry that already waits adds to its mean. An entry that was taken and is used again waits again, with the
-    weight that its training count leaves it (eq. 7); while it cools down it stays here and fills no batch. When full, the
-    oldest sample gives way and is counted.
+    A use of an entry that already waits adds to its mean. An entry that was taken and is used again
+    waits again, with the weight that its training count leaves it (eq. 7); while it cools down it
+    stays here and fills no batch. When full, the oldest sample gives way and is counted.
 
     Args:
         capacity: most samples kept.
@@ -84,7 +86,8 @@ class ExtractorBuffer:
         max_staleness: extractor updates after which a generation is too old to train on.
         cooldown: delta of eq. 7, in training steps.
         decay: alpha of eq. 7.
-        malformed_share: share of a batch that malformed responses may fill; a batch of nothing else would have no advantage.
+        malformed_share: share of a batch that malformed responses may fill; a batch of nothing else
+            would have no advantage.
 
     Raises:
         ConfigError: an argument is outside its range.
@@ -97,12 +100,24 @@ class ExtractorBuffer:
     """
 
     def __init__(
-        self, capacity: int, *, batch_size: int, max_staleness: int, cooldown: int, decay: float, malformed_share: float = 1.0
+        self,
+        capacity: int,
+        *,
+        batch_size: int,
+        max_staleness: int,
+        cooldown: int,
+        decay: float,
+        malformed_share: float = 1.0,
     ) -> None:
         if not 1 <= batch_size <= capacity:
-            raise ConfigError(f"Expected a batch size between 1 and the capacity {capacity}, got {batch_size}")
+            raise ConfigError(
+                f"Expected a batch size between 1 and the capacity {capacity}, got {batch_size}"
+            )
         if max_staleness < 0 or cooldown < 0 or decay < 0:
-            raise ConfigError(f"Expected max_staleness, cooldown and decay of at least 0, got {max_staleness}, {cooldown}, {decay}")
+            raise ConfigError(
+                f"Expected max_staleness, cooldown and decay of at least 0, got {max_staleness},"
+                f" {cooldown}, {decay}"
+            )
         if not 0 <= malformed_share <= 1:
             raise ConfigError(f"Expected malformed_share between 0 and 1, got {malformed_share}")
         self._most_malformed = int(malformed_share * batch_size)
@@ -122,11 +137,16 @@ class ExtractorBuffer:
         if found is None:
             self._put(key, _Waiting(generation=generation, span=span, total=float(reward)))
         else:
-            self._waiting[key] = found.model_copy(update={"total": found.total + reward, "uses": found.uses + 1})
+            self._waiting[key] = found.model_copy(
+                update={"total": found.total + reward, "uses": found.uses + 1}
+            )
 
     def add_malformed(self, generation: Generation, reward: float) -> None:
         """Add a response of which no operation could be read; it is trained on as a whole."""
-        self._put((f"{_MALFORMED}{generation.id}", 0), _Waiting(generation=generation, total=float(reward)))
+        self._put(
+            (f"{_MALFORMED}{generation.id}", 0),
+            _Waiting(generation=generation, total=float(reward)),
+        )
 
     def train_count(self, key: Key) -> int:
         """How often this version was trained on: c_train of eq. 7."""
@@ -134,14 +154,16 @@ class ExtractorBuffer:
 
     def ready(self, step: int, version: int) -> bool:
         """Whether ``take`` would give a batch."""
-        fresh = {key: sample for key, sample in self._waiting.items() if not self._stale(sample, version)}
+        fresh = {
+            key: sample for key, sample in self._waiting.items() if not self._stale(sample, version)
+        }
         return len(self._chosen(fresh, step)) == self.batch_size
 
     def take(self, step: int, version: int) -> list[BufferSample]:
         """Remove and return the oldest ``batch_size`` samples that may be trained on, or nothing when there are fewer.
 
-        Of malformed responses the newest are taken, as many as the batch may hold. Samples older than ``max_staleness``
-        are dropped first. Training counts and times are updated here.
+        Of malformed responses the newest are taken, as many as the batch may hold. Samples older
+        than ``max_staleness`` are dropped first. Training counts and times are updated here.
 
         Args:
             step: present training step, t of eq. 7.
@@ -160,8 +182,16 @@ class ExtractorBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that ``load_state_dict`` needs, as plain JSON values."""
-        counters = {"evicted": self.counters.evicted, "stale": self.counters.stale, "trained": self.counters.trained}
-        state = _State(waiting=tuple(self._waiting.items()), history=tuple(self._history.items()), counters=counters)
+        counters = {
+            "evicted": self.counters.evicted,
+            "stale": self.counters.stale,
+            "trained": self.counters.trained,
+        }
+        state = _State(
+            waiting=tuple(self._waiting.items()),
+            history=tuple(self._history.items()),
+            counters=counters,
+        )
         return state.model_dump(mode="json")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,7 +204,9 @@ class ExtractorBuffer:
             read = _State.model_validate(state)
             counters = BufferCounters(**read.counters)
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"Expected the state of an extractor buffer, got {error}; choose another checkpoint") from error
+            raise CheckpointError(
+                f"Expected the state of an extractor buffer, got {error}; choose another checkpoint"
+            ) from error
         self.counters = counters
         self._history = dict(read.history)
         self._waiting = {}
@@ -208,7 +240,9 @@ class ExtractorBuffer:
         """Samples whose weight is positive, oldest first, with their weights."""
         past = [self._history.get(key) for key in waiting]
         last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
-        weights = training_count_weights(step, last, counts, cooldown=self.cooldown, decay=self.decay).tolist()
+        weights = training_count_weights(
+            step, last, counts, cooldown=self.cooldown, decay=self.decay
+        ).tolist()
         return {key: weight for key, weight in zip(waiting, weights, strict=True) if weight > 0}
 
     def _record(self, key: Key, step: int) -> None:
@@ -220,7 +254,9 @@ def _is_malformed(key: Key) -> bool:
     return key[0].startswith(_MALFORMED)
 
 
-def _batch(keys: Sequence[Key], waiting: Sequence[_Waiting], weights: Sequence[float]) -> list[BufferSample]:
+def _batch(
+    keys: Sequence[Key], waiting: Sequence[_Waiting], weights: Sequence[float]
+) -> list[BufferSample]:
     rewards = [sample.total / sample.uses for sample in waiting]
     advantages: list[float] = batch_advantages(rewards).tolist()
     return [
@@ -233,5 +269,7 @@ def _batch(keys: Sequence[Key], waiting: Sequence[_Waiting], weights: Sequence[f
             advantage=advantage,
             weight=weight,
         )
-        for key, sample, reward, advantage, weight in zip(keys, waiting, rewards, advantages, weights, strict=True)
+        for key, sample, reward, advantage, weight in zip(
+            keys, waiting, rewards, advantages, weights, strict=True
+        )
     ]

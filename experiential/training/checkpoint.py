@@ -17,8 +17,8 @@ _MANIFEST = "manifest.json"
 class CheckpointStore:
     """The checkpoints of one run, in numbered folders.
 
-    A checkpoint becomes visible by one rename, after everything in it was flushed to disk; a kill at any moment leaves
-    the previous one whole.
+    A checkpoint becomes visible by one rename, after everything in it was flushed to disk; a kill
+    at any moment leaves the previous one whole.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -34,7 +34,9 @@ class CheckpointStore:
 
     def commit(self, draft: Path, step: int, manifest: dict[str, Any]) -> Path:
         """Make the draft the checkpoint of ``step`` and remove what is older than the last ``keep``."""
-        (draft / _MANIFEST).write_text(json.dumps({"step": step} | manifest, indent=1), encoding="utf-8")
+        (draft / _MANIFEST).write_text(
+            json.dumps({"step": step} | manifest, indent=1), encoding="utf-8"
+        )
         for path in sorted(draft.rglob("*")):
             _flush(path)
         _flush(draft)
@@ -58,11 +60,15 @@ class CheckpointStore:
         """
         found = self.all()
         if not found:
-            raise CheckpointError(f"Expected a checkpoint under {self.folder}, found none; run without --resume first")
+            raise CheckpointError(
+                f"Expected a checkpoint under {self.folder}, found none; run without --resume first"
+            )
         try:
             return found[-1], json.loads((found[-1] / _MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"Expected a readable manifest in {found[-1]}, got: {error}") from error
+            raise CheckpointError(
+                f"Expected a readable manifest in {found[-1]}, got: {error}"
+            ) from error
 
 
 def _flush(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Evaluation by visit: weights frozen, every held-out world met several times with different seeds.
 
-The first visit can only guess; later visits can use what the extractor distilled from earlier ones. Each arm (`arms`) plays the same
-worlds with the same seeds and sampling seeds. The banks written to are scratch copies: the training bank does not change by one byte.
+The first visit can only guess; later visits can use what the extractor distilled from earlier ones.
+Each arm (`arms`) plays the same worlds with the same seeds and sampling seeds. The banks written to
+are scratch copies: the training bank does not change by one byte.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from experiential.llm.metered import Meter, Spent
 from experiential.training.arms import ArmBank, opened_arm
 from experiential.training.intervals import Interval, paired_difference, wilson
 from experiential.training.methods.critic import ActorCritic
-from experiential.training.rollout import Episode, Job, MakeEnv, Rollout, Task, failures, make_env, refuse_broken
+from experiential.training.rollout import (
+    Episode,
+    Job,
+    MakeEnv,
+    Rollout,
+    Task,
+    failures,
+    make_env,
+    refuse_broken,
+)
 from experiential.training.tasks import episode_seed, world_count
 from experiential.types import Condition, Record
 
@@ -41,7 +51,8 @@ class Cost(Record):
 class Visits(Record):
     """Outcomes of one arm: ``outcomes[w][v]`` is whether visit v to world w succeeded.
 
-    An episode that failed for a technical reason counts as no success; ``failures`` says how many did, by reason.
+    An episode that failed for a technical reason counts as no success; ``failures`` says how many
+    did, by reason.
     """
 
     arm: str
@@ -64,7 +75,10 @@ class Visits(Record):
     def event(self) -> dict[str, Any]:
         """The record that goes to the metrics file."""
         table = np.array(self.outcomes)
-        visits = [{"visit": i + 1, "successes": int(c.sum()), "episodes": int(c.size)} for i, c in enumerate(table.T)]
+        visits = [
+            {"visit": i + 1, "successes": int(c.sum()), "episodes": int(c.size)}
+            for i, c in enumerate(table.T)
+        ]
         outcomes = [[int(x) for x in row] for row in self.outcomes]
         event: dict[str, Any] = {
             "event": "eval",
@@ -99,7 +113,8 @@ class VisitEvaluator:
         make_actor: builds an actor agent for evaluation.
         extractor: distils between the visits; None leaves the bank as it is.
         make_env: builds the environments; in this process by default.
-        meters: count what the backends of ``make_actor`` and ``extractor`` generate (see ``Metered``); none: costs are seconds alone.
+        meters: count what the backends of ``make_actor`` and ``extractor`` generate (see
+            ``Metered``); none: costs are seconds alone.
         critic: reviews what is retrieved, as in training.
 
     Its arms raise ``ExperientialError`` when the environment fails every episode of a visit.
@@ -120,9 +135,13 @@ class VisitEvaluator:
         kwargs = experiment.env.kwargs | experiment.env.eval
         listed = world_count(experiment.env.id, kwargs)
         self._listed = listed is not None
-        self._worlds = experiment.eval.worlds if listed is None else min(experiment.eval.worlds, listed)
+        self._worlds = (
+            experiment.eval.worlds if listed is None else min(experiment.eval.worlds, listed)
+        )
 
-    async def play(self, arm: Arm, step: int, bank: ExperienceBank | None = None, scratch: Path | None = None) -> Visits:
+    async def play(
+        self, arm: Arm, step: int, bank: ExperienceBank | None = None, scratch: Path | None = None
+    ) -> Visits:
         """One arm.
 
         Args:
@@ -135,13 +154,34 @@ class VisitEvaluator:
         options = _options(self._experiment, self._worlds)
         tokenizer = self._make_actor().llm.tokenizer
         render = principle_text if self._experiment.actor.search_experience else entry_text
-        with opened_arm(arm, bank, scratch or Path(), self._extractor, options, tokenizer=tokenizer, render=render) as opened:
+        with opened_arm(
+            arm,
+            bank,
+            scratch or Path(),
+            self._extractor,
+            options,
+            tokenizer=tokenizer,
+            render=render,
+        ) as opened:
             columns = await self._columns(opened)
-        cost = Cost(seconds=time.perf_counter() - begin, **{name: now - before[name] for name, now in self._meters.spent().items()})
-        outcomes = tuple(tuple(column[w].trajectory.success for column in columns) for w in range(self._worlds))
+        cost = Cost(
+            seconds=time.perf_counter() - begin,
+            **{name: now - before[name] for name, now in self._meters.spent().items()},
+        )
+        outcomes = tuple(
+            tuple(column[w].trajectory.success for column in columns) for w in range(self._worlds)
+        )
         reasons = failures(list(chain.from_iterable(columns)))
         errors = sum(reasons.values())
-        return Visits(arm=arm, step=step, outcomes=outcomes, errors=errors, entries=opened.entries, failures=reasons, cost=cost)
+        return Visits(
+            arm=arm,
+            step=step,
+            outcomes=outcomes,
+            errors=errors,
+            entries=opened.entries,
+            failures=reasons,
+            cost=cost,
+        )
 
     async def _columns(self, opened: ArmBank) -> list[list[Episode]]:
         """The episodes of each visit, by world."""
@@ -161,7 +201,11 @@ class VisitEvaluator:
         try:
             for visit in range(settings.eval.visits):
                 opened.hold()
-                columns.append(await rollout.play([self._job(world, visit, opened.condition) for world in range(self._worlds)]))
+                columns.append(
+                    await rollout.play(
+                        [self._job(world, visit, opened.condition) for world in range(self._worlds)]
+                    )
+                )
                 refuse_broken(columns[-1])
                 await opened.settle()
         finally:
@@ -171,7 +215,11 @@ class VisitEvaluator:
     def _job(self, world: int, visit: int, condition: Condition) -> Job:
         seed = episode_seed(self._experiment.eval.seed, world, visit)
         options = {"world": world} if self._listed else {}
-        return Job(Task(seed=seed, group=f"eval.{world}.{visit}", options=options), condition, sampling_seed=seed)
+        return Job(
+            Task(seed=seed, group=f"eval.{world}.{visit}", options=options),
+            condition,
+            sampling_seed=seed,
+        )
 
 
 def later(outcomes: Any) -> np.ndarray:
@@ -192,4 +240,8 @@ def compare(first: Visits, second: Visits) -> Interval:
 def _options(experiment: Experiment, worlds: int) -> dict[str, Any]:
     """Options of the managers: no merging, and room for all episodes of a visit, whose distillation is held back."""
     settings = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
-    return settings | {"merge_every": 0, "seed": experiment.eval.seed, "queue_size": max(experiment.bank.queue_size, worlds + 1)}
+    return settings | {
+        "merge_every": 0,
+        "seed": experiment.eval.seed,
+        "queue_size": max(experiment.bank.queue_size, worlds + 1),
+    }

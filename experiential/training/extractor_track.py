@@ -13,7 +13,13 @@ from experiential.config import ExtractorSettings
 from experiential.training.buffer import BufferSample, ExtractorBuffer
 from experiential.training.rewards import critic_reward, outcome, relative_rewards, use_reward
 from experiential.training.rollout import credited_uses
-from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, sample_from_generation
+from experiential.training.runtime import (
+    LossSettings,
+    PolicyRuntime,
+    Sample,
+    TrainStats,
+    sample_from_generation,
+)
 from experiential.types import Condition, Distillation, Experience, Generation, Trajectory, Use
 
 
@@ -28,9 +34,9 @@ class Written(NamedTuple):
 class ExtractorTrack:
     """Trains the extractor on whether its entries helped, on a schedule of its own.
 
-    Every use of an entry version gives the generation that wrote it, and those of its merged ancestors, a reward of
-    -1 or +1; malformed answers are samples with the lowest reward. When the buffer holds a batch, CISPO updates run as a
-    task beside the rollouts.
+    Every use of an entry version gives the generation that wrote it, and those of its merged
+    ancestors, a reward of -1 or +1; malformed answers are samples with the lowest reward. When the
+    buffer holds a batch, CISPO updates run as a task beside the rollouts.
 
     Args:
         runtime: the extractor's policy.
@@ -39,11 +45,15 @@ class ExtractorTrack:
 
     Attributes:
         malformed: answers of which no operation could be read.
-        uncredited: uses without a reward, for want of a free member to compare with (``reward: relative``).
-        weight: mean weight of eq. 7 over the last batch; 1 while no sample of it was trained on before.
+        uncredited: uses without a reward, for want of a free member to compare with (``reward:
+            relative``).
+        weight: mean weight of eq. 7 over the last batch; 1 while no sample of it was trained on
+            before.
     """
 
-    def __init__(self, runtime: PolicyRuntime, bank: ExperienceBank, settings: ExtractorSettings) -> None:
+    def __init__(
+        self, runtime: PolicyRuntime, bank: ExperienceBank, settings: ExtractorSettings
+    ) -> None:
         self._runtime, self._bank, self._settings = runtime, bank, settings
         self.buffer = ExtractorBuffer(
             settings.buffer_size,
@@ -63,47 +73,70 @@ class ExtractorTrack:
         self._running: asyncio.Task[None] | None = None
         self._refused: deque[Generation] = deque()
 
-    def on_distillation(self, trajectory: Trajectory, distillation: Distillation, written: Sequence[Experience]) -> None:
+    def on_distillation(
+        self, trajectory: Trajectory, distillation: Distillation, written: Sequence[Experience]
+    ) -> None:
         """Count a malformed answer and keep it as a sample with the lowest reward (manager hook)."""
         if distillation.generation is not None and not distillation.parsed.operations:
-            self._refused.append(distillation.generation)  # the manager's thread calls this: the buffer is filled in credit()
+            self._refused.append(
+                distillation.generation
+            )  # the manager's thread calls this: the buffer is filled in credit()
 
-    async def credit(self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float] | None = None) -> int:
+    async def credit(
+        self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float] | None = None
+    ) -> int:
         """Give every use of these trajectories its reward; returns how many uses counted.
 
-        The reward is the outcome of the episode (section 3.3), or with ``reward: relative`` its gain over the group's free members; a
-        verdict of the actor adds its score (eq. 8), and a use named in ``bonuses``, by its id, what stands there.
+        The reward is the outcome of the episode (section 3.3), or with ``reward: relative`` its
+        gain over the group's free members; a verdict of the actor adds its score (eq. 8), and a use
+        named in ``bonuses``, by its id, what stands there.
 
-        The bank is read in a thread, since a bank behind a server takes a while; what it says of a version never changes. The buffer
-        changes on the event loop only, in the order of the trajectories, so an update that runs meanwhile never meets half of it.
+        The bank is read in a thread, since a bank behind a server takes a while; what it says of a
+        version never changes. The buffer changes on the event loop only, in the order of the
+        trajectories, so an update that runs meanwhile never meets half of it.
         """
         self._take_malformed()
         if not self._settings.train:
             return 0
         uses = self._rewarded([t for t in trajectories if t.error is None], bonuses or {})
-        written = await asyncio.to_thread(lambda: [(one, reward) for use, reward in uses for one in self._written_by(use)])
+        written = await asyncio.to_thread(
+            lambda: [(one, reward) for use, reward in uses for one in self._written_by(use)]
+        )
         for one, reward in written:
             self.buffer.add_use(one.key, reward, one.generation, one.span)
         return len(uses)
 
-    def _rewarded(self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float]) -> list[tuple[Use, float]]:
+    def _rewarded(
+        self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float]
+    ) -> list[tuple[Use, float]]:
         """Every use that counts with its reward; uses of groups without a free member have none under ``relative`` and are counted."""
         if self._settings.reward == "relative":
             guided = [t.condition is Condition.GUIDED for t in trajectories]
-            bases = relative_rewards([outcome(t) for t in trajectories], [t.group for t in trajectories], guided).tolist()
+            bases = relative_rewards(
+                [outcome(t) for t in trajectories], [t.group for t in trajectories], guided
+            ).tolist()
         else:
             bases = [float(use_reward(t.success)) for t in trajectories]
-        found = [(use, base) for t, base in zip(trajectories, bases, strict=True) for use in _counted(t)]
+        found = [
+            (use, base) for t, base in zip(trajectories, bases, strict=True) for use in _counted(t)
+        ]
         known = [(use, base) for use, base in found if not math.isnan(base)]
         self.uncredited += len(found) - len(known)
-        return [(use, critic_reward(use.verdict, base) + bonuses.get(use.id, 0.0)) for use, base in known]
+        return [
+            (use, critic_reward(use.verdict, base) + bonuses.get(use.id, 0.0))
+            for use, base in known
+        ]
 
     async def step(self, step: int) -> None:
         """Start updating if a batch is ready and no update runs; never waits for one."""
         if self._running is not None and self._running.done():
             await self._running
             self._running = None
-        if self._settings.train and self._running is None and self.buffer.ready(step, self._runtime.version):
+        if (
+            self._settings.train
+            and self._running is None
+            and self.buffer.ready(step, self._runtime.version)
+        ):
             self._running = asyncio.create_task(self._updates(step))
 
     async def finish(self) -> None:
@@ -114,7 +147,11 @@ class ExtractorTrack:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint needs, as JSON."""
-        return {"buffer": self.buffer.state_dict(), "updates": self.updates, "malformed": self.malformed}
+        return {
+            "buffer": self.buffer.state_dict(),
+            "updates": self.updates,
+            "malformed": self.malformed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
@@ -153,18 +190,24 @@ class ExtractorTrack:
         version = self._runtime.version
         samples = [self._sample(item) for item in batch if item.generation.response_ids]
         settings = self._settings
-        loss = LossSettings(kind="cispo", low=settings.eps_low, high=settings.eps_high, kl=settings.kl, seed=step)
+        loss = LossSettings(
+            kind="cispo", low=settings.eps_low, high=settings.eps_high, kl=settings.kl, seed=step
+        )
         self.last = await self._runtime.train(samples, loss)
         await self._runtime.sync()
         self.updates += self.last.updates
         self.mean_reward = sum(item.reward for item in batch) / max(1, len(batch))
         self.weight = sum(item.weight for item in batch) / max(1, len(batch))
-        self.staleness = sum(version - item.generation.policy_version for item in batch) / max(1, len(batch))
+        self.staleness = sum(version - item.generation.policy_version for item in batch) / max(
+            1, len(batch)
+        )
 
     def _sample(self, item: BufferSample) -> Sample:
         value = item.advantage * item.weight
         mask = span_mask(item.generation, item.span, self._runtime.tokenizer)
-        return sample_from_generation(item.generation, [value if kept else float("nan") for kept in mask])
+        return sample_from_generation(
+            item.generation, [value if kept else float("nan") for kept in mask]
+        )
 
 
 def _counted(trajectory: Trajectory) -> list[Use]:
@@ -178,18 +221,22 @@ def _counted(trajectory: Trajectory) -> list[Use]:
 def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: Any) -> list[bool]:
     """Which response tokens belong to the operation at ``span``; all of them when the answer held no other.
 
-    A response with several operations gives each its own advantage, so a token counts for an operation when its
-    characters overlap the span. The first operation of an answer also answers for nothing before it: brackets and
-    tags are shared by all and are left out.
+    A response with several operations gives each its own advantage, so a token counts for an
+    operation when its characters overlap the span. The first operation of an answer also answers
+    for nothing before it: brackets and tags are shared by all and are left out.
 
     Args:
         generation: the response, with token ids.
-        span: first and last (exclusive) character of the operation in ``generation.text``; None means all.
+        span: first and last (exclusive) character of the operation in ``generation.text``; None
+            means all.
         tokenizer: decodes the ids.
     """
     n = len(generation.response_ids)
     if span is None or generation.text.count('"op"') <= 1:
         return [True] * n
-    ends = [len(tokenizer.decode(generation.response_ids[: i + 1], skip_special_tokens=True)) for i in range(n)]
+    ends = [
+        len(tokenizer.decode(generation.response_ids[: i + 1], skip_special_tokens=True))
+        for i in range(n)
+    ]
     starts = [0, *ends[:-1]]
     return [start < span[1] and end > span[0] for start, end in zip(starts, ends, strict=True)]

@@ -20,7 +20,8 @@ class Interval(Record):
 def wilson(successes: int, episodes: int, *, z: float = 1.959964) -> Interval:
     """Wilson score interval of a success rate.
 
-    With p = s/n: centre (p + z²/2n) / (1 + z²/n), half width z·sqrt(p(1-p)/n + z²/4n²) / (1 + z²/n).
+    With p = s/n: centre (p + z²/2n) / (1 + z²/n), half width z·sqrt(p(1-p)/n + z²/4n²) / (1 +
+    z²/n).
 
     Raises:
         ValueError: ``successes`` is not between 0 and ``episodes``.
@@ -35,7 +36,9 @@ def wilson(successes: int, episodes: int, *, z: float = 1.959964) -> Interval:
     return Interval(mean=p, low=max(0.0, centre - half), high=min(1.0, centre + half))
 
 
-def paired_difference(first: np.ndarray, second: np.ndarray, *, samples: int = 10_000, seed: int = 0) -> Interval:
+def paired_difference(
+    first: np.ndarray, second: np.ndarray, *, samples: int = 10_000, seed: int = 0
+) -> Interval:
     """Mean of ``first - second`` with a percentile bootstrap over worlds.
 
     Args:
@@ -48,21 +51,26 @@ def paired_difference(first: np.ndarray, second: np.ndarray, *, samples: int = 1
         ValueError: the shapes differ or are empty.
     """
     if first.shape != second.shape or first.ndim != 1 or first.size == 0:
-        raise ValueError(f"Expected two equal one-dimensional shapes, got {first.shape} and {second.shape}")
+        raise ValueError(
+            f"Expected two equal one-dimensional shapes, got {first.shape} and {second.shape}"
+        )
     return clustered_mean(first.astype(np.float64)[None] - second, samples=samples, seed=seed)
 
 
 def clustered_mean(values: np.ndarray, *, samples: int = 10_000, seed: int = 0) -> Interval:
     """Mean over training seeds and worlds with a percentile bootstrap that resamples first the seeds, then the worlds.
 
-    The clusters are the worlds: all visits to a world are drawn together. Every training seed is evaluated on the same worlds,
-    and a world that is hard for one is hard for others, so one draw of worlds serves all seeds of a resample: with seeds i(1..S)
-    and worlds j(1..W) drawn with replacement, its mean is the mean of ``values[i(a), j(b)]`` over all a and b.
+    The clusters are the worlds: all visits to a world are drawn together. Every training seed is
+    evaluated on the same worlds, and a world that is hard for one is hard for others, so one draw
+    of worlds serves all seeds of a resample: with seeds i(1..S) and worlds j(1..W) drawn with
+    replacement, its mean is the mean of ``values[i(a), j(b)]`` over all a and b.
 
-    Caveat: with one training seed the interval does not know how much another training would differ.
+    Caveat: with one training seed the interval does not know how much another training would
+    differ.
 
     Args:
-        values: success rates, or paired differences of them, per training seed and world, shape (seeds, worlds).
+        values: success rates, or paired differences of them, per training seed and world, shape
+            (seeds, worlds).
         samples: bootstrap resamples.
         seed: of the resampling.
 
@@ -70,13 +78,17 @@ def clustered_mean(values: np.ndarray, *, samples: int = 10_000, seed: int = 0) 
         ValueError: ``values`` is not a table, or empty.
     """
     if values.ndim != 2 or values.size == 0:
-        raise ValueError(f"Expected a table of seeds and worlds with something in it, got shape {values.shape}")
+        raise ValueError(
+            f"Expected a table of seeds and worlds with something in it, got shape {values.shape}"
+        )
     rng = np.random.default_rng(seed)
     drawn_worlds = _draws(rng, values.shape[1], samples)
     return _percentiles(float(values.mean()), _resampled(rng, values, drawn_worlds))
 
 
-def unpaired_difference(first: np.ndarray, second: np.ndarray, *, samples: int = 10_000, seed: int = 0) -> Interval:
+def unpaired_difference(
+    first: np.ndarray, second: np.ndarray, *, samples: int = 10_000, seed: int = 0
+) -> Interval:
     """Difference of two means on the same worlds whose training seeds have nothing in common: seeds are resampled apart, worlds together.
 
     Args:
@@ -88,8 +100,16 @@ def unpaired_difference(first: np.ndarray, second: np.ndarray, *, samples: int =
     Raises:
         ValueError: one is not a table, is empty, or the worlds differ in number.
     """
-    if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[1] or not first.size or not second.size:
-        raise ValueError(f"Expected two tables over the same worlds, got shapes {first.shape} and {second.shape}")
+    if (
+        first.ndim != 2
+        or second.ndim != 2
+        or first.shape[1] != second.shape[1]
+        or not first.size
+        or not second.size
+    ):
+        raise ValueError(
+            f"Expected two tables over the same worlds, got shapes {first.shape} and {second.shape}"
+        )
     rng = np.random.default_rng(seed)
     worlds = _draws(rng, first.shape[1], samples)
     means = _resampled(rng, first, worlds) - _resampled(rng, second, worlds)

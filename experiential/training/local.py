@@ -20,36 +20,54 @@ from experiential.llm.transformers import TransformersLLM
 from experiential.training.batch_loss import Sums, add_sums, batch_loss, means
 from experiential.training.logprobs import Measure, blocked_tokens, token_entropies, token_logprobs
 from experiential.training.packing import Row, micro_batches, pack
-from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, check_sample
+from experiential.training.runtime import (
+    LossSettings,
+    PolicyRuntime,
+    Sample,
+    TrainStats,
+    check_sample,
+)
 from experiential.types import Generation
 
 _STATE = "state.pt"
 BACKGROUND_PATIENCE = 5.0
-"""Seconds that background work on the device waits for rollouts and updates before it gets a turn all the same."""
+"""Seconds that background work on the device waits for rollouts and updates before it gets a turn
+all the same.
+"""
 
 
 class LocalRuntime(PolicyRuntime):
     """Weights, optimiser and generation in one process.
 
-    Generation and training run on one `ComputeLane`, so a training step is atomic for generation and there is
-    nothing to synchronise. With LoRA, several runtimes share one frozen base, each with its own adapter.
+    Generation and training run on one `ComputeLane`, so a training step is atomic for generation
+    and there is nothing to synchronise. With LoRA, several runtimes share one frozen base, each
+    with its own adapter.
 
     Args:
         llm: generates from the weights that are trained.
         optim: AdamW settings.
         name: role of this policy, stored in its generations.
-        reference: keep what the KL penalty needs (the frozen base under LoRA, else a frozen copy of the weights).
+        reference: keep what the KL penalty needs (the frozen base under LoRA, else a frozen copy of
+            the weights).
         priority: of training on the lane; 1 lets rollouts and the other policy's updates go first.
     """
 
     def __init__(
-        self, llm: TransformersLLM, optim: OptimSettings, *, name: str = "actor", reference: bool = False, priority: int = 0
+        self,
+        llm: TransformersLLM,
+        optim: OptimSettings,
+        *,
+        name: str = "actor",
+        reference: bool = False,
+        priority: int = 0,
     ) -> None:
         self.llm, self.optim, self.name = llm, optim, name
         self._priority = priority
         self._model: Any = llm.model
         self._parameters = _trainable(self._model, llm.adapter)
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
         self._branching: bool | None = None
         self._reference: list[torch.Tensor] | None = None
         if reference and llm.adapter is None:
@@ -86,11 +104,15 @@ class LocalRuntime(PolicyRuntime):
 
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Log-probability of each trained token, per sample, in nats."""
-        return await self.llm.lane.run(lambda: self._measured(samples, token_logprobs), priority=self._priority)
+        return await self.llm.lane.run(
+            lambda: self._measured(samples, token_logprobs), priority=self._priority
+        )
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Entropy of what each trained token was drawn from, per sample, in nats."""
-        return await self.llm.lane.run(lambda: self._measured(samples, token_entropies), priority=self._priority)
+        return await self.llm.lane.run(
+            lambda: self._measured(samples, token_entropies), priority=self._priority
+        )
 
     def foreground(self) -> AbstractContextManager[None]:
         """Keep the lane for rollouts inside the block."""
@@ -128,7 +150,9 @@ class LocalRuntime(PolicyRuntime):
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         begin = time.perf_counter()
         stats = TrainStats(
-            samples=len(samples), tokens=sum(len(s.positions) for s in samples), sequence_tokens=sum(len(s.tokens) for s in samples)
+            samples=len(samples),
+            tokens=sum(len(s.positions) for s in samples),
+            sequence_tokens=sum(len(s.tokens) for s in samples),
         )
         self._activate(training=True)
         generator, sums = torch.Generator().manual_seed(loss.seed), Sums()
@@ -147,11 +171,15 @@ class LocalRuntime(PolicyRuntime):
         stats.seconds = time.perf_counter() - begin
         return stats
 
-    def _step(self, samples: list[Sample], loss: LossSettings, stats: TrainStats, sums: Sums) -> None:
+    def _step(
+        self, samples: list[Sample], loss: LossSettings, stats: TrainStats, sums: Sums
+    ) -> None:
         """One optimiser step, its gradient accumulated over micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         total = sum(len(s.positions) for s in samples)
-        for rows in micro_batches(pack(samples, parity=self._parity()), self.optim.tokens_per_micro_batch):
+        for rows in micro_batches(
+            pack(samples, parity=self._parity()), self.optim.tokens_per_micro_batch
+        ):
             value, metrics = self._loss(rows, samples, loss, total)
             cast("Any", value).backward()  # torch leaves its arguments untyped
             stats.loss += float(value.detach())
@@ -169,15 +197,20 @@ class LocalRuntime(PolicyRuntime):
     def _parity(self) -> int:
         """Row length at which attention costs as much as all else, or 0 if rows must not branch.
 
-        Counted in operations that is 6 d for a transformer of width d; measured on CPUs, where attention is the slower kind, 4 d.
+        Counted in operations that is 6 d for a transformer of width d; measured on CPUs, where
+        attention is the slower kind, 4 d.
         """
         if self._branching is None:
             self._branching = _branches(self._model)
         return 4 * _base(self._model).config.hidden_size if self._branching else 0
 
-    def _loss(self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int) -> tuple[torch.Tensor, Sums]:
+    def _loss(
+        self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int
+    ) -> tuple[torch.Tensor, Sums]:
         members = [samples[i] for row in rows for i in row.samples]
-        reference = self._reference_logprobs(rows, samples) if loss.kl > 0 else None  # first: it swaps weights in place
+        reference = (
+            self._reference_logprobs(rows, samples) if loss.kl > 0 else None
+        )  # first: it swaps weights in place
         logp = self._logprobs(rows, samples)
         return batch_loss(logp, members, loss, total, reference)
 
@@ -190,7 +223,9 @@ class LocalRuntime(PolicyRuntime):
             check_sample(sample)
         self._activate(training=False)
         with torch.no_grad():
-            for rows in micro_batches(pack(chosen, parity=self._parity()), self.optim.tokens_per_micro_batch):
+            for rows in micro_batches(
+                pack(chosen, parity=self._parity()), self.optim.tokens_per_micro_batch
+            ):
                 members = [m for row in rows for m in row.samples]
                 values: list[float] = cast("Any", self._logprobs(rows, chosen, measure)).tolist()
                 for member in members:
@@ -198,10 +233,16 @@ class LocalRuntime(PolicyRuntime):
                     found[usable[member]], values = tuple(values[:count]), values[count:]
         return found
 
-    def _logprobs(self, rows: list[Row], samples: list[Sample], measure: Measure = token_logprobs) -> torch.Tensor:
+    def _logprobs(
+        self, rows: list[Row], samples: list[Sample], measure: Measure = token_logprobs
+    ) -> torch.Tensor:
         """Log-probability (or another measure) of every trained token of the rows' samples, in the order of ``rows``, shape (n,)."""
         device = next(self._model.parameters()).device
-        places = [(i, m, path) for i, row in enumerate(rows) for m, path in zip(row.samples, row.paths, strict=True)]
+        places = [
+            (i, m, path)
+            for i, row in enumerate(rows)
+            for m, path in zip(row.samples, row.paths, strict=True)
+        ]
         wanted = [(i, path[p - 1]) for i, m, path in places for p in samples[m].positions]
         unique: dict[tuple[int, int], int] = {}
         where = [unique.setdefault(key, len(unique)) for key in wanted]
@@ -209,7 +250,11 @@ class LocalRuntime(PolicyRuntime):
         logits = _logits(self._model, _inputs(rows, device, _base(self._model).dtype), picks)
         members = [samples[m] for row in rows for m in row.samples]
         blocked = blocked_tokens(members, logits.shape[1], lambda: self.llm.schemas)
-        return measure(logits[torch.tensor(where, device=device)], members, blocked if blocked is None else blocked.to(device))
+        return measure(
+            logits[torch.tensor(where, device=device)],
+            members,
+            blocked if blocked is None else blocked.to(device),
+        )
 
     def _reference_logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
         with torch.no_grad():
@@ -217,7 +262,10 @@ class LocalRuntime(PolicyRuntime):
                 with self._model.disable_adapter():
                     return self._logprobs(rows, samples)
             if self._reference is None:
-                raise ConfigError("Expected LocalRuntime(reference=True) when the KL weight is positive, got reference=False")
+                raise ConfigError(
+                    "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
+                    " reference=False"
+                )
             current = [p.detach().clone() for p in self._parameters]
             _copy(self._reference, self._parameters)
             values = self._logprobs(rows, samples)
@@ -232,17 +280,32 @@ class LocalRuntime(PolicyRuntime):
     def _save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         weights = [p.detach().cpu() for p in self._parameters]
-        anchored = {"reference": [p.cpu() for p in self._reference]} if self._anchored and self._reference is not None else {}
-        state = {"weights": weights, "optimizer": self._optimizer.state_dict(), "version": self.version}
+        anchored = (
+            {"reference": [p.cpu() for p in self._reference]}
+            if self._anchored and self._reference is not None
+            else {}
+        )
+        state = {
+            "weights": weights,
+            "optimizer": self._optimizer.state_dict(),
+            "version": self.version,
+        }
         torch.save(state | anchored, folder / _STATE)
-        (folder / "policy.json").write_text(json.dumps({"name": self.name, "version": self.version, "adapter": self.llm.adapter}))
+        (folder / "policy.json").write_text(
+            json.dumps({"name": self.name, "version": self.version, "adapter": self.llm.adapter})
+        )
 
     def _load(self, folder: Path) -> None:
         if not (folder / _STATE).is_file():
-            raise CheckpointError(f"Expected a policy state in {folder}, found no {_STATE}; choose another checkpoint")
+            raise CheckpointError(
+                f"Expected a policy state in {folder}, found no {_STATE}; choose another checkpoint"
+            )
         state = torch.load(folder / _STATE, weights_only=True)
         if [w.shape for w in state["weights"]] != [p.shape for p in self._parameters]:
-            raise CheckpointError(f"Expected weights of this model in {folder}, got other shapes; resume with the model that was trained")
+            raise CheckpointError(
+                f"Expected weights of this model in {folder}, got other shapes; resume with the"
+                " model that was trained"
+            )
         _copy(state["weights"], self._parameters)
         if "reference" in state and self._reference is not None:
             _copy(state["reference"], self._reference)
@@ -286,7 +349,9 @@ def build_runtimes(
     lane = ComputeLane(patience=BACKGROUND_PATIENCE)
     paired = actor.lora is not None and second == actor and not shared
     model, tokenizer = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
-    other, other_tokenizer = (model, tokenizer) if paired or shared else load_model(second, adapters=("extractor",))
+    other, other_tokenizer = (
+        (model, tokenizer) if paired or shared else load_model(second, adapters=("extractor",))
+    )
     pairs = (
         (actor, "actor", model, tokenizer, optims[0], references[0] or (shared and references[1])),
         (second, "extractor", other, other_tokenizer, optims[1], references[1]),
@@ -320,7 +385,9 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _inputs(rows: Sequence[Row], device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _inputs(
+    rows: Sequence[Row], device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """What the model takes for these rows, padded on the right: plain causal attention where no row branches, else along paths only."""
     width = max(len(r.tokens) for r in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -330,45 +397,73 @@ def _inputs(rows: Sequence[Row], device: torch.device, dtype: torch.dtype) -> di
         mask = torch.arange(width) < torch.tensor([len(r.tokens) for r in rows])[:, None]
         return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
     positions = torch.zeros(len(rows), width, dtype=torch.long)
-    visible = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)  # padding sees itself: a softmax over nothing is not a number
+    visible = torch.eye(width, dtype=torch.bool).repeat(
+        len(rows), 1, 1
+    )  # padding sees itself: a softmax over nothing is not a number
     for i, row in enumerate(rows):
         n = len(row.tokens)
         positions[i, :n] = torch.tensor(row.positions())
         visible[i, :n, :n] = torch.tensor(row.visible())
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-    return {"input_ids": ids.to(device), "attention_mask": mask[:, None].to(device), "position_ids": positions.to(device)}
+    return {
+        "input_ids": ids.to(device),
+        "attention_mask": mask[:, None].to(device),
+        "position_ids": positions.to(device),
+    }
 
 
 @torch.no_grad()
 def _branches(model: Any) -> bool:
     """Whether the model computes branched rows as it does plain ones, found by trying.
 
-    Not all do: some attention kernels take no mask of their own, and some models make positions themselves.
+    Not all do: some attention kernels take no mask of their own, and some models make positions
+    themselves.
     """
     base = _base(model)
-    if base.config._attn_implementation not in ("sdpa", "eager") or "position_ids" not in signature(base.base_model.forward).parameters:
+    if (
+        base.config._attn_implementation not in ("sdpa", "eager")
+        or "position_ids" not in signature(base.base_model.forward).parameters
+    ):
         return False
     paths = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
-    tokens = tuple(t % base.get_input_embeddings().num_embeddings for t in (11, 23, 31, 41, 53, 61, 73))
+    tokens = tuple(
+        t % base.get_input_embeddings().num_embeddings for t in (11, 23, 31, 41, 53, 61, 73)
+    )
     row = Row(tokens, (0, 1), paths)
-    alone = [Row(tuple(tokens[i] for i in path), (0,), (tuple(range(len(path))),)) for path in paths]
+    alone = [
+        Row(tuple(tokens[i] for i in path), (0,), (tuple(range(len(path))),)) for path in paths
+    ]
     training, device = base.training, next(base.parameters()).device
     base.eval()
     try:
-        together = base.base_model(**_inputs([row], device, base.dtype)).last_hidden_state[0, [*paths[0], *paths[1]]].float()
-        apart = base.base_model(**_inputs(alone, device, base.dtype)).last_hidden_state.flatten(0, 1).float()
+        together = (
+            base.base_model(**_inputs([row], device, base.dtype))
+            .last_hidden_state[0, [*paths[0], *paths[1]]]
+            .float()
+        )
+        apart = (
+            base.base_model(**_inputs(alone, device, base.dtype))
+            .last_hidden_state.flatten(0, 1)
+            .float()
+        )
     except (RuntimeError, ValueError, TypeError, IndexError):  # a model that refuses such a mask
         return False
     finally:
         base.train(training)
-    return bool((together - apart).abs().max() <= 10 * torch.finfo(base.dtype).eps ** 0.75 * apart.abs().max())
+    return bool(
+        (together - apart).abs().max()
+        <= 10 * torch.finfo(base.dtype).eps ** 0.75 * apart.abs().max()
+    )
 
 
 def _logits(model: Any, inputs: dict[str, torch.Tensor], picks: torch.Tensor) -> torch.Tensor:
     """Logits in float32 at (row, position) ``picks`` of shape (m, 2) only: the head never sees the other positions."""
     base = _base(model)
     config = base.config
-    if any(getattr(config, name, None) not in (None, 1, 1.0) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")):
+    if any(
+        getattr(config, name, None) not in (None, 1, 1.0)
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    ):
         full = model(**inputs).logits
         return full[picks[:, 0], picks[:, 1]].float()
     hidden = base.base_model(**inputs).last_hidden_state

@@ -13,22 +13,30 @@ Measure = Callable[[torch.Tensor, Sequence[Sample], torch.Tensor | None], torch.
 """Takes logits, samples and what was blocked, and gives one number per trained token."""
 
 
-def token_logprobs(logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None) -> torch.Tensor:
+def token_logprobs(
+    logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None
+) -> torch.Tensor:
     """Log-probability of every trained token under its sample's temperature and constraint.
 
     Args:
-        logits: float32, shape (n, vocabulary): one row per trained token of ``members``, in their order.
+        logits: float32, shape (n, vocabulary): one row per trained token of ``members``, in their
+            order.
         members: the samples.
-        blocked: what could not have been drawn, shape (n, vocabulary), on the device of ``logits``; None when anything could.
+        blocked: what could not have been drawn, shape (n, vocabulary), on the device of ``logits``;
+            None when anything could.
 
     Returns:
         shape (n,), in nats.
     """
-    tokens = torch.tensor([s.tokens[p] for s in members for p in s.positions], device=logits.device, dtype=torch.long)
+    tokens = torch.tensor(
+        [s.tokens[p] for s in members for p in s.positions], device=logits.device, dtype=torch.long
+    )
     return _log_softmax(logits, members, blocked).gather(1, tokens[:, None])[:, 0]
 
 
-def token_entropies(logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None) -> torch.Tensor:
+def token_entropies(
+    logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None
+) -> torch.Tensor:
     """Entropy of what every trained token was drawn from: -sum_v p(v) log p(v), with the arguments of ``token_logprobs``.
 
     Returns:
@@ -38,23 +46,32 @@ def token_entropies(logits: torch.Tensor, members: Sequence[Sample], blocked: to
     return -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0.0)).sum(dim=1)
 
 
-def _log_softmax(logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None) -> torch.Tensor:
-    temperatures = torch.tensor([s.temperature for s in members for _ in s.positions], device=logits.device)
-    scaled = logits / temperatures[:, None] if any(s.temperature != 1.0 for s in members) else logits
+def _log_softmax(
+    logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None
+) -> torch.Tensor:
+    temperatures = torch.tensor(
+        [s.temperature for s in members for _ in s.positions], device=logits.device
+    )
+    scaled = (
+        logits / temperatures[:, None] if any(s.temperature != 1.0 for s in members) else logits
+    )
     if blocked is not None:
         scaled = scaled.masked_fill(blocked, float("-inf"))
     return torch.log_softmax(scaled, dim=1)
 
 
-def blocked_tokens(members: Sequence[Sample], vocabulary: int, schemas: Callable[[], Schemas]) -> torch.Tensor | None:
+def blocked_tokens(
+    members: Sequence[Sample], vocabulary: int, schemas: Callable[[], Schemas]
+) -> torch.Tensor | None:
     """The tokens that could not have been drawn at each trained position, shape (n, vocabulary); None when any could.
 
     Args:
         members: the samples.
         vocabulary: columns of the logits.
-        schemas: gives what restricts responses to a JSON schema; only called for samples that have one.
+        schemas: gives what restricts responses to a JSON schema; only called for samples that have
+            one.
     """
-    sets = [a for s in members for a in (s.allowed or ((),) * len(s.positions))]
+    sets = [a for s in members for a in s.allowed or ((),) * len(s.positions)]
     if not any(sets) and not any(s.json_schema for s in members):
         return None
     blocked = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
@@ -63,7 +80,9 @@ def blocked_tokens(members: Sequence[Sample], vocabulary: int, schemas: Callable
         end = start + len(sample.positions)
         if sample.json_schema is not None:
             places = [p - sample.response for p in sample.positions]
-            allowed = schemas().allowed(sample.json_schema, sample.tokens[sample.response :], places)
+            allowed = schemas().allowed(
+                sample.json_schema, sample.tokens[sample.response :], places
+            )
             blocked[start:end] = torch.as_tensor(~allowed)
         start = end
     blocked[[i for i, a in enumerate(sets) if a]] = True

@@ -25,24 +25,27 @@ def ppo_clip_loss(
 ) -> tuple[Tensor, Stats]:
     """Clipped surrogate of eq. 4 and 5 of Complementary RL, negated.
 
-    loss = -sum_s w_s * mean over t in s of min(rho A, clip(rho, 1 - low, 1 + high) A). With ``ratio="token"`` rho_t is
-    pi(t) / pi_old(t), as in GRPO's code; with ``"sequence"`` it is the ratio of the whole sequence, exp of the *sum* of its
-    token log-ratios, as eq. 4 is written, and A is the mean of the sequence's token advantages. With
-    ``advantages.split_group_advantages`` and ``advantages.split_weights`` this is eq. 5.
+    loss = -sum_s w_s * mean over t in s of min(rho A, clip(rho, 1 - low, 1 + high) A). With
+    ``ratio="token"`` rho_t is pi(t) / pi_old(t), as in GRPO's code; with ``"sequence"`` it is the
+    ratio of the whole sequence, exp of the *sum* of its token log-ratios, as eq. 4 is written, and
+    A is the mean of the sequence's token advantages. With ``advantages.split_group_advantages`` and
+    ``advantages.split_weights`` this is eq. 5.
 
     Args:
-        logp: log-probability of each token under the policy, shape (n,), float, carries the gradient.
+        logp: log-probability of each token under the policy, shape (n,), float, carries the
+            gradient.
         old_logp: the same under the behaviour policy, shape (n,).
         advantages: advantage of each token (that of its sequence), shape (n,).
-        segment: index of each token's sequence in [0, m), shape (n,), long. A sequence-level ratio needs all its tokens here.
+        segment: index of each token's sequence in [0, m), shape (n,), long. A sequence-level ratio
+            needs all its tokens here.
         weights: weight of each sequence, shape (m,); a sequence without tokens adds nothing.
         clip_low: how far below 1 the ratio may fall before it stops mattering.
         clip_high: how far above 1.
         ratio: ``token`` or ``sequence``.
 
     Returns:
-        the loss, a scalar, and ``ratio`` (mean), ``clip_fraction`` (share of terms where the clipped branch is taken) and
-        ``kl`` (k3 estimate of KL(old || new) per token).
+        the loss, a scalar, and ``ratio`` (mean), ``clip_fraction`` (share of terms where the
+        clipped branch is taken) and ``kl`` (k3 estimate of KL(old || new) per token).
 
     Raises:
         ValueError: the token tensors have different shapes, or ``ratio`` is unknown.
@@ -56,7 +59,9 @@ def ppo_clip_loss(
     if ratio == "sequence":
         lengths = torch.bincount(segment, minlength=len(weights))
         present, share = lengths > 0, weights[lengths > 0]
-        advantages = (_segment_sum(advantages, segment, len(weights)) / lengths.clamp(min=1))[present]
+        advantages = (_segment_sum(advantages, segment, len(weights)) / lengths.clamp(min=1))[
+            present
+        ]
         rho = _exp(_segment_sum(log_ratio, segment, len(weights))[present])
     else:
         rho, share = _exp(log_ratio), _token_share(segment, weights)
@@ -65,21 +70,27 @@ def ppo_clip_loss(
     return loss, _stats(log_ratio, rho, clipped < plain)
 
 
-def cispo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float) -> tuple[Tensor, Stats]:
+def cispo_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+) -> tuple[Tensor, Stats]:
     """CISPO, eq. 3 of Complementary RL, negated: -(1 / n) * sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_t log pi(t).
 
-    The clipped ratio only weighs the gradient (sg: stop-gradient), so that no token loses its gradient. The mean is over all
-    tokens of the batch. Its gradient at rho = 1 is that of REINFORCE.
+    The clipped ratio only weighs the gradient (sg: stop-gradient), so that no token loses its
+    gradient. The mean is over all tokens of the batch. Its gradient at rho = 1 is that of
+    REINFORCE.
 
     Args:
-        logp: log-probability of each token under the policy, shape (n,), float, carries the gradient.
-        old_logp: the same under the policy that sampled it (stored at generation, not recomputed), shape (n,).
+        logp: log-probability of each token under the policy, shape (n,), float, carries the
+            gradient.
+        old_logp: the same under the policy that sampled it (stored at generation, not recomputed),
+            shape (n,).
         advantages: advantage of each token, eq. 7's weight included, shape (n,).
         eps_low: how far below 1 the ratio may fall before it is clipped.
         eps_high: how far above 1.
 
     Returns:
-        the loss, a scalar, and the statistics of ``ppo_clip_loss`` (``clip_fraction``: tokens whose ratio was clipped).
+        the loss, a scalar, and the statistics of ``ppo_clip_loss`` (``clip_fraction``: tokens whose
+        ratio was clipped).
 
     Raises:
         ValueError: the tensors have different shapes.
@@ -104,7 +115,8 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
         ref_logp: the same under the reference, shape (n,).
 
     Returns:
-        the estimates, shape (n,); the gradient flows through ``logp`` only if ``ref_logp`` is detached by the caller.
+        the estimates, shape (n,); the gradient flows through ``logp`` only if ``ref_logp`` is
+        detached by the caller.
 
     Raises:
         ValueError: the shapes differ.
@@ -134,15 +146,19 @@ def sft_loss(logp: Tensor, segment: Tensor, weights: Tensor) -> Tensor:
     return -(_token_share(segment, weights) * logp).sum()
 
 
-def reverse_kl_loss(logp: Tensor, teacher_logp: Tensor, *, segment: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
+def reverse_kl_loss(
+    logp: Tensor, teacher_logp: Tensor, *, segment: Tensor, weights: Tensor
+) -> tuple[Tensor, Stats]:
     """On-policy distillation by KL(pi || teacher): the internalisation that ERL's appendix gives beside the supervised one.
 
-    loss = sum_s w_s * mean over t in s of sg(log pi(t) - log teacher(t)) log pi(t), for tokens drawn from pi (sg: stop-gradient). In
-    expectation its gradient is that of the divergence: the term that is left out, the gradient of log pi itself, has mean zero
-    under pi. The value is not the divergence; ``kl_teacher`` estimates that.
+    loss = sum_s w_s * mean over t in s of sg(log pi(t) - log teacher(t)) log pi(t), for tokens
+    drawn from pi (sg: stop-gradient). In expectation its gradient is that of the divergence: the
+    term that is left out, the gradient of log pi itself, has mean zero under pi. The value is not
+    the divergence; ``kl_teacher`` estimates that.
 
     Args:
-        logp: log-probability of each token under the policy that drew it, without the context that the teacher has, shape (n,), float.
+        logp: log-probability of each token under the policy that drew it, without the context that
+            the teacher has, shape (n,), float.
         teacher_logp: the same token under the teacher, shape (n,).
         segment: index of each token's sequence in [0, m), shape (n,), long.
         weights: weight of each sequence, shape (m,).
@@ -158,13 +174,17 @@ def reverse_kl_loss(logp: Tensor, teacher_logp: Tensor, *, segment: Tensor, weig
         return logp.sum() * 0.0, {"kl_teacher": 0.0}
     gap = (logp - teacher_logp).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     divergence = kl_k3(logp.detach(), teacher_logp)
-    return (_token_share(segment, weights) * gap * logp).sum(), {"kl_teacher": float(divergence.mean())}
+    return (_token_share(segment, weights) * gap * logp).sum(), {
+        "kl_teacher": float(divergence.mean())
+    }
 
 
 def _same_shape(first: Tensor, *others: Tensor) -> None:
     shapes = [tuple(t.shape) for t in (first, *others)]
     if first.ndim != 1 or len(set(shapes)) != 1:
-        raise ValueError(f"Expected token tensors of one shape (n,), got {', '.join(map(str, shapes))}")
+        raise ValueError(
+            f"Expected token tensors of one shape (n,), got {', '.join(map(str, shapes))}"
+        )
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

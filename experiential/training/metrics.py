@@ -35,7 +35,9 @@ class Metrics:
     def rewind(self, step: int) -> None:
         """Drop the events of steps after ``step``: a resumed run plays them again."""
         self._file.close()
-        kept = [e for e in read_events(self.path) if e.get("step", 0) <= step and e["event"] != "end"]
+        kept = [
+            e for e in read_events(self.path) if e.get("step", 0) <= step and e["event"] != "end"
+        ]
         self.path.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -57,7 +59,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             events.append(json.loads(line))
         except json.JSONDecodeError as error:
             if number < len(lines):
-                raise ConfigError(f"Expected JSON in line {number} of {path}, got: {error}") from error
+                raise ConfigError(
+                    f"Expected JSON in line {number} of {path}, got: {error}"
+                ) from error
     return events
 
 

@@ -1,8 +1,9 @@
 """Packing of samples into forward passes, so that no prefix is computed twice that could be computed once.
 
-The inputs of all samples form a forest: members of a group share their prompt, turns of an episode continue one another.
-A `Row` is a part of it laid out in one sequence, branch after branch; with positions counted along each path and attention
-to the path alone, every token sees exactly what it would see in a row of its own, and so gets the same gradient.
+The inputs of all samples form a forest: members of a group share their prompt, turns of an episode
+continue one another. A `Row` is a part of it laid out in one sequence, branch after branch; with
+positions counted along each path and attention to the path alone, every token sees exactly what it
+would see in a row of its own, and so gets the same gradient.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ class Row:
 def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
     """Rows that hold every sample's inputs ``tokens[:last position]``, longest first.
 
-    Sorted lexicographically, a sequence stands right before its extensions and beside those it shares most with, so one
-    backward pass finds what to share with what. A sequence that only shares a beginning with its neighbour branches off
-    its row where that computes less than a row of its own, each row of n tokens costing n + n^2 / parity.
+    Sorted lexicographically, a sequence stands right before its extensions and beside those it
+    shares most with, so one backward pass finds what to share with what. A sequence that only
+    shares a beginning with its neighbour branches off its row where that computes less than a row
+    of its own, each row of n tokens costing n + n^2 / parity.
 
     Args:
         samples: what to pack.
-        parity: row length at which attention costs as much as all else; 0 keeps every row one unbranched sequence.
+        parity: row length at which attention costs as much as all else; 0 keeps every row one
+            unbranched sequence.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
@@ -62,7 +65,9 @@ def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
     last: tuple[int, ...] = ()
     for tokens in sorted(members, reverse=True):
         shared = _common(last, tokens)
-        if not rows or not (shared == len(tokens) or _worthwhile(len(rows[-1].tokens), len(tokens), shared, parity)):
+        if not rows or not (
+            shared == len(tokens) or _worthwhile(len(rows[-1].tokens), len(tokens), shared, parity)
+        ):
             rows.append(_Tree([], [], []))
             shared = 0
         rows[-1].grow(tokens, shared, members[tokens])
@@ -107,7 +112,10 @@ class _Tree:
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     """Length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
 
 
 def _worthwhile(width: int, tokens: int, shared: int, parity: int) -> bool:

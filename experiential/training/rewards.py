@@ -42,8 +42,8 @@ def use_outcomes(trajectories: Iterable[Trajectory]) -> Iterator[tuple[Use, bool
 def entry_rewards(uses: Iterable[tuple[Use, bool]]) -> dict[Key, float]:
     """Mean reward of each experience version: r(m) = 1/|T_m| * sum over tau in T_m of r(m, tau), section 3.3.
 
-    T_m is a set of episodes, so an entry that reached one episode several times counts once for it; uses that name no
-    episode count each.
+    T_m is a set of episodes, so an entry that reached one episode several times counts once for it;
+    uses that name no episode count each.
 
     Args:
         uses: uses with the success of their episode, as ``use_outcomes`` gives them.
@@ -69,8 +69,8 @@ CRITIC_SCORES: dict[Verdict, float] = {"accept": 1.0, "refine": 0.5, "reject": 0
 def critic_reward(verdict: Verdict | None, outcome: float) -> float:
     """r~(m) = s_c(m) + r(m): eq. 8 of Complementary RL.
 
-    s_c is 1 for accept, 0.5 for refine and 0 for reject, so the outcome always counts and no failure that was accepted outweighs a
-    success that was refined.
+    s_c is 1 for accept, 0.5 for refine and 0 for reject, so the outcome always counts and no
+    failure that was accepted outweighs a success that was refined.
 
     Args:
         verdict: what the actor said of the entry; None adds nothing.
@@ -79,7 +79,9 @@ def critic_reward(verdict: Verdict | None, outcome: float) -> float:
     return outcome + (CRITIC_SCORES[verdict] if verdict is not None else 0.0)
 
 
-def relative_rewards(outcomes: npt.ArrayLike, group: Sequence[object], guided: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def relative_rewards(
+    outcomes: npt.ArrayLike, group: Sequence[object], guided: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
     """Gain of each guided member over the free members of its group: R - mean of R over them (appendix B.2 of Complementary RL).
 
     Args:
@@ -88,19 +90,26 @@ def relative_rewards(outcomes: npt.ArrayLike, group: Sequence[object], guided: n
         guided: its condition, shape (n,), bool.
 
     Returns:
-        gains, shape (n,), in [-1, 1]; not a number for free members, and where a group has no free member.
+        gains, shape (n,), in [-1, 1]; not a number for free members, and where a group has no free
+        member.
 
     Raises:
         ValueError: the shapes differ.
     """
     values, condition = np.asarray(outcomes, dtype=np.float64), np.asarray(guided, dtype=bool)
     if values.shape != condition.shape or values.shape != (len(group),):
-        raise ValueError(f"Expected outcomes, group and guided of one length, got {values.shape}, {len(group)} and {condition.shape}")
+        raise ValueError(
+            f"Expected outcomes, group and guided of one length, got {values.shape}, {len(group)}"
+            f" and {condition.shape}"
+        )
     free: dict[object, list[float]] = {}
     for name, value, shown in zip(group, values.tolist(), condition.tolist(), strict=True):
         if not shown:
             free.setdefault(name, []).append(value)
-    base = np.array([sum(free[name]) / len(free[name]) if name in free else math.nan for name in group], dtype=np.float64)
+    base = np.array(
+        [sum(free[name]) / len(free[name]) if name in free else math.nan for name in group],
+        dtype=np.float64,
+    )
     return np.where(condition, values - base, math.nan)
 
 
@@ -109,14 +118,22 @@ BonusKind = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
 
 
 def entropy_bonus(
-    before: float, after: float, kind: BonusKind, *, weight: float, low: float = -1.0, high: float = 1.0, temperature: float = 1.0
+    before: float,
+    after: float,
+    kind: BonusKind,
+    *,
+    weight: float,
+    low: float = -1.0,
+    high: float = 1.0,
+    temperature: float = 1.0,
 ) -> float:
     """Bonus for an entry that makes the actor surer of the task: appendix B.2 of Complementary RL, with D = H(q) - H(q, m).
 
     * ``relative``: w clip(D / H(q), low, high);
     * ``tanh``: w tanh(D);
     * ``sigmoid``: w (2 sigmoid(D / tau) - 1);
-    * ``asymmetric``: w clip(D, low, high), with a ``low`` nearer to 0 than ``high`` where harm shall cost less than help earns;
+    * ``asymmetric``: w clip(D, low, high), with a ``low`` nearer to 0 than ``high`` where harm
+      shall cost less than help earns;
     * ``log``: w sgn(D) log(1 + abs(D)).
 
     Args:
@@ -140,7 +157,9 @@ def entropy_bonus(
         case "tanh":
             return weight * math.tanh(gain)
         case "sigmoid":
-            return weight * math.tanh(gain / (2 * temperature))  # 2 sigmoid(x) - 1 = tanh(x / 2), and does not overflow
+            return weight * math.tanh(
+                gain / (2 * temperature)
+            )  # 2 sigmoid(x) - 1 = tanh(x / 2), and does not overflow
         case "asymmetric":
             return weight * min(high, max(low, gain))
         case "log":
@@ -153,7 +172,9 @@ ALL_PARTS: tuple[FormatPart, ...] = get_args(FormatPart)
 _THINK_SCORES = (0.0, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 _MOST_THOUGHTS = 8
 _FOUND: dict[FormatPart, re.Pattern[str]] = {
-    "think": re.compile(r"<think>\s*(?=[^\s<])(?:(?!<think>).)*?</think>", re.DOTALL | re.IGNORECASE),
+    "think": re.compile(
+        r"<think>\s*(?=[^\s<])(?:(?!<think>).)*?</think>", re.DOTALL | re.IGNORECASE
+    ),
     "search_experience": re.compile(r"<search_experience>", re.IGNORECASE),
     "search_knowledge": re.compile(r"<search_knowledge>|(?<![\w<])search\[", re.IGNORECASE),
     "answer": re.compile(r"<answer>\s*[^\s<]|(?<![\w<])answer\[", re.IGNORECASE),
@@ -163,7 +184,8 @@ _FOUND: dict[FormatPart, re.Pattern[str]] = {
 def think_score(blocks: int) -> float:
     """R_think of EvolveR by the number of thoughts: 0, .2, .3, .4, .6, .8, 1 for none to six, 1 for seven and eight, .5 for more.
 
-    The published code gives 0 for seven and eight, a gap in its table that the paper does not state.
+    The published code gives 0 for seven and eight, a gap in its table that the paper does not
+    state.
     """
     if blocks > _MOST_THOUGHTS:
         return 0.5
@@ -188,9 +210,10 @@ def search_score(experience: int, knowledge: int, kinds: int = 2) -> float:
 def format_reward(responses: Sequence[str], parts: Sequence[FormatPart] = ALL_PARTS) -> float:
     """R_format of EvolveR: 1[complete] (R_think + R_search) / 2, in [0, 1].
 
-    Complete are responses with at least one thought, one search of any kind and one answer. What the environment has no use for is
-    left out of ``parts``: it is then neither asked for nor scored, and where one of R_think and R_search is left out, the other is the
-    whole. Where an environment has no knowledge to search, the search for experience is the only kind.
+    Complete are responses with at least one thought, one search of any kind and one answer. What
+    the environment has no use for is left out of ``parts``: it is then neither asked for nor
+    scored, and where one of R_think and R_search is left out, the other is the whole. Where an
+    environment has no knowledge to search, the search for experience is the only kind.
 
     Args:
         responses: what the policy wrote in one episode, in order.
@@ -201,17 +224,29 @@ def format_reward(responses: Sequence[str], parts: Sequence[FormatPart] = ALL_PA
     """
     searches = [part for part in parts if part.startswith("search")]
     if not searches and "think" not in parts:
-        raise ValueError(f"Expected think or a search among the parts of the format reward, got {', '.join(parts) or 'none'}")
-    count = {part: sum(len(_FOUND[part].findall(text)) for text in responses) if part in parts else 0 for part in ALL_PARTS}
+        raise ValueError(
+            "Expected think or a search among the parts of the format reward, got"
+            f" {', '.join(parts) or 'none'}"
+        )
+    count = {
+        part: sum(len(_FOUND[part].findall(text)) for text in responses) if part in parts else 0
+        for part in ALL_PARTS
+    }
     asked = [count[part] > 0 for part in parts if part in ("think", "answer")]
     if not all(asked) or (searches and not any(count[part] for part in searches)):
         return 0.0
     scores = [think_score(count["think"])] if "think" in parts else []
-    scores += [search_score(count["search_experience"], count["search_knowledge"], len(searches))] if searches else []
+    scores += (
+        [search_score(count["search_experience"], count["search_knowledge"], len(searches))]
+        if searches
+        else []
+    )
     return sum(scores) / len(scores)
 
 
-def evolver_reward(outcome: float, form: float, *, outcome_weight: float = 1.0, format_weight: float = 0.1) -> float:
+def evolver_reward(
+    outcome: float, form: float, *, outcome_weight: float = 1.0, format_weight: float = 0.1
+) -> float:
     """R = (w_o R_outcome + w_f R_format) / (w_o + w_f), with the weights of EvolveR's script as defaults.
 
     Args:
@@ -225,5 +260,8 @@ def evolver_reward(outcome: float, form: float, *, outcome_weight: float = 1.0, 
     """
     total = outcome_weight + format_weight
     if min(outcome_weight, format_weight) < 0 or total <= 0:
-        raise ValueError(f"Expected weights of at least 0 and not both 0, got {outcome_weight} and {format_weight}")
+        raise ValueError(
+            f"Expected weights of at least 0 and not both 0, got {outcome_weight} and"
+            f" {format_weight}"
+        )
     return (outcome_weight * outcome + format_weight * form) / total

@@ -79,7 +79,13 @@ class Roles:
         prompts = prompt_set_name(self._experiment.model)
         if settings.mode == "retry":
             return Retry(prompts=prompts)
-        return Reflector(self._actor, prompts=prompts, temperature=actor.temperature, top_p=actor.top_p, max_tokens=settings.max_tokens)
+        return Reflector(
+            self._actor,
+            prompts=prompts,
+            temperature=actor.temperature,
+            top_p=actor.top_p,
+            max_tokens=settings.max_tokens,
+        )
 
 
 def prompt_set_name(settings: ModelSettings) -> str:
@@ -104,5 +110,13 @@ def build_policies(experiment: Experiment) -> Runtimes:
     optims = (experiment.actor.optim, experiment.extractor.optim)
     extractor = experiment.extractor
     references = (experiment.actor.kl > 0, extractor.enabled and extractor.kl > 0)
-    one = extractor.shared or not extractor.enabled  # without an extractor nothing asks a second policy
-    return build_runtimes(experiment.model, None if one else experiment.extractor_model, optims, references=references, shared=one)
+    one = (
+        extractor.shared or not extractor.enabled
+    )  # without an extractor nothing asks a second policy
+    return build_runtimes(
+        experiment.model,
+        None if one else experiment.extractor_model,
+        optims,
+        references=references,
+        shared=one,
+    )

@@ -45,8 +45,8 @@ class Task:
 class Job:
     """One episode to play: a task, its condition and the seed of its sampling.
 
-    ``advice`` is a block that the actor sees from the start in place of what the bank would give; ``attempt`` counts the tries at one
-    instance, from 1.
+    ``advice`` is a block that the actor sees from the start in place of what the bank would give;
+    ``attempt`` counts the tries at one instance, from 1.
     """
 
     task: Task
@@ -83,7 +83,9 @@ class Episode:
 class NoBank:
     """Stands where a manager would when a recipe has no bank: finds nothing, keeps nothing."""
 
-    def search(self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = "") -> Any:
+    def search(
+        self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = ""
+    ) -> Any:
         """No hits."""
         return [] if isinstance(query, str) else [[] for _ in query]
 
@@ -91,7 +93,15 @@ class NoBank:
         """Nothing is queued."""
         return None
 
-    def ask(self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None) -> Answer:
+    def ask(
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        episode: str = "",
+        turn: int = 0,
+        exclude_instance: str | None = None,
+    ) -> Answer:
         """Nothing to say."""
         return Answer()
 
@@ -100,7 +110,9 @@ class NoBank:
 
 
 MakeEnv = Callable[[EnvSettings, dict[str, Any]], gym.Env[str, str]]
-"""Builds the environment that the wrappers stand around, from the settings and further arguments of ``gymnasium.make``."""
+"""Builds the environment that the wrappers stand around, from the settings and further arguments of
+``gymnasium.make``.
+"""
 
 
 def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
@@ -127,12 +139,12 @@ class Slot:
 class Rollout:
     """Slots of environment and actor that play episodes concurrently.
 
-    Environment calls run in threads, so a slow environment or a bank query never holds up the others; the backend
-    batches the actors' requests. An environment with ``areset`` and ``astep`` is awaited instead and holds no thread, so that
-    episodes at once are not bounded by threads.
+    Environment calls run in threads, so a slow environment or a bank query never holds up the
+    others; the backend batches the actors' requests. An environment with ``areset`` and ``astep``
+    is awaited instead and holds no thread, so that episodes at once are not bounded by threads.
 
-    An episode that its environment or the backend fails is data: it comes back with the reason. After an environment failed it is
-    closed, and the next episode of its slot gets a new one.
+    An episode that its environment or the backend fails is data: it comes back with the reason.
+    After an environment failed it is closed, and the next episode of its slot gets a new one.
 
     Args:
         settings: which environment.
@@ -141,7 +153,8 @@ class Rollout:
         make_actor: builds one actor per slot.
         slots: episodes played at once.
         search_and_ask: calls allowed per guided episode; 0 leaves the tool out.
-        search_experience: the same for EvolveR's action; nothing is retrieved at the start of an episode then.
+        search_experience: the same for EvolveR's action; nothing is retrieved at the start of an
+            episode then.
         make_env: builds the innermost environments, on the event loop; in this process by default.
         critic: reviews what was retrieved before an episode begins.
 
@@ -162,7 +175,12 @@ class Rollout:
         make_env: MakeEnv = make_env,
         critic: ActorCritic | None = None,
     ) -> None:
-        self._settings, self._kwargs, self._manager, self._make_actor = settings, kwargs, manager, make_actor
+        self._settings, self._kwargs, self._manager, self._make_actor = (
+            settings,
+            kwargs,
+            manager,
+            make_actor,
+        )
         self._make_env, self._critic = make_env, critic
         self._limit, self._calls, self._lookups = slots, search_and_ask, search_experience
         self._threads = ThreadPoolExecutor(max_workers=min(slots, 32), thread_name_prefix="env")
@@ -211,14 +229,27 @@ class Rollout:
         except EnvError as error:
             await self._discard(slot)
             return _failed(job, info, f"env: {error}", broken=not error.lost)
-        return Episode(stack.env.get_wrapper_attr("last_trajectory"), tuple(slot.actor.generations), asked=tuple(asked), job=job)
+        return Episode(
+            stack.env.get_wrapper_attr("last_trajectory"),
+            tuple(slot.actor.generations),
+            asked=tuple(asked),
+            job=job,
+        )
 
     def _make_stack(self) -> Stack:
-        inner = AwaitedEnv(given(attempted(lambda: self._make_env(self._settings, self._kwargs))), self._settings.reward_range)
+        inner = AwaitedEnv(
+            given(attempted(lambda: self._make_env(self._settings, self._kwargs))),
+            self._settings.reward_range,
+        )
         feedback = self._settings.feedback
         base = inner if feedback == "as_is" else FeedbackWrapper(inner, feedback)
         if self._lookups:
-            asking: dict[str, Any] = {"max_calls": self._lookups, "tag": "search_experience", "refine": False, "offer": True}
+            asking: dict[str, Any] = {
+                "max_calls": self._lookups,
+                "tag": "search_experience",
+                "refine": False,
+                "offer": True,
+            }
             return Stack(SearchAndAskWrapper(base, bank=self._manager, **asking), inner)
         env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, inject="system")
         return Stack(SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner)
@@ -235,17 +266,32 @@ class Rollout:
             _log.warning("Closing an environment failed: %s", reason)
 
     async def _reset(self, stack: Stack, job: Job, version: int) -> Start:
-        options = job.task.options | {"guided": job.condition is Condition.GUIDED, "group": job.task.group, "policy_version": version}
+        options = job.task.options | {
+            "guided": job.condition is Condition.GUIDED,
+            "group": job.task.group,
+            "policy_version": version,
+        }
         await stack.inner.await_reset(seed=job.task.seed, options=dict(job.task.options))
-        observation, info = await self._in_thread(lambda: stack.env.reset(seed=job.task.seed, options=options))
+        observation, info = await self._in_thread(
+            lambda: stack.env.reset(seed=job.task.seed, options=options)
+        )
         if self._critic is not None:
             info = await self._critic.review(stack.env, info)
-        return observation, info if job.advice is None else {**info, "experience_prompt": job.advice}
+        return observation, (
+            info
+            if job.advice is None
+            else {
+                **info,
+                "experience_prompt": job.advice,
+            }
+        )
 
     async def _step(self, stack: Stack, action: str) -> Step:
         if not _calls(stack.env, action):
             await stack.inner.await_step(action)  # a call to the bank does not step the environment
-        observation, reward, terminated, truncated, info = await self._in_thread(partial(stack.env.step, action))
+        observation, reward, terminated, truncated, info = await self._in_thread(
+            partial(stack.env.step, action)
+        )
         return observation, float(reward), terminated, truncated, info
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -255,7 +301,9 @@ class Rollout:
 def _failed(job: Job, info: dict[str, Any], reason: str, *, broken: bool = False) -> Episode:
     """An episode that ended for a technical reason: no turns, no uses, nothing to train on."""
     task = str(info.get("task", ""))
-    told = Trajectory(task=task, group=job.task.group, seed=job.task.seed, condition=job.condition, error=reason)
+    told = Trajectory(
+        task=task, group=job.task.group, seed=job.task.seed, condition=job.condition, error=reason
+    )
     return Episode(told, (), broken, job=job)
 
 
@@ -284,23 +332,30 @@ def shortened(reason: str) -> str:
 
 def failures(episodes: Sequence[Episode]) -> dict[str, int]:
     """How many of these episodes failed for which technical reason, shortened, the most frequent first."""
-    return dict(Counter(shortened(e.trajectory.error) for e in episodes if e.trajectory.error is not None).most_common())
+    return dict(
+        Counter(
+            shortened(e.trajectory.error) for e in episodes if e.trajectory.error is not None
+        ).most_common()
+    )
 
 
 def refuse_broken(episodes: Sequence[Episode]) -> None:
     """Refuse to go on when the environment failed every one of these episodes, since nothing can be learned from it.
 
-    Episodes whose environment went down with its process do not count: the next ones have another, for as long as there is one.
+    Episodes whose environment went down with its process do not count: the next ones have another,
+    for as long as there is one.
 
     Raises:
         ExperientialError: it did; the message names the reasons.
     """
     if not episodes or not all(episode.broken for episode in episodes):
         return
-    reasons = "; ".join(f"{reason} ({count} times)" for reason, count in list(failures(episodes).items())[:3])
+    reasons = "; ".join(
+        f"{reason} ({count} times)" for reason, count in list(failures(episodes).items())[:3]
+    )
     raise ExperientialError(
-        f"Expected an environment that can be played, got {len(episodes)} of {len(episodes)} episodes that it failed: {reasons}; "
-        "try it alone: gymnasium.make, reset and step"
+        f"Expected an environment that can be played, got {len(episodes)} of {len(episodes)}"
+        f" episodes that it failed: {reasons}; try it alone: gymnasium.make, reset and step"
     )
 
 
@@ -310,11 +365,14 @@ def guided_members(group_size: int, guided: str) -> list[Condition]:
     return [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
 
 
-def trajectory_samples(generations: Sequence[Generation], advantage: float | Sequence[float], weight: float) -> list[Sample]:
+def trajectory_samples(
+    generations: Sequence[Generation], advantage: float | Sequence[float], weight: float
+) -> list[Sample]:
     """Samples that train on one trajectory's responses, its weight shared in proportion to their trained tokens.
 
-    Responses whose prompt continues the previous prompt and response token by token become one sample, so that a
-    conversation kept whole costs one forward pass and has one sequence-level ratio.
+    Responses whose prompt continues the previous prompt and response token by token become one
+    sample, so that a conversation kept whole costs one forward pass and has one sequence-level
+    ratio.
 
     Args:
         generations: the responses, in order.
@@ -340,7 +398,11 @@ def credited_uses(trajectory: Trajectory) -> list[Use]:
 
 def _continues(first: Sample, second: Sample) -> bool:
     """Whether both can be one sequence: a schema rules one response only, so samples that have one stay apart."""
-    return first.json_schema is None and second.json_schema is None and second.tokens[: len(first.tokens)] == first.tokens
+    return (
+        first.json_schema is None
+        and second.json_schema is None
+        and second.tokens[: len(first.tokens)] == first.tokens
+    )
 
 
 def _joined(first: Sample, second: Sample) -> Sample:

@@ -25,17 +25,23 @@ class Sample:
 
     Attributes:
         tokens: prompt, responses and observations, as they were fed to the policy, shape (n,).
-        positions: indices of the sampled tokens in ``tokens``; token ``p`` was drawn given ``tokens[:p]``.
+        positions: indices of the sampled tokens in ``tokens``; token ``p`` was drawn given
+            ``tokens[:p]``.
         logprobs: log-probability of each sampled token under the behaviour policy, in nats.
         advantages: advantage of each sampled token.
-        allowed: token ids each draw was restricted to; empty means the whole vocabulary, or what ``json_schema`` allows.
-        json_schema: what the response was restricted to, which begins at ``response`` and runs to the end of ``tokens``.
+        allowed: token ids each draw was restricted to; empty means the whole vocabulary, or what
+            ``json_schema`` allows.
+        json_schema: what the response was restricted to, which begins at ``response`` and runs to
+            the end of ``tokens``.
         response: index in ``tokens``; only needed with a schema.
-        teacher: log-probability of each sampled token under a teacher, for ``reverse_kl`` alone; else empty.
-        weight: weight of this sequence in the loss; the weights of a batch sum to one for sequence-mean losses.
+        teacher: log-probability of each sampled token under a teacher, for ``reverse_kl`` alone;
+            else empty.
+        weight: weight of this sequence in the loss; the weights of a batch sum to one for
+            sequence-mean losses.
         temperature: temperature the log-probabilities were taken at.
         policy_version: optimiser steps the behaviour policy had seen.
-        kind: the loss of this sequence where it is another than that of its batch, as when a batch is learnt from and imitated at once.
+        kind: the loss of this sequence where it is another than that of its batch, as when a batch
+            is learnt from and imitated at once.
     """
 
     tokens: tuple[int, ...]
@@ -65,10 +71,14 @@ def check_sample(sample: Sample) -> None:
     n = len(sample.positions)
     optional = [found for found in (sample.allowed, sample.teacher) if found]
     if any(len(found) != n for found in (sample.logprobs, sample.advantages, *optional)):
-        raise ValueError(f"Expected {n} log-probabilities, advantages, constraints and teacher's, one per position, got other lengths")
+        raise ValueError(
+            f"Expected {n} log-probabilities, advantages, constraints and teacher's, one per"
+            " position, got other lengths"
+        )
     if min(sample.positions) < 1 or max(sample.positions) >= len(sample.tokens):
         raise ValueError(
-            f"Expected positions between 1 and {len(sample.tokens) - 1}, got {min(sample.positions)} to {max(sample.positions)}"
+            f"Expected positions between 1 and {len(sample.tokens) - 1}, got"
+            f" {min(sample.positions)} to {max(sample.positions)}"
         )
 
 
@@ -76,7 +86,9 @@ class LossSettings(Record):
     """Which loss to minimise and its constants."""
 
     kind: LossKind = "ppo"
-    low: float = Field(default=0.2, gt=0.0, description="the ratio is clipped to [1 - low, 1 + high]")
+    low: float = Field(
+        default=0.2, gt=0.0, description="the ratio is clipped to [1 - low, 1 + high]"
+    )
     high: float = Field(default=0.2, gt=0.0)
     ratio: Literal["token", "sequence"] = "token"
     kl: float = Field(default=0.0, ge=0.0)
@@ -89,8 +101,8 @@ class LossSettings(Record):
 class TrainStats:
     """What one call of ``train`` did.
 
-    ``tokens`` counts the sampled tokens learnt from, ``sequence_tokens`` all tokens of all samples, and
-    ``forwarded_tokens`` what was really computed after equal prefixes were shared.
+    ``tokens`` counts the sampled tokens learnt from, ``sequence_tokens`` all tokens of all samples,
+    and ``forwarded_tokens`` what was really computed after equal prefixes were shared.
     """
 
     loss: float = 0.0
@@ -139,7 +151,9 @@ class PolicyRuntime(LLM):
         Raises:
             ConfigError: this kind of runtime does not give it.
         """
-        raise ConfigError(f"Expected a runtime that gives entropies, got {type(self).__name__}; use runtime=local")
+        raise ConfigError(
+            f"Expected a runtime that gives entropies, got {type(self).__name__}; use runtime=local"
+        )
 
     @abstractmethod
     async def sync(self) -> int:
@@ -160,7 +174,8 @@ class PolicyRuntime(LLM):
     async def anchor(self) -> None:
         """Take the weights of now as what a KL penalty is taken to, where the policy keeps a copy for it.
 
-        The frozen base below LoRA adapters, and the reference of a cluster's policy, stay what they are.
+        The frozen base below LoRA adapters, and the reference of a cluster's policy, stay what they
+        are.
         """
 
     async def export(self, folder: Path) -> None:
@@ -168,7 +183,9 @@ class PolicyRuntime(LLM):
         raise NotImplementedError
 
 
-def sample_from_generation(generation: Generation, advantages: Sequence[float] | float, *, weight: float = 1.0) -> Sample:
+def sample_from_generation(
+    generation: Generation, advantages: Sequence[float] | float, *, weight: float = 1.0
+) -> Sample:
     """A sample that trains on one response; tokens that a constraint forced carry no choice and are left out.
 
     Args:
@@ -177,9 +194,16 @@ def sample_from_generation(generation: Generation, advantages: Sequence[float] |
         weight: weight of the sequence.
     """
     n = len(generation.response_ids)
-    values = [float(advantages)] * n if isinstance(advantages, int | float) else [float(a) for a in advantages]
+    values = (
+        [float(advantages)] * n
+        if isinstance(advantages, int | float)
+        else [float(a) for a in advantages]
+    )
     if len(values) != n or len(generation.logprobs) != n:
-        raise ValueError(f"Expected {n} advantages and log-probabilities, got {len(values)} and {len(generation.logprobs)}")
+        raise ValueError(
+            f"Expected {n} advantages and log-probabilities, got {len(values)} and"
+            f" {len(generation.logprobs)}"
+        )
     allowed = generation.allowed or ((),) * n
     keep = [i for i in range(n) if len(allowed[i]) != 1 and values[i] == values[i]]
     start = len(generation.prompt_ids)

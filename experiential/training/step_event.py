@@ -15,7 +15,11 @@ from experiential.types import Condition
 def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> dict[str, Any]:
     """What was played in a step and what the actor made of it; success rates are of first attempts."""
     played = [e.trajectory for e in episodes if e.trajectory.error is None]
-    first = [e.trajectory for e in episodes if e.trajectory.error is None and (e.job is None or e.job.attempt == 1)]
+    first = [
+        e.trajectory
+        for e in episodes
+        if e.trajectory.error is None and (e.job is None or e.job.attempt == 1)
+    ]
     event: dict[str, Any] = {
         "event": "step",
         "step": step + 1,
@@ -23,9 +27,13 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
         "errors": len(episodes) - len(played),
         "reward": _mean([t.reward for t in first]),
         "turns": _mean([float(len(t.turns)) for t in played]),
-        "success_guided": _mean([float(t.success) for t in first if t.condition is Condition.GUIDED]),
+        "success_guided": _mean(
+            [float(t.success) for t in first if t.condition is Condition.GUIDED]
+        ),
         "success_free": _mean([float(t.success) for t in first if t.condition is Condition.FREE]),
-        "success_advised": _mean([float(t.success) for t in first if any(use.verdict != "reject" for use in t.uses)]),
+        "success_advised": _mean(
+            [float(t.success) for t in first if any(use.verdict != "reject" for use in t.uses)]
+        ),
         "actor_loss": update.loss,
         "actor_grad_norm": update.grad_norm,
         "actor_version": update.version,
@@ -36,7 +44,9 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
     }
     event |= {f"actor_{name}": value for name, value in update.metrics.items()}
     if any(any(e.asked) for e in episodes):
-        event["asked"] = _mean([float(sum(e.asked)) for e in episodes if e.trajectory.error is None])
+        event["asked"] = _mean(
+            [float(sum(e.asked)) for e in episodes if e.trajectory.error is None]
+        )
     found = failures(episodes)
     return event | ({"failures": found} if found else {})
 
@@ -58,9 +68,21 @@ def extractor_event(track: ExtractorTrack) -> dict[str, Any]:
 def episode_row(episode: Episode) -> dict[str, Any]:
     """One line of the episode log."""
     t = episode.trajectory
-    fields = {"task_id": t.task_id, "instance": t.instance, "group": t.group, "condition": t.condition.value, "seed": t.seed}
+    fields = {
+        "task_id": t.task_id,
+        "instance": t.instance,
+        "group": t.group,
+        "condition": t.condition.value,
+        "seed": t.seed,
+    }
     fields |= {"attempt": episode.job.attempt if episode.job else 1}
-    return fields | {"success": t.success, "reward": t.reward, "turns": len(t.turns), "uses": len(t.uses), "error": t.error}
+    return fields | {
+        "success": t.success,
+        "reward": t.reward,
+        "turns": len(t.turns),
+        "uses": len(t.uses),
+        "error": t.error,
+    }
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -17,9 +17,9 @@ _WORLDS = 1  # third coordinate of the draws of worlds, so that they differ from
 class TaskSource:
     """Draws the tasks of each step.
 
-    An environment that lists ``worlds`` is asked for them by ``reset(options={"world": i})``, each world once per
-    step while there are enough, and the same ones for ``settings.visits`` steps in a row; any other environment gets
-    fresh seeds.
+    An environment that lists ``worlds`` is asked for them by ``reset(options={"world": i})``, each
+    world once per step while there are enough, and the same ones for ``settings.visits`` steps in a
+    row; any other environment gets fresh seeds.
 
     Args:
         settings: environment settings with the changes of worlds over time.
@@ -36,7 +36,10 @@ class TaskSource:
         rng = np.random.default_rng([self._seed, step])
         seeds = rng.integers(2**31 - 1, size=groups)
         options = self._options(step, groups)
-        return [Task(seed=int(s), group=f"{step}.{i}", options=o) for i, (s, o) in enumerate(zip(seeds, options, strict=True))]
+        return [
+            Task(seed=int(s), group=f"{step}.{i}", options=o)
+            for i, (s, o) in enumerate(zip(seeds, options, strict=True))
+        ]
 
     def jobs(self, step: int, groups: int, group_size: int, guided: str) -> list[Job]:
         """The episodes of a step: each task once per member of its group."""
@@ -53,8 +56,13 @@ class TaskSource:
         rng = np.random.default_rng([self._seed, step // self._visits, _WORLDS])
         change = next((c for c in reversed(self._changes) if c.step <= step), None)
         active = min(change.worlds, self._worlds) if change else self._worlds
-        order = np.concatenate([rng.permutation(active) for _ in range(-(-groups // active))])[:groups]
-        return [{"world": int(w)} | ({"era": change.era} if change and w < change.changed else {}) for w in order]
+        order = np.concatenate([rng.permutation(active) for _ in range(-(-groups // active))])[
+            :groups
+        ]
+        return [
+            {"world": int(w)} | ({"era": change.era} if change and w < change.changed else {})
+            for w in order
+        ]
 
 
 def episode_seed(*parts: int) -> int:

@@ -1,8 +1,8 @@
 """The trainer: rollouts and both policies' updates around one experience manager.
 
-Primary track: retrieve, act, update the actor. Background track: distil, write, merge, update the extractor. The
-primary track waits for the background one only when distillation lags by more than ``extractor.max_lag`` steps, or where
-an experiment asks for repeatable runs (``run.drain``).
+Primary track: retrieve, act, update the actor. Background track: distil, write, merge, update the
+extractor. The primary track waits for the background one only when distillation lags by more than
+``extractor.max_lag`` steps, or where an experiment asks for repeatable runs (``run.drain``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,15 @@ from experiential.training.runtime import TrainStats
 from experiential.training.step_event import episode_row, extractor_event, step_event
 from experiential.training.tasks import TaskSource, world_count
 
-_FILES = ("metrics.jsonl", "episodes.jsonl", "bank", "checkpoints", "evaluation", "actor", "extractor")
+_FILES = (
+    "metrics.jsonl",
+    "episodes.jsonl",
+    "bank",
+    "checkpoints",
+    "evaluation",
+    "actor",
+    "extractor",
+)
 
 
 class Trainer:
@@ -59,7 +67,12 @@ class Trainer:
     """
 
     def __init__(
-        self, experiment: Experiment, output: Path, resume: bool = False, observer: Observer | None = None, runtimes: Runtimes | None = None
+        self,
+        experiment: Experiment,
+        output: Path,
+        resume: bool = False,
+        observer: Observer | None = None,
+        runtimes: Runtimes | None = None,
     ) -> None:
         self.experiment, self.output, self._resume = experiment, Path(output), resume
         self._store = CheckpointStore(self.output / "checkpoints", experiment.run.keep_checkpoints)
@@ -74,9 +87,10 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train and evaluate; returns the summary.
 
-        The summary holds ``evaluations`` (eval events), ``steps``, ``seconds``, ``peak_memory_gb``, ``output``,
-        ``ratio_later_visits`` (success with the bank on later visits, after over before), ``difference`` (with the bank
-        minus without, after training, with its interval) and ``files``.
+        The summary holds ``evaluations`` (eval events), ``steps``, ``seconds``, ``peak_memory_gb``,
+        ``output``, ``ratio_later_visits`` (success with the bank on later visits, after over
+        before), ``difference`` (with the bank minus without, after training, with its interval) and
+        ``files``.
         """
         return asyncio.run(self.arun())
 
@@ -91,7 +105,14 @@ class Trainer:
                 await self._evaluate(steps)
             await self._checkpoint(steps)
             await self._export()
-            self._metrics.emit({"event": "end", "step": steps, "seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()})
+            self._metrics.emit(
+                {
+                    "event": "end",
+                    "step": steps,
+                    "seconds": time.perf_counter() - begin,
+                    "peak_memory_gb": peak_memory_gb(),
+                }
+            )
         return self._summary(steps, time.perf_counter() - begin)
 
     async def aevaluate(self, checkpoint: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -118,7 +139,9 @@ class Trainer:
         stack.callback(self._episodes.close)
         worlds = world_count(settings.env.id, settings.env.kwargs | settings.env.train)
         self._tasks = TaskSource(settings.env, worlds, settings.seed)
-        self._learner = ActorTrack(self.actor, settings.actor, self._roles.actor, worth(settings.actor))
+        self._learner = ActorTrack(
+            self.actor, settings.actor, self._roles.actor, worth(settings.actor)
+        )
         self._critic = self._reviewer(self.actor)
         self._make_env = self._env_maker(stack)
         self._rollout = Rollout(
@@ -133,14 +156,22 @@ class Trainer:
             critic=self._critic,
         )
         stack.callback(self._rollout.close)
-        self._reflection = ReflectionTrack.of(settings, self._roles, self.actor, self._rollout, self._bank)
+        self._reflection = ReflectionTrack.of(
+            settings, self._roles, self.actor, self._rollout, self._bank
+        )
         stack.push_async_callback(self._cancel_background)
         self._ahead = RolloutsAhead(self._play, settings.run.ahead)
         stack.push_async_callback(self._ahead.close)
         if self._restored is not None:
             await self._restore(*self._restored)
         self._metrics.emit(
-            {"event": "start", "step": self._start, "steps": settings.run.steps, "recipe": settings.recipe, "seed": settings.seed}
+            {
+                "event": "start",
+                "step": self._start,
+                "steps": settings.run.steps,
+                "recipe": settings.recipe,
+                "seed": settings.seed,
+            }
         )
         if self._restored is None:
             await cold_start(self.actor, settings.cold_start, settings.seed, self._metrics.emit)
@@ -164,27 +195,45 @@ class Trainer:
             _replace_bank(folder, self._restored[0] / "bank")
         elif settings.bank.path is not None:
             with ExperienceBank(
-                settings.bank.path, namespace=settings.bank.namespace, embedder=settings.bank.embedder, read_only=True
+                settings.bank.path,
+                namespace=settings.bank.namespace,
+                embedder=settings.bank.embedder,
+                read_only=True,
             ) as source:
                 source.fork(folder).close()
         self._bank = stack.enter_context(self._opened_bank(folder, stack))
-        options: dict[str, Any] = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
-        self._manager = stack.enter_context(ExperienceManager(self._bank, self._roles.extractor(), seed=settings.seed, **options))
+        options: dict[str, Any] = settings.bank.model_dump(
+            exclude={"path", "namespace", "embedder", "chroma"}
+        )
+        self._manager = stack.enter_context(
+            ExperienceManager(self._bank, self._roles.extractor(), seed=settings.seed, **options)
+        )
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
         self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
         self._manager.on_distillation = self._track.on_distillation
         if settings.extractor.entropy_bonus is not None:
-            self._bonus = EntropyBonus(self.actor, self._roles.actor(), self._bank, settings.extractor.entropy_bonus)
+            self._bonus = EntropyBonus(
+                self.actor, self._roles.actor(), self._bank, settings.extractor.entropy_bonus
+            )
 
     def _reviewer(self, llm: LLM) -> ActorCritic | None:
         """What stands between retrieval and the actor, where the recipe has it."""
-        return ActorCritic(self._roles.critic(llm), self._learner.rates) if self.experiment.actor.critic else None
+        return (
+            ActorCritic(self._roles.critic(llm), self._learner.rates)
+            if self.experiment.actor.critic
+            else None
+        )
 
     def _opened_bank(self, folder: Path, stack: contextlib.AsyncExitStack) -> ExperienceBank:
         """The run's bank, written by this process or by a Ray actor."""
         settings, cluster = self.experiment.bank, self.experiment.cluster
         if self.experiment.runtime != "openrlhf" or not cluster.remote_bank:
-            return ExperienceBank(folder, namespace=settings.namespace, embedder=settings.embedder, chroma=settings.chroma)
+            return ExperienceBank(
+                folder,
+                namespace=settings.namespace,
+                embedder=settings.embedder,
+                chroma=settings.chroma,
+            )
         from experiential.training.openrlhf.bank_actor import BankActor
 
         return stack.enter_context(BankActor(folder, settings, cluster)).bank()
@@ -208,7 +257,11 @@ class Trainer:
             step += 1
             if settings.checkpoint_every and step % settings.checkpoint_every == 0:
                 await self._checkpoint(step)
-            if self.experiment.eval.every and step % self.experiment.eval.every == 0 and step < settings.steps:
+            if (
+                self.experiment.eval.every
+                and step % self.experiment.eval.every == 0
+                and step < settings.steps
+            ):
                 await self._evaluate(step)
         await self._ahead.close()
         return step
@@ -229,7 +282,9 @@ class Trainer:
         waited = time.perf_counter() - begin
         if self._track is not None:
             trajectories = [e.trajectory for e in episodes]
-            await self._track.credit(trajectories, await self._bonus.bonuses(trajectories) if self._bonus else None)
+            await self._track.credit(
+                trajectories, await self._bonus.bonuses(trajectories) if self._bonus else None
+            )
             await self._track.step(step)
         more = await self._reflection.samples(episodes) if self._reflection else ()
         update = await self._learner.update(split_attempts(episodes)[0], step, more)
@@ -237,7 +292,9 @@ class Trainer:
         wall = time.perf_counter() - begin
         speed = (self._tokens() - tokens_before + update.sequence_tokens) / wall
         times = {"rollout_s": rollout_s, "waited_s": waited, "step_s": wall, "tokens_per_s": speed}
-        self._episodes.emit({"event": "episodes", "step": step + 1, "rows": [episode_row(e) for e in episodes]})
+        self._episodes.emit(
+            {"event": "episodes", "step": step + 1, "rows": [episode_row(e) for e in episodes]}
+        )
         self._metrics.emit(self._step_event(step, episodes, update) | times)
         refuse_broken(episodes)
 
@@ -245,9 +302,15 @@ class Trainer:
         """The episodes of a step, and how long they took in seconds."""
         settings = self.experiment.actor
         begin = time.perf_counter()
-        guided = settings.guided if self._manager is not None and step >= settings.warmup_steps else "none"
+        guided = (
+            settings.guided
+            if self._manager is not None and step >= settings.warmup_steps
+            else "none"
+        )
         with self.actor.foreground():
-            episodes = await (self._reflection or self._rollout).play(self._tasks.jobs(step, settings.groups, settings.group_size, guided))
+            episodes = await (self._reflection or self._rollout).play(
+                self._tasks.jobs(step, settings.groups, settings.group_size, guided)
+            )
         return episodes, time.perf_counter() - begin
 
     async def _consolidate(self, step: int) -> None:
@@ -262,14 +325,27 @@ class Trainer:
             self._spawn(self._manager.adeduplicate())
         every = self.experiment.bank.prune_every
         if every and (step + 1) % every == 0:
-            self._spawn(prune(self._manager.bank, self.experiment.bank.prune_below, step + 1, self._metrics.emit))
+            self._spawn(
+                prune(
+                    self._manager.bank,
+                    self.experiment.bank.prune_below,
+                    step + 1,
+                    self._metrics.emit,
+                )
+            )
         if self.experiment.run.drain:
             await self._settle()
         actor = self.experiment.actor
-        await self._manager.adrain(leave=self.experiment.extractor.max_lag * actor.groups * actor.group_size)
+        await self._manager.adrain(
+            leave=self.experiment.extractor.max_lag * actor.groups * actor.group_size
+        )
 
-    def _step_event(self, step: int, episodes: Sequence[Episode], update: TrainStats) -> dict[str, Any]:
-        event = step_event(step, episodes, update) | {"elapsed_s": time.perf_counter() - self._begin}
+    def _step_event(
+        self, step: int, episodes: Sequence[Episode], update: TrainStats
+    ) -> dict[str, Any]:
+        event = step_event(step, episodes, update) | {
+            "elapsed_s": time.perf_counter() - self._begin
+        }
         event |= {f"actor_{name}": value for name, value in self.actor.busy().items()}
         if self.extractor is not self.actor:
             event |= {f"extractor_{name}": value for name, value in self.extractor.busy().items()}
@@ -283,7 +359,12 @@ class Trainer:
             event["entropy_bonus"] = self._bonus.mean
         if self._manager is None or self._track is None or self._bank is None:
             return event
-        return event | {"entries": len(self._bank)} | extractor_event(self._track) | {"manager": self._manager.stats()}
+        return (
+            event
+            | {"entries": len(self._bank)}
+            | extractor_event(self._track)
+            | {"manager": self._manager.stats()}
+        )
 
     async def _settle(self) -> None:
         """Let the background track finish what it has."""
@@ -300,10 +381,14 @@ class Trainer:
         meters = Meters()
         evaluator = VisitEvaluator(
             self.experiment,
-            lambda: self._roles.actor(self.experiment.eval.temperature, Metered(self.actor, meters.actor)),
-            self._roles.extractor(Metered(self.extractor, meters.extractor))
-            if self._manager is not None and self.experiment.extractor.distill
-            else None,
+            lambda: self._roles.actor(
+                self.experiment.eval.temperature, Metered(self.actor, meters.actor)
+            ),
+            (
+                self._roles.extractor(Metered(self.extractor, meters.extractor))
+                if self._manager is not None and self.experiment.extractor.distill
+                else None
+            ),
             make_env=self._make_env,
             meters=meters,
             critic=self._reviewer(Metered(self.actor, meters.actor)),
@@ -341,12 +426,19 @@ class Trainer:
         settings = self.experiment
         if settings.actor.train:
             await self.actor.export(self.output / "actor")
-        if settings.extractor.enabled and settings.extractor.train and self.extractor is not self.actor:
+        if (
+            settings.extractor.enabled
+            and settings.extractor.train
+            and self.extractor is not self.actor
+        ):
             await self.extractor.export(self.output / "extractor")
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
         if missing := [name for name in ("learner", "reflection") if name not in manifest]:
-            raise CheckpointError(f"Expected a checkpoint of this version in {folder}, got one without {', '.join(missing)}; train again")
+            raise CheckpointError(
+                f"Expected a checkpoint of this version in {folder}, got one without"
+                f" {', '.join(missing)}; train again"
+            )
         await self.actor.load(folder / "actor")
         if self.extractor is not self.actor:
             await self.extractor.load(folder / "extractor")
@@ -377,7 +469,9 @@ class Trainer:
     def _summary(self, steps: int, seconds: float) -> dict[str, Any]:
         last = {v.arm: v for v in self._visits if v.step == steps}
         first = {v.arm: v for v in self._visits if v.step == 0}
-        difference = compare(last["on"], last["off"]).model_dump() if {"on", "off"} <= last.keys() else None
+        difference = (
+            compare(last["on"], last["off"]).model_dump() if {"on", "off"} <= last.keys() else None
+        )
         ratio = None
         if "on" in last and "on" in first and steps and first["on"].later().any():
             ratio = float(last["on"].later().mean() / first["on"].later().mean())
@@ -389,7 +483,11 @@ class Trainer:
             "output": str(self.output),
             "ratio_later_visits": ratio,
             "difference": difference,
-            "files": {Path(name).stem: str(self.output / name) for name in _FILES if (self.output / name).exists()},
+            "files": {
+                Path(name).stem: str(self.output / name)
+                for name in _FILES
+                if (self.output / name).exists()
+            },
         }
 
 

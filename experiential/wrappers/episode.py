@@ -25,13 +25,25 @@ class ManagerLike(Protocol):
     """The part of ``ExperienceManager`` that wrappers call; anything that has it will do."""
 
     def search(
-        self, query: str, *, k: int | None = None, exclude_instance: str | None = None, episode: str = "", where: Any = None
+        self,
+        query: str,
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: str = "",
+        where: Any = None,
     ) -> list[Hit]:
         """Hits of one query; ``where`` is given by wrappers that have one."""
         ...
 
     async def asearch(
-        self, query: Any, *, k: int | None = None, exclude_instance: str | None = None, episode: Any = "", where: Any = None
+        self,
+        query: Any,
+        *,
+        k: int | None = None,
+        exclude_instance: str | None = None,
+        episode: Any = "",
+        where: Any = None,
     ) -> Any:
         """Hits of one query, or a list of hits for each of a list of queries; ``episode`` is then a list, too."""
         ...
@@ -41,7 +53,14 @@ class ManagerLike(Protocol):
         ...
 
     def ask(
-        self, query: str, *, k: int = 1, episode: str = "", turn: int = 0, exclude_instance: str | None = None, where: Any = None
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        episode: str = "",
+        turn: int = 0,
+        exclude_instance: str | None = None,
+        where: Any = None,
     ) -> Answer:
         """Search and refine one entry."""
         ...
@@ -61,11 +80,15 @@ def connect(bank_or_manager: Any, extractor: Any | None) -> tuple[ManagerLike, b
     is_bank = isinstance(bank_or_manager, ExperienceBank)
     if not is_bank and hasattr(bank_or_manager, "submit") and hasattr(bank_or_manager, "ask"):
         if extractor is not None:
-            raise ValueError("Expected no extractor beside a manager, got one; give it to ExperienceManager(bank, extractor)")
+            raise ValueError(
+                "Expected no extractor beside a manager, got one; give it to"
+                " ExperienceManager(bank, extractor)"
+            )
         return cast("ManagerLike", bank_or_manager), False
     if not is_bank:
         raise TypeError(
-            f"Expected an ExperienceBank or an ExperienceManager, got {bank_or_manager!r}; open a folder with ExperienceBank(path)"
+            f"Expected an ExperienceBank or an ExperienceManager, got {bank_or_manager!r}; open a"
+            " folder with ExperienceBank(path)"
         )
     return cast("ManagerLike", ExperienceManager(bank_or_manager, extractor)), True
 
@@ -79,7 +102,9 @@ class EpisodeSettings:
     policy_version: int = 0
 
 
-def take_settings(options: Mapping[str, Any] | None, guided: bool) -> tuple[EpisodeSettings, dict[str, Any] | None]:
+def take_settings(
+    options: Mapping[str, Any] | None, guided: bool
+) -> tuple[EpisodeSettings, dict[str, Any] | None]:
     """Split reset options into the episode's settings and the options meant for the environment.
 
     Raises:
@@ -92,15 +117,31 @@ def take_settings(options: Mapping[str, Any] | None, guided: bool) -> tuple[Epis
     if not isinstance(chosen, bool | np.bool_):
         raise TypeError(f"Expected options['guided'] to be True or False, got {chosen!r}")
     condition = Condition.GUIDED if chosen else Condition.FREE
-    return EpisodeSettings(condition, str(rest.pop("group", "")), int(rest.pop("policy_version", 0))), rest
+    return (
+        EpisodeSettings(condition, str(rest.pop("group", "")), int(rest.pop("policy_version", 0))),
+        rest,
+    )
 
 
 class Episode:
     """A running episode: plain lists while it runs, a ``Trajectory`` when it ends."""
 
-    __slots__ = ("id", "instance", "observation", "seed", "settings", "task", "task_id", "total", "turns", "uses")
+    __slots__ = (
+        "id",
+        "instance",
+        "observation",
+        "seed",
+        "settings",
+        "task",
+        "task_id",
+        "total",
+        "turns",
+        "uses",
+    )
 
-    def __init__(self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings) -> None:
+    def __init__(
+        self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings
+    ) -> None:
         self.id = new_id()
         self.seed, self.settings = seed, settings
         self.task = str(info.get("task") or observation)
@@ -117,7 +158,9 @@ class Episode:
         """Whether this episode may see the bank."""
         return self.settings.condition is Condition.GUIDED
 
-    def record(self, action: str, reward: float, observation: str, invalid: bool, withheld: str = "") -> None:
+    def record(
+        self, action: str, reward: float, observation: str, invalid: bool, withheld: str = ""
+    ) -> None:
         """Add one turn; ``withheld`` is what the environment said of it and the agent was not shown."""
         self.turns.append((self.observation, action, reward, observation, invalid, withheld))
         self.observation = observation
@@ -135,7 +178,10 @@ class Episode:
             task_id=self.task_id,
             instance=self.instance,
             group=self.settings.group,
-            turns=tuple(Turn(observation=o, action=a, reward=r, feedback=f, invalid=i, withheld=w) for o, a, r, f, i, w in self.turns),
+            turns=tuple(
+                Turn(observation=o, action=a, reward=r, feedback=f, invalid=i, withheld=w)
+                for o, a, r, f, i, w in self.turns
+            ),
             reward=self.total,
             success=success,
             seed=self.seed,
@@ -147,7 +193,11 @@ class Episode:
 
     def ended(self, terminated: bool, info: Mapping[str, Any]) -> Trajectory:
         """The record of this episode, whose last step gave this; without ``info["success"]`` a termination with a return above 0 is one."""
-        return self.trajectory(bool(info["success"]) if info.get("success") is not None else bool(terminated) and self.total > 0)
+        return self.trajectory(
+            bool(info["success"])
+            if info.get("success") is not None
+            else bool(terminated) and self.total > 0
+        )
 
 
 class EpisodeLog:
@@ -159,7 +209,13 @@ class EpisodeLog:
         abandoned: episodes with turns that a reset or close cut off.
     """
 
-    def __init__(self, manager: ManagerLike, *, exclude_same_instance: bool = True, where: Filter | None = None) -> None:
+    def __init__(
+        self,
+        manager: ManagerLike,
+        *,
+        exclude_same_instance: bool = True,
+        where: Filter | None = None,
+    ) -> None:
         self.manager = manager
         self.where = Where.of(where)
         self.exclude_same_instance = exclude_same_instance
@@ -167,14 +223,18 @@ class EpisodeLog:
         self.last_trajectory: Trajectory | None = None
         self.abandoned = 0
 
-    def begin(self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings) -> Episode:
+    def begin(
+        self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings
+    ) -> Episode:
         """Start an episode from what reset returned."""
         self.episode = Episode(observation, info, seed, settings)
         return self.episode
 
     def excluded(self) -> str | None:
         """The instance whose entries the running episode must not see."""
-        return (self.episode.instance or None) if self.episode and self.exclude_same_instance else None
+        return (
+            (self.episode.instance or None) if self.episode and self.exclude_same_instance else None
+        )
 
     def only(self) -> dict[str, Any]:
         """The filter of every search for these episodes, as an argument; nothing where there is none."""
@@ -184,7 +244,9 @@ class EpisodeLog:
         """Add a step to the running episode, if any."""
         if self.episode is not None:
             withheld = str(info.get("withheld") or "")
-            self.episode.record(str(action), reward, observation, bool(info.get("invalid", False)), withheld)
+            self.episode.record(
+                str(action), reward, observation, bool(info.get("invalid", False)), withheld
+            )
 
     def add_use(self, use: Use) -> None:
         """Credit a retrieval made elsewhere to the running episode.
@@ -193,7 +255,9 @@ class EpisodeLog:
             RuntimeError: no guided episode is running.
         """
         if self.episode is None or not self.episode.guided:
-            raise RuntimeError("Expected a running guided episode, got none; a FREE episode has no uses")
+            raise RuntimeError(
+                "Expected a running guided episode, got none; a FREE episode has no uses"
+            )
         self.episode.uses.append(use)
 
     def finish(self, terminated: bool, info: Mapping[str, Any]) -> dict[str, Any]:

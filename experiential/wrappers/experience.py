@@ -15,7 +15,15 @@ from experiential.agents.prompts import experience_block
 from experiential.bank.search.where import Filter, Where
 from experiential.envs.text_space import UnicodeText
 from experiential.types import Hit, Trajectory, Use
-from experiential.wrappers.episode import FAILURES, Episode, EpisodeLog, How, connect, reason, take_settings
+from experiential.wrappers.episode import (
+    FAILURES,
+    Episode,
+    EpisodeLog,
+    How,
+    connect,
+    reason,
+    take_settings,
+)
 
 When = Literal["episode", "turn", "both"]
 Inject = Literal["observation", "system", "none"]
@@ -45,8 +53,13 @@ def require_text(space: spaces.Space[Any]) -> None:
     Raises:
         TypeError: they are something else.
     """
-    if not isinstance(space, UnicodeText | spaces.Text) and not isinstance(deepcopy(space).sample(), str):
-        raise TypeError(f"Expected text observations, got {space}; wrap the environment in TextObservation first")
+    if not isinstance(space, UnicodeText | spaces.Text) and not isinstance(
+        deepcopy(space).sample(), str
+    ):
+        raise TypeError(
+            f"Expected text observations, got {space}; wrap the environment in TextObservation"
+            " first"
+        )
 
 
 def require_choice(name: str, value: str, choices: type) -> None:
@@ -56,7 +69,9 @@ def require_choice(name: str, value: str, choices: type) -> None:
         ValueError: it is not.
     """
     if value not in get_args(choices):
-        raise ValueError(f"Expected {name} to be one of {', '.join(get_args(choices))}, got {value!r}")
+        raise ValueError(
+            f"Expected {name} to be one of {', '.join(get_args(choices))}, got {value!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -112,17 +127,21 @@ def guarded(search: Callable[[], Sequence[Hit]]) -> Advice:
 class ExperienceWrapper(TextWrapper):
     """Shows retrieved experience to the agent and submits every finished episode for distillation.
 
-    ``reset`` retrieves once by the task (``info["task"]``, else the first observation); with ``when="turn"`` or ``"both"``
-    each ``step`` retrieves by task and observation. What was found is in ``info["experience"]`` of that call, a list of
-    dicts that is empty when nothing was retrieved. An episode that ends is queued as a ``Trajectory``, never distilled
-    inline, and named in ``info["trajectory_id"]``. ``reset(options={"guided": False})`` makes one episode ``FREE``: the
-    bank is not read for it. Options ``guided``, ``group`` and ``policy_version`` are consumed, others reach the environment.
+    ``reset`` retrieves once by the task (``info["task"]``, else the first observation); with
+    ``when="turn"`` or ``"both"`` each ``step`` retrieves by task and observation. What was found is
+    in ``info["experience"]`` of that call, a list of dicts that is empty when nothing was
+    retrieved. An episode that ends is queued as a ``Trajectory``, never distilled inline, and named
+    in ``info["trajectory_id"]``. ``reset(options={"guided": False})`` makes one episode ``FREE``:
+    the bank is not read for it. Options ``guided``, ``group`` and ``policy_version`` are consumed,
+    others reach the environment.
 
-    Caveat: only what happens below this wrapper is recorded; put ``TimeLimit`` inside it and ``SearchAndAskWrapper``
-    outside. An episode cut off by an early ``reset`` is counted in ``abandoned`` and not submitted. With
-    ``inject="none"`` the hits in info count as used, since that is how they reach the actor.
+    Caveat: only what happens below this wrapper is recorded; put ``TimeLimit`` inside it and
+    ``SearchAndAskWrapper`` outside. An episode cut off by an early ``reset`` is counted in
+    ``abandoned`` and not submitted. With ``inject="none"`` the hits in info count as used, since
+    that is how they reach the actor.
 
-    A vector version exists: ``ExperienceVectorWrapper``. Inside ``AsyncVectorEnv`` give each process its own read-only bank.
+    A vector version exists: ``ExperienceVectorWrapper``. Inside ``AsyncVectorEnv`` give each
+    process its own read-only bank.
 
     >>> import tempfile
     >>> from experiential.bank.bank import ExperienceBank
@@ -143,18 +162,21 @@ class ExperienceWrapper(TextWrapper):
 
     Args:
         env: an environment whose observations and actions are ``str`` (see ``TextObservation``).
-        bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a manager, which stays open.
+        bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a
+            manager, which stays open.
         extractor: what distils trajectories, when a bank is given.
         k: entries per retrieval.
         when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
-        inject: prepend the experience to the ``observation``, put it in ``info["experience_prompt"]`` (``system``), or ``none``.
+        inject: prepend the experience to the ``observation``, put it in
+            ``info["experience_prompt"]`` (``system``), or ``none``.
         guided: the condition of episodes whose reset does not say.
         exclude_same_instance: hide entries that were made from the very instance being played.
-        where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see ``Where``); a
-            ``SearchAndAskWrapper`` outside does the same.
+        where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see
+            ``Where``); a ``SearchAndAskWrapper`` outside does the same.
 
     Raises:
-        TypeError: the environment does not give text, or the second argument is neither bank nor manager.
+        TypeError: the environment does not give text, or the second argument is neither bank nor
+            manager.
         ValueError: an argument is outside its range, or another bank wrapper lies below.
     """
 
@@ -171,17 +193,28 @@ class ExperienceWrapper(TextWrapper):
         exclude_same_instance: bool = True,
         where: Filter | None = None,
     ) -> None:
-        options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance, "where": where}
+        options = {
+            "k": k,
+            "when": when,
+            "inject": inject,
+            "guided": guided,
+            "exclude_same_instance": exclude_same_instance,
+            "where": where,
+        }
         super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         check_retrieval(k, when, inject, where)
         _refuse_nesting(env)
         self.k, self.when, self.inject, self.guided = k, when, inject, guided
         self.manager, self._owned = connect(bank_or_manager, extractor)
-        self.log = EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance, where=where)
+        self.log = EpisodeLog(
+            self.manager, exclude_same_instance=exclude_same_instance, where=where
+        )
         if inject == "observation":
             self.observation_space = UnicodeText()
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Start an episode and retrieve for it; see the class for the options consumed here.
 
         Raises:
@@ -201,7 +234,13 @@ class ExperienceWrapper(TextWrapper):
         reward = float(reward)
         self.log.record(action, reward, observation, info)
         if terminated or truncated:
-            return observation, reward, terminated, truncated, {**info, "experience": [], **self.log.finish(terminated, info)}
+            return (
+                observation,
+                reward,
+                terminated,
+                truncated,
+                {**info, "experience": [], **self.log.finish(terminated, info)},
+            )
         if self.when == "episode" or self.log.episode is None:
             return observation, reward, terminated, truncated, {**info, "experience": []}
         shown, extra = self._retrieve(self.log.episode, "turn").present(observation, self.inject)
@@ -243,7 +282,11 @@ class ExperienceWrapper(TextWrapper):
             return NO_ADVICE
         advice = guarded(
             lambda: self.manager.search(
-                retrieval_query(episode, how), k=self.k, exclude_instance=self.log.excluded(), episode=episode.id, **self.log.only()
+                retrieval_query(episode, how),
+                k=self.k,
+                exclude_instance=self.log.excluded(),
+                episode=episode.id,
+                **self.log.only(),
             ),
         )
         episode.use(advice.hits, how)
@@ -275,7 +318,10 @@ def _refuse_nesting(env: gym.Env[Any, Any]) -> None:
     """A second recorder below would submit each episode twice and could read a bank in a FREE episode."""
     for layer in layers(env):
         if isinstance(getattr(layer, "log", None), EpisodeLog):
-            raise ValueError(f"Expected no {type(layer).__name__} below ExperienceWrapper, got one; put it outside, and use one bank")
+            raise ValueError(
+                f"Expected no {type(layer).__name__} below ExperienceWrapper, got one; put it"
+                " outside, and use one bank"
+            )
 
 
 def find_log(env: gym.Env[Any, Any]) -> EpisodeLog | None:

@@ -16,17 +16,19 @@ Shown = Literal["shown", "hidden", "reflector"]
 class FeedbackWrapper(TextWrapper):
     """Shows the text in ``info["feedback"]`` in every observation that follows an action, or in none.
 
-    Experiential RL reflects on textual feedback that its baseline never sees. With one such wrapper around both, either everybody
-    reads it (``shown``) or nobody does (``hidden``). ``reflector`` is what the paper's code did: the agent's observations lack it, and
-    ``info["withheld"]`` has it for a reflector. That comparison is not fair to a baseline, which learns from less; the mode is there to
-    repeat it.
+    Experiential RL reflects on textual feedback that its baseline never sees. With one such wrapper
+    around both, either everybody reads it (``shown``) or nobody does (``hidden``). ``reflector`` is
+    what the paper's code did: the agent's observations lack it, and ``info["withheld"]`` has it for
+    a reflector. That comparison is not fair to a baseline, which learns from less; the mode is
+    there to repeat it.
 
-    ``shown`` appends the text where the observation does not have it; the other two cut it where it stands, as whole lines. What is
-    said at the start of an episode is part of the task and stays.
+    ``shown`` appends the text where the observation does not have it; the other two cut it where it
+    stands, as whole lines. What is said at the start of an episode is part of the task and stays.
 
-    Caveat: an environment that writes its comments into the observation and not into ``info["feedback"]`` shows them always. The
-    info itself still has ``feedback``; an agent that reads it is told. Put this wrapper inside ``ExperienceWrapper`` and
-    ``ReflectionWrapper``, so that both record what the agent saw.
+    Caveat: an environment that writes its comments into the observation and not into
+    ``info["feedback"]`` shows them always. The info itself still has ``feedback``; an agent that
+    reads it is told. Put this wrapper inside ``ExperienceWrapper`` and ``ReflectionWrapper``, so
+    that both record what the agent saw.
 
     No vector version: use this wrapper on each environment inside a vector environment.
 
@@ -59,7 +61,11 @@ class FeedbackWrapper(TextWrapper):
         comment = str(info.get("feedback") or "")
         if self.feedback == "reflector" and comment:
             info = {**info, "withheld": comment}
-        shown = with_comment(observation, comment) if self.feedback == "shown" else without_comment(observation, comment)
+        shown = (
+            with_comment(observation, comment)
+            if self.feedback == "shown"
+            else without_comment(observation, comment)
+        )
         return shown, float(reward), terminated, truncated, info
 
 
@@ -82,7 +88,10 @@ def without_comment(observation: str, comment: str) -> str:
     """
     if not comment or (found := _lines(comment).search(observation)) is None:
         return observation
-    before, after = observation[: found.start()].rstrip("\n"), observation[found.end() :].lstrip("\n")
+    before, after = (
+        observation[: found.start()].rstrip("\n"),
+        observation[found.end() :].lstrip("\n"),
+    )
     return f"{before}\n{after}" if before and after else before or after
 
 

@@ -32,25 +32,32 @@ class ReflectorLike(Protocol):
 class ReflectionWrapper(TextWrapper):
     r"""Gives the agent a second attempt at the same instance when the first one's return stays below a threshold.
 
-    When the first attempt ends so, the reflector is asked, the environment is reset with the same seed and options, and the episode goes
-    on: ``step`` returns the first observation of the second attempt behind the reflection as a fenced block, and the episode ends with
-    the second attempt. A first attempt that reaches the threshold ends it at once (algorithm 2 of Experiential RL, without training).
+    When the first attempt ends so, the reflector is asked, the environment is reset with the same
+    seed and options, and the episode goes on: ``step`` returns the first observation of the second
+    attempt behind the reflection as a fenced block, and the episode ends with the second attempt. A
+    first attempt that reaches the threshold ends it at once (algorithm 2 of Experiential RL,
+    without training).
 
-    ``info["attempt"]`` is 1 or 2. From the step that begins the second attempt on, ``info["first_return"]`` and ``info["reflection"]``
-    (None when there is none, then ``info["reflection_error"]`` says why and the attempt is played without) are there; that step also has
-    ``final_observation`` and ``final_info``, what the end of the first attempt looked like. An agent with a memory of the conversation is
-    to be reset when ``attempt`` becomes 2: the paper's second attempt sees the reflection and not the first attempt.
+    ``info["attempt"]`` is 1 or 2. From the step that begins the second attempt on,
+    ``info["first_return"]`` and ``info["reflection"]`` (None when there is none, then
+    ``info["reflection_error"]`` says why and the attempt is played without) are there; that step
+    also has ``final_observation`` and ``final_info``, what the end of the first attempt looked
+    like. An agent with a memory of the conversation is to be reset when ``attempt`` becomes 2: the
+    paper's second attempt sees the reflection and not the first attempt.
 
-    Rewards pass unchanged, so that the return of a whole episode is that of both attempts together. ``terminated`` and ``truncated`` of
-    the first attempt are not shown when a second one follows. A ``TimeLimit`` inside gives each attempt all its steps; one outside counts
-    the steps of both, and may cut the second one off. An ``ExperienceWrapper`` inside takes each attempt for an episode: both read the
-    bank and both are submitted. One outside sees a single episode of both attempts, whose success is the last one's, and the reflection
-    in its turns; put it inside.
+    Rewards pass unchanged, so that the return of a whole episode is that of both attempts together.
+    ``terminated`` and ``truncated`` of the first attempt are not shown when a second one follows. A
+    ``TimeLimit`` inside gives each attempt all its steps; one outside counts the steps of both, and
+    may cut the second one off. An ``ExperienceWrapper`` inside takes each attempt for an episode:
+    both read the bank and both are submitted. One outside sees a single episode of both attempts,
+    whose success is the last one's, and the reflection in its turns; put it inside.
 
-    Caveat: the environment must come back to the same instance for the same seed and options; one whose ``info`` names another
-    instance is refused. The reflector is asked inside ``step``, which waits for it.
+    Caveat: the environment must come back to the same instance for the same seed and options; one
+    whose ``info`` names another instance is refused. The reflector is asked inside ``step``, which
+    waits for it.
 
-    No vector version: attempts end at different steps. Use this wrapper on each environment inside a vector environment.
+    No vector version: attempts end at different steps. Use this wrapper on each environment inside
+    a vector environment.
 
     >>> from experiential.agents.reflector import Reflector
     >>> from experiential.envs.vault import VaultEnv
@@ -70,10 +77,13 @@ class ReflectionWrapper(TextWrapper):
     Args:
         env: a text environment that can be reset to the same instance.
         reflector: a `Reflector`, or a `Retry`, which shows the record of the first attempt instead.
-        threshold: tau: a first attempt whose return is lower is reflected on; a reflection whose second attempt reaches it is kept.
-        memory: where reflections that passed are kept and found again, across episodes; None keeps none.
-        inject: put the block before the ``observation``, or in ``info["experience_prompt"]`` (``system``), as ``ExperienceWrapper``
-            does; behind the experience that is there already.
+        threshold: tau: a first attempt whose return is lower is reflected on; a reflection whose
+            second attempt reaches it is kept.
+        memory: where reflections that passed are kept and found again, across episodes; None keeps
+            none.
+        inject: put the block before the ``observation``, or in ``info["experience_prompt"]``
+            (``system``), as ``ExperienceWrapper`` does; behind the experience that is there
+            already.
 
     Raises:
         TypeError: the environment does not give text, or ``reflector`` has no ``reflect``.
@@ -89,13 +99,20 @@ class ReflectionWrapper(TextWrapper):
         memory: ReflectionMemory | None = None,
         inject: Inject = "observation",
     ) -> None:
-        super().__init__(env, reflector=reflector, threshold=threshold, memory=memory, inject=inject)
+        super().__init__(
+            env, reflector=reflector, threshold=threshold, memory=memory, inject=inject
+        )
         if not callable(getattr(reflector, "reflect", None)):
             raise TypeError(f"Expected a Reflector or a Retry, got {reflector!r}")
         if not np.isfinite(threshold):
             raise ValueError(f"Expected threshold to be a finite number, got {threshold}")
         require_choice("inject", inject, Inject)  # type: ignore[arg-type]  # a Literal alias is a typing form, not a class
-        self.reflector, self.threshold, self.memory, self.inject = reflector, threshold, memory, inject
+        self.reflector, self.threshold, self.memory, self.inject = (
+            reflector,
+            threshold,
+            memory,
+            inject,
+        )
         self._random = np.random.default_rng()
         self._again: dict[str, Any] = {}
         self._names: tuple[Any, ...] = ()
@@ -104,11 +121,16 @@ class ReflectionWrapper(TextWrapper):
         self._reflection: Reflection | None = None
         self.observation_space = UnicodeText()
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Start the first attempt. Without a seed one is drawn and given to the environment, so that it can be started again."""
         if seed is not None:
             self._random = np.random.default_rng(seed)
-        self._again = {"seed": int(self._random.integers(2**31)) if seed is None else seed, "options": options}
+        self._again = {
+            "seed": int(self._random.integers(2**31)) if seed is None else seed,
+            "options": options,
+        }
         self._reflection = None
         observation, info = self.env.reset(**deepcopy(self._again))
         self._names = _names(observation, info)
@@ -124,13 +146,25 @@ class ReflectionWrapper(TextWrapper):
         observation, reward, terminated, truncated, info = self.env.step(action)
         reward, episode = float(reward), self._episode
         if episode is not None:
-            episode.record(action, reward, observation, bool(info.get("invalid", False)), str(info.get("withheld") or ""))
+            episode.record(
+                action,
+                reward,
+                observation,
+                bool(info.get("invalid", False)),
+                str(info.get("withheld") or ""),
+            )
             if terminated or truncated:
                 self._episode = None
                 attempt = episode.ended(terminated, info)
                 if self._told["attempt"] == 1 and attempt.reward < self.threshold:
                     shown, fresh = self._second(attempt)
-                    return shown, reward, False, False, {**fresh, "final_observation": observation, "final_info": info}
+                    return (
+                        shown,
+                        reward,
+                        False,
+                        False,
+                        {**fresh, "final_observation": observation, "final_info": info},
+                    )
                 self._keep(attempt)
         return observation, reward, terminated, truncated, {**info, **self._told}
 
@@ -144,8 +178,9 @@ class ReflectionWrapper(TextWrapper):
         observation, info = self.env.reset(**deepcopy(self._again))
         if _names(observation, info) != self._names:
             raise EnvError(
-                f"Expected the same instance after reset with {self._again}, {self._names}, got {_names(observation, info)}; "
-                "ReflectionWrapper needs an environment that seed and options determine"
+                f"Expected the same instance after reset with {self._again}, {self._names}, got"
+                f" {_names(observation, info)}; ReflectionWrapper needs an environment that seed"
+                " and options determine"
             )
         told = {"attempt": 2, "first_return": first.reward, "reflection": reflection.text}
         if reflection.reason is not None:
@@ -160,7 +195,9 @@ class ReflectionWrapper(TextWrapper):
     def _reflect(self, first: Trajectory) -> Reflection:
         """What the reflector says; a failing backend or memory gives a reflection without text that names the cause."""
         try:
-            return self.reflector.reflect(first, self.memory.recall(first) if self.memory is not None else ())
+            return self.reflector.reflect(
+                first, self.memory.recall(first) if self.memory is not None else ()
+            )
         except FAILURES as error:
             return Reflection(reason=reason(error))
 
@@ -177,4 +214,8 @@ class ReflectionWrapper(TextWrapper):
 
 def _names(observation: str, info: dict[str, Any]) -> tuple[Any, ...]:
     """What tells one instance from another: the names in info, else the first observation."""
-    return tuple(info.get(name) for name in _INSTANCE) if info.keys() & set(_INSTANCE) else (observation,)
+    return (
+        tuple(info.get(name) for name in _INSTANCE)
+        if info.keys() & set(_INSTANCE)
+        else (observation,)
+    )

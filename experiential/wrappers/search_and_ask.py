@@ -18,7 +18,9 @@ from experiential.wrappers.episode import FAILURES, EpisodeLog, connect, reason,
 from experiential.wrappers.experience import TextWrapper, find_log, hit_as_dict
 
 PATIENCE = 8
-"""Refused calls in a row after which an episode is truncated, so that an agent that only calls still ends."""
+"""Refused calls in a row after which an episode is truncated, so that an agent that only calls
+still ends.
+"""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _CONTEXT = ("task", "task_id", "instance", "admissible")
@@ -28,22 +30,25 @@ _NOT_AVAILABLE = "not available"
 class SearchAndAskWrapper(TextWrapper):
     """Answers ``<search_and_ask>question</search_and_ask>`` from the bank instead of stepping the environment.
 
-    The last tag of an action counts, whatever its case; a tool call as JSON text or mapping does too:
-    ``{"name": "search_and_ask", "arguments": {"query": "…"}}``. The observation becomes the best entry, refined for the
-    question, escaped inside ``<search_result>``; the reward is 0. ``info["search_and_ask"]`` holds ``query``,
-    ``calls_left``, ``hit`` and ``turn`` (environment steps and calls so far). After ``max_calls`` answered calls the agent is
-    told that none are left. In a ``FREE`` episode the reply is a fixed "not available" and the bank is not touched. Each
-    answer is a use of its entry and of its refinement, added to the episode's trajectory.
+    The last tag of an action counts, whatever its case; a tool call as JSON text or mapping does
+    too: ``{"name": "search_and_ask", "arguments": {"query": "…"}}``. The observation becomes the
+    best entry, refined for the question, escaped inside ``<search_result>``; the reward is 0.
+    ``info["search_and_ask"]`` holds ``query``, ``calls_left``, ``hit`` and ``turn`` (environment
+    steps and calls so far). After ``max_calls`` answered calls the agent is told that none are
+    left. In a ``FREE`` episode the reply is a fixed "not available" and the bank is not touched.
+    Each answer is a use of its entry and of its refinement, added to the episode's trajectory.
 
-    With ``refine=False`` it is EvolveR's ``search_experience`` action (give ``tag="search_experience"``): the reply holds the ``k`` best
-    principles as they are, each with its kind, its score and its triples, no model is asked, each of them is a use, and
+    With ``refine=False`` it is EvolveR's ``search_experience`` action (give
+    ``tag="search_experience"``): the reply holds the ``k`` best principles as they are, each with
+    its kind, its score and its triples, no model is asked, each of them is a use, and
     ``info["experience"]`` lists the hits.
 
-    Caveat: put it outside ``ExperienceWrapper``, whose manager and episode it shares. Calls do not count for a ``TimeLimit``
-    inside; they are bounded by ``max_calls``, and an episode with 8 refused calls in a row is truncated.
+    Caveat: put it outside ``ExperienceWrapper``, whose manager and episode it shares. Calls do not
+    count for a ``TimeLimit`` inside; they are bounded by ``max_calls``, and an episode with 8
+    refused calls in a row is truncated.
 
-    No vector version: a call must not step its environment, and a vector environment steps all. Use this wrapper on each
-    environment inside ``SyncVectorEnv``; they may share one manager.
+    No vector version: a call must not step its environment, and a vector environment steps all. Use
+    this wrapper on each environment inside ``SyncVectorEnv``; they may share one manager.
 
     >>> import tempfile
     >>> from experiential.bank.bank import ExperienceBank
@@ -62,16 +67,20 @@ class SearchAndAskWrapper(TextWrapper):
         env: a text environment, usually an ``ExperienceWrapper``.
         max_calls: answered calls per episode.
         tag: name of the tag and of the tool.
-        bank: a bank or manager, when there is no ``ExperienceWrapper`` below; this wrapper then submits the episodes itself.
+        bank: a bank or manager, when there is no ``ExperienceWrapper`` below; this wrapper then
+            submits the episodes itself.
         repeat_observation: append the observation that the agent had before to each answer.
-        refine: let the extractor fit the best entry to the question; False shows entries as they are.
+        refine: let the extractor fit the best entry to the question; False shows entries as they
+            are.
         k: entries shown with ``refine=False``; None takes the manager's ``retrieval.k``.
-        offer: while calls are left in a guided episode, add a call with the task as its question to ``info["admissible"]``, where the
-            environment names admissible actions, so that an actor that may only choose can choose to ask.
+        offer: while calls are left in a guided episode, add a call with the task as its question to
+            ``info["admissible"]``, where the environment names admissible actions, so that an actor
+            that may only choose can choose to ask.
 
     Raises:
         TypeError: the environment does not give text, or ``bank`` is neither bank nor manager.
-        ValueError: ``max_calls``, ``k`` or ``tag`` is unusable, or there is not exactly one bank to ask.
+        ValueError: ``max_calls``, ``k`` or ``tag`` is unusable, or there is not exactly one bank to
+            ask.
     """
 
     def __init__(
@@ -86,18 +95,27 @@ class SearchAndAskWrapper(TextWrapper):
         k: int | None = None,
         offer: bool = False,
     ) -> None:
-        options = {"repeat_observation": repeat_observation, "refine": refine, "k": k, "offer": offer}
+        options = {
+            "repeat_observation": repeat_observation,
+            "refine": refine,
+            "k": k,
+            "offer": offer,
+        }
         super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, **options)
         if max_calls < 1:
             raise ValueError(f"Expected max_calls to be positive, got {max_calls}")
         if k is not None and k < 1:
             raise ValueError(f"Expected k to be None or positive, got {k}")
         if not _NAME.fullmatch(tag):
-            raise ValueError(f"Expected tag to be a name of letters, digits, '_' and '-', got {tag!r}")
+            raise ValueError(
+                f"Expected tag to be a name of letters, digits, '_' and '-', got {tag!r}"
+            )
         below = find_log(env)
         if (below is None) == (bank is None):
             got = "neither" if bank is None else "both"
-            raise ValueError(f"Expected either an ExperienceWrapper below or bank=, got {got}; give exactly one")
+            raise ValueError(
+                f"Expected either an ExperienceWrapper below or bank=, got {got}; give exactly one"
+            )
         self.max_calls, self.tag, self._repeat = max_calls, tag, repeat_observation
         self._refines, self._k, self._offers = refine, k, offer
         self._own: EpisodeLog | None = None
@@ -106,7 +124,9 @@ class SearchAndAskWrapper(TextWrapper):
             manager, self._owned = connect(bank, None)
             self._own = EpisodeLog(manager)
         self._session = below or cast("EpisodeLog", self._own)
-        self._pattern = re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE)
+        self._pattern = re.compile(
+            rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE
+        )
         self._calls = self._refused = self._turns = 0
         self._observation, self._context = "", dict[str, Any]()
         self.observation_space, self.action_space = UnicodeText(), _widened(env.action_space)
@@ -121,7 +141,9 @@ class SearchAndAskWrapper(TextWrapper):
         """The last finished or abandoned episode."""
         return self._session.last_trajectory
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Start an episode with all calls left; without an ``ExperienceWrapper`` it consumes the same options.
 
         Raises:
@@ -164,13 +186,24 @@ class SearchAndAskWrapper(TextWrapper):
 
     def tool_schema(self) -> dict[str, Any]:
         """The call as an OpenAI tool, for models that call tools instead of writing tags."""
-        query = {"type": "string", "description": "Your situation, what you tried, and what you need to know."}
+        query = {
+            "type": "string",
+            "description": "Your situation, what you tried, and what you need to know.",
+        }
         return {
             "type": "function",
             "function": {
                 "name": self.tag,
-                "description": f"Ask what was learnt in earlier episodes. At most {self.max_calls} answers per episode; costs no move.",
-                "parameters": {"type": "object", "properties": {"query": query}, "required": ["query"], "additionalProperties": False},
+                "description": (
+                    f"Ask what was learnt in earlier episodes. At most {self.max_calls} answers per"
+                    " episode; costs no move."
+                ),
+                "parameters": {
+                    "type": "object",
+                    "properties": {"query": query},
+                    "required": ["query"],
+                    "additionalProperties": False,
+                },
             },
         }
 
@@ -192,7 +225,11 @@ class SearchAndAskWrapper(TextWrapper):
             return None
         arguments = call.get("arguments", {})
         parsed = _json_object(arguments) if isinstance(arguments, str) else arguments
-        return str(cast("Mapping[str, Any]", parsed).get("query") or "").strip() if isinstance(parsed, Mapping) else ""
+        return (
+            str(cast("Mapping[str, Any]", parsed).get("query") or "").strip()
+            if isinstance(parsed, Mapping)
+            else ""
+        )
 
     def _seen(self, observation: str, info: Mapping[str, Any]) -> None:
         """Keep what an agent needs to act after a call: it gets no new observation."""
@@ -206,7 +243,13 @@ class SearchAndAskWrapper(TextWrapper):
     def _offered(self, info: dict[str, Any]) -> dict[str, Any]:
         """Info in which asking is admissible where it would be answered."""
         episode = self._session.episode
-        if not self._offers or "admissible" not in info or episode is None or not episode.guided or self._calls >= self.max_calls:
+        if (
+            not self._offers
+            or "admissible" not in info
+            or episode is None
+            or not episode.guided
+            or self._calls >= self.max_calls
+        ):
             return info
         return {**info, "admissible": [*info["admissible"], self.call(episode.task)]}
 
@@ -217,9 +260,15 @@ class SearchAndAskWrapper(TextWrapper):
         if not episode.guided:
             return self._refuse(query, _NOT_AVAILABLE)
         if not query:
-            return self._refuse(query, f"The question is empty. Write it between <{self.tag}> and </{self.tag}>.")
+            return self._refuse(
+                query, f"The question is empty. Write it between <{self.tag}> and </{self.tag}>."
+            )
         if self._calls >= self.max_calls:
-            return self._refuse(query, f"No calls left: all {self.max_calls} of this episode are used. Continue with an action.")
+            return self._refuse(
+                query,
+                f"No calls left: all {self.max_calls} of this episode are used. Continue with an"
+                " action.",
+            )
         self._calls += 1
         self._refused = 0
         ask = self._ask if self._refines else self._look_up
@@ -230,7 +279,11 @@ class SearchAndAskWrapper(TextWrapper):
         """The text for the agent, and what to add to info."""
         try:
             answer = self._session.manager.ask(
-                query, episode=episode, turn=turn, exclude_instance=self._session.excluded(), **self._session.only()
+                query,
+                episode=episode,
+                turn=turn,
+                exclude_instance=self._session.excluded(),
+                **self._session.only(),
             )
         except FAILURES as error:
             return "The search failed.", {"experience_error": reason(error)}
@@ -238,13 +291,19 @@ class SearchAndAskWrapper(TextWrapper):
             return "Nothing found.", {}
         if answer.use is not None:
             self._session.add_use(_located(answer.use, episode, turn))
-        return numbered([answer.text]), {"hit": hit_as_dict(answer.hit)} if answer.hit is not None else {}
+        return numbered([answer.text]), (
+            {"hit": hit_as_dict(answer.hit)} if answer.hit is not None else {}
+        )
 
     def _look_up(self, query: str, episode: str, turn: int) -> tuple[str, dict[str, Any]]:
         """The best entries as they are, and what to add to info."""
         try:
             hits = self._session.manager.search(
-                query, k=self._k, exclude_instance=self._session.excluded(), episode=episode, **self._session.only()
+                query,
+                k=self._k,
+                exclude_instance=self._session.excluded(),
+                episode=episode,
+                **self._session.only(),
             )
         except FAILURES as error:
             return "The search failed.", {"experience_error": reason(error)}
@@ -253,14 +312,21 @@ class SearchAndAskWrapper(TextWrapper):
         for hit in hits:
             self._session.add_use(hit.use("search_and_ask", episode=episode, turn=turn))
         shown = [hit_as_dict(hit) for hit in hits]
-        return numbered([principle_text(hit.experience) for hit in hits]), {"hit": shown[0], "experience": shown}
+        return numbered([principle_text(hit.experience) for hit in hits]), {
+            "hit": shown[0],
+            "experience": shown,
+        }
 
     def _refuse(self, query: str, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._refused += 1
         truncated = self._refused >= PATIENCE
-        return self._reply(query, text, self._session.finish(False, {}) if truncated else {}, truncated=truncated)
+        return self._reply(
+            query, text, self._session.finish(False, {}) if truncated else {}, truncated=truncated
+        )
 
-    def _reply(self, query: str, text: str, extra: dict[str, Any], *, truncated: bool) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _reply(
+        self, query: str, text: str, extra: dict[str, Any], *, truncated: bool
+    ) -> tuple[str, float, bool, bool, dict[str, Any]]:
         hit = extra.pop("hit", None)
         left = 0 if text is _NOT_AVAILABLE else self.max_calls - self._calls
         call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}

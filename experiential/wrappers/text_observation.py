@@ -25,18 +25,22 @@ _MAX_NUMBERS = 1024
 class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
     r"""Turns observations into text and text into actions.
 
-    Observations are shown by ``render`` if given, else by the environment's own ``ansi`` rendering when it was made with
-    that render mode (highlighted characters come in brackets), else as readable numbers, rows and ``key: value`` lines.
-    An action is the last ``<action>…</action>`` of the text, or its last line, whatever the case. ``info["task"]`` and
-    ``info["admissible"]`` say what is asked and what is legal; ``task_id``, ``instance``, ``success``, ``invalid`` and ``feedback`` are as
-    in the environments of this package. Where the environment tells no ``success`` (or ``is_success``), an episode that terminates with
-    a return above 0 is one; where it tells no ``instance``, its id and seed are.
+    Observations are shown by ``render`` if given, else by the environment's own ``ansi`` rendering
+    when it was made with that render mode (highlighted characters come in brackets), else as
+    readable numbers, rows and ``key: value`` lines. An action is the last ``<action>…</action>`` of
+    the text, or its last line, whatever the case. ``info["task"]`` and ``info["admissible"]`` say
+    what is asked and what is legal; ``task_id``, ``instance``, ``success``, ``invalid`` and
+    ``feedback`` are as in the environments of this package. Where the environment tells no
+    ``success`` (or ``is_success``), an episode that terminates with a return above 0 is one; where
+    it tells no ``instance``, its id and seed are.
 
-    Caveat: an unknown action does not step the environment, but it uses a turn: the same observation comes back with a
-    line that names the legal actions, reward 0 and ``info["invalid"]``. After ``max_turns`` turns the episode is truncated.
+    Caveat: an unknown action does not step the environment, but it uses a turn: the same
+    observation comes back with a line that names the legal actions, reward 0 and
+    ``info["invalid"]``. After ``max_turns`` turns the episode is truncated.
 
-    No vector version: wrap each environment inside the vector environment. ``AsyncVectorEnv`` needs ``shared_memory=False``: its shared
-    memory has no layout for text, and refuses this wrapper's space.
+    No vector version: wrap each environment inside the vector environment. ``AsyncVectorEnv`` needs
+    ``shared_memory=False``: its shared memory has no layout for text, and refuses this wrapper's
+    space.
 
     >>> env = TextObservation(gym.make("FrozenLake-v1", is_slippery=False), actions=["left", "down", "right", "up"])
     >>> env.reset(seed=0)[0]
@@ -55,11 +59,11 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
     Args:
         env: any environment; its observations and info arrays are copied at once.
         render: ``(observation, info) -> str``.
-        actions: None (numbers of a ``Discrete`` space, or text as it is when actions are text), a list of names for a
-            ``Discrete`` space, or a mapping from names to actions.
+        actions: None (numbers of a ``Discrete`` space, or text as it is when actions are text), a
+            list of names for a ``Discrete`` space, or a mapping from names to actions.
         instruction: the task in words; the environment's own ``info["task"]`` or its id when empty.
-        max_turns: turns, invalid ones included, after which an episode is truncated; None takes the limit of the
-            environment's specification, if it has one.
+        max_turns: turns, invalid ones included, after which an episode is truncated; None takes the
+            limit of the environment's specification, if it has one.
 
     Raises:
         TypeError: the action space needs ``actions``.
@@ -76,7 +80,12 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         max_turns: int | None = None,
     ) -> None:
         RecordConstructorArgs.__init__(
-            self, _disable_deepcopy=True, render=render, actions=actions, instruction=instruction, max_turns=max_turns
+            self,
+            _disable_deepcopy=True,
+            render=render,
+            actions=actions,
+            instruction=instruction,
+            max_turns=max_turns,
         )
         cast("Any", gym.Wrapper).__init__(self, env)
         if max_turns is not None and max_turns < 1:
@@ -85,7 +94,9 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         self._actions = action_table(env.action_space, actions)
         self._lookup = {_folded(name): name for name in self._actions or ()}
         if self._actions is not None and len(self._lookup) < len(self._actions):
-            raise ValueError(f"Expected action names that differ by more than case, got {list(self._actions)}")
+            raise ValueError(
+                f"Expected action names that differ by more than case, got {list(self._actions)}"
+            )
         self._max_turns = max_turns or (env.spec.max_episode_steps if env.spec else None)
         self._turns, self._text, self._task = 0, "", instruction
         self._id = self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
@@ -94,11 +105,15 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         self.observation_space = UnicodeText()
         self.action_space = UnicodeText(samples=tuple(self._actions or ()))
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Start an episode."""
         observation, info = self.env.reset(seed=seed, options=options)
         self._turns, self._return, self._over = 0, 0.0, False
-        self._seed, self._episodes = (self._seed, self._episodes + 1) if seed is None else (str(seed), 0)
+        self._seed, self._episodes = (
+            (self._seed, self._episodes + 1) if seed is None else (str(seed), 0)
+        )
         self._task = self._instruction or str(info.get("task") or self._id)
         self._text = self._describe(observation, info)
         return self._text, self._annotated(info, invalid=False)
@@ -110,7 +125,9 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             gymnasium.error.ResetNeeded: the episode is over or was never begun.
         """
         if self._over:
-            raise gym.error.ResetNeeded("Expected reset() before this step: the episode is over or was never begun")
+            raise gym.error.ResetNeeded(
+                "Expected reset() before this step: the episode is over or was never begun"
+            )
         said = spoken_action(action)
         self._turns += 1
         late = self._max_turns is not None and self._turns >= self._max_turns
@@ -121,7 +138,13 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         else:
             complaint = self._complaint(said)
             self._over = late
-            return f"{self._text}\n{complaint}", 0.0, False, late, self._annotated({"feedback": complaint}, invalid=True)
+            return (
+                f"{self._text}\n{complaint}",
+                0.0,
+                False,
+                late,
+                self._annotated({"feedback": complaint}, invalid=True),
+            )
         observation, reward, terminated, truncated, info = self.env.step(chosen)
         self._text = self._describe(observation, info)
         truncated = bool(truncated or (late and not terminated))
@@ -135,7 +158,9 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         return self._lookup.get(folded) or self._lookup.get(folded.strip("`'\"*.,;:!?()[] "))
 
     def _complaint(self, said: str) -> str:
-        return f"{said[:80]!r} is not a legal action. Legal actions: {', '.join(self._actions or ())}."
+        return (
+            f"{said[:80]!r} is not a legal action. Legal actions: {', '.join(self._actions or ())}."
+        )
 
     def _describe(self, observation: Any, info: dict[str, Any]) -> str:
         if self._render is not None:
@@ -144,19 +169,29 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             return plain_text(str(cast("Any", self.env).render()))
         return describe(observation)
 
-    def _annotated(self, info: dict[str, Any], *, invalid: bool, won: bool = False) -> dict[str, Any]:
+    def _annotated(
+        self, info: dict[str, Any], *, invalid: bool, won: bool = False
+    ) -> dict[str, Any]:
         copied = snapshot(info)
         again = f"+{self._episodes}" if self._episodes else ""
         known = {"task_id": self._id, "instance": f"{self._id}#{self._seed}{again}", "feedback": ""}
         copied = {key: copied.get(key) or value for key, value in known.items()} | copied
-        success = next((copied[key] for key in ("success", "is_success") if copied.get(key) is not None), won)
-        copied |= {"task": self._task, "success": bool(success), "invalid": invalid or bool(copied.get("invalid", False))}
+        success = next(
+            (copied[key] for key in ("success", "is_success") if copied.get(key) is not None), won
+        )
+        copied |= {
+            "task": self._task,
+            "success": bool(success),
+            "invalid": invalid or bool(copied.get("invalid", False)),
+        }
         if self._actions is not None:
             copied["admissible"] = list(self._actions)
         return copied
 
 
-def action_table(space: spaces.Space[Any], actions: Sequence[str] | Mapping[str, Any] | None) -> dict[str, Any] | None:
+def action_table(
+    space: spaces.Space[Any], actions: Sequence[str] | Mapping[str, Any] | None
+) -> dict[str, Any] | None:
     """Names of actions and what they stand for; None when any text is an action.
 
     Raises:
@@ -176,7 +211,10 @@ def action_table(space: spaces.Space[Any], actions: Sequence[str] | Mapping[str,
         return dict(zip(names, numbers, strict=True))
     if actions is None and isinstance(space, spaces.Text | UnicodeText):
         return None
-    raise TypeError(f"Expected a Discrete action space or actions as a mapping from names to actions, got {space} and {actions!r}")
+    raise TypeError(
+        "Expected a Discrete action space or actions as a mapping from names to actions, got"
+        f" {space} and {actions!r}"
+    )
 
 
 def spoken_action(text: str) -> str:
@@ -211,7 +249,9 @@ def describe(value: Any) -> str:
         return _array(cast("Array", value))
     if isinstance(value, tuple | list):
         items = cast("Sequence[Any]", value)
-        return "\n".join(_entry(str(number), describe(item)) for number, item in enumerate(items, start=1))
+        return "\n".join(
+            _entry(str(number), describe(item)) for number, item in enumerate(items, start=1)
+        )
     return _number(value) if isinstance(value, int | float | np.number) else str(value)
 
 
@@ -225,7 +265,11 @@ def snapshot(value: Any) -> Any:
 
 
 def _entry(name: str, text: str) -> str:
-    return f"{name}: {text}" if "\n" not in text else f"{name}:\n" + "\n".join(f"  {line}" for line in text.splitlines())
+    return (
+        f"{name}: {text}"
+        if "\n" not in text
+        else f"{name}:\n" + "\n".join(f"  {line}" for line in text.splitlines())
+    )
 
 
 def _array(array: Array) -> str:
@@ -234,7 +278,10 @@ def _array(array: Array) -> str:
     if array.size == 0:
         return "empty"
     if array.size > _MAX_NUMBERS or array.ndim > 2:
-        return f"array of shape {array.shape}, {array.dtype}, from {_number(array.min())} to {_number(array.max())}"
+        return (
+            f"array of shape {array.shape}, {array.dtype}, from {_number(array.min())} to"
+            f" {_number(array.max())}"
+        )
     if array.ndim == 2:
         return "\n".join(" ".join(_scalar(item) for item in row) for row in array)
     return ", ".join(_scalar(item) for item in array)

@@ -15,7 +15,16 @@ from experiential.bank.search.where import Filter
 from experiential.envs.text_space import UnicodeText
 from experiential.sync import shared_loop
 from experiential.types import Hit, Trajectory
-from experiential.wrappers.episode import FAILURES, Episode, EpisodeLog, EpisodeSettings, How, connect, reason, take_settings
+from experiential.wrappers.episode import (
+    FAILURES,
+    Episode,
+    EpisodeLog,
+    EpisodeSettings,
+    How,
+    connect,
+    reason,
+    take_settings,
+)
 from experiential.wrappers.experience import (
     NO_ADVICE,
     Advice,
@@ -30,19 +39,24 @@ from experiential.wrappers.experience import (
 _SETTINGS = ("guided", "group", "policy_version")
 _READ = ("task", "task_id", "instance", "success", "invalid")
 Observations = tuple[str, ...]
-Stepped = tuple[Observations, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, Any]]
+Stepped = tuple[
+    Observations, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, Any]
+]
 
 
 class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
     """The vector twin of ``ExperienceWrapper``: the same episodes, texts and infos, in batches.
 
-    All episodes that start in one call, or all turns of one call, are retrieved for together, in one micro-batch of the
-    manager. Episode boundaries are right in the three autoreset modes (``NEXT_STEP``, ``SAME_STEP``, ``DISABLED`` with ``reset_mask``).
-    Options ``guided``, ``group`` and ``policy_version`` take one value for all or a sequence with one per environment; they
-    hold for the episodes started by that ``reset``, and an autoreset goes back to the constructor's ``guided``.
+    All episodes that start in one call, or all turns of one call, are retrieved for together, in
+    one micro-batch of the manager. Episode boundaries are right in the three autoreset modes
+    (``NEXT_STEP``, ``SAME_STEP``, ``DISABLED`` with ``reset_mask``). Options ``guided``, ``group``
+    and ``policy_version`` take one value for all or a sequence with one per environment; they hold
+    for the episodes started by that ``reset``, and an autoreset goes back to the constructor's
+    ``guided``.
 
-    Caveat: make an ``AsyncVectorEnv`` with ``shared_memory=False``; its shared memory cannot hold text. This wrapper stays in
-    the main process, so the bank needs no sharing. In ``SAME_STEP`` mode ``trajectory_id`` is in ``infos["final_info"]``.
+    Caveat: make an ``AsyncVectorEnv`` with ``shared_memory=False``; its shared memory cannot hold
+    text. This wrapper stays in the main process, so the bank needs no sharing. In ``SAME_STEP``
+    mode ``trajectory_id`` is in ``infos["final_info"]``.
 
     The scalar version is ``ExperienceWrapper``.
 
@@ -61,18 +75,23 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
 
     Args:
         env: a vector environment with text observations.
-        bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a manager, which stays open.
+        bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a
+            manager, which stays open.
         extractor: what distils trajectories, when a bank is given.
         k: entries per retrieval.
         when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
-        inject: prepend to the ``observation``, put in ``infos["experience_prompt"]`` (``system``), or ``none``.
+        inject: prepend to the ``observation``, put in ``infos["experience_prompt"]`` (``system``),
+            or ``none``.
         guided: the condition of episodes whose reset does not say, for all or one per environment.
         exclude_same_instance: hide entries that were made from the very instance being played.
-        where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see ``Where``).
+        where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see
+            ``Where``).
 
     Raises:
-        TypeError: the environment does not give text, or the second argument is neither bank nor manager.
-        ValueError: an argument is outside its range, or the environments send text through shared memory.
+        TypeError: the environment does not give text, or the second argument is neither bank nor
+            manager.
+        ValueError: an argument is outside its range, or the environments send text through shared
+            memory.
     """
 
     def __init__(
@@ -88,10 +107,25 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         exclude_same_instance: bool = True,
         where: Filter | None = None,
     ) -> None:
-        options = {"k": k, "when": when, "inject": inject, "guided": guided, "exclude_same_instance": exclude_same_instance, "where": where}
-        RecordConstructorArgs.__init__(self, _disable_deepcopy=True, bank_or_manager=bank_or_manager, extractor=extractor, **options)
+        options = {
+            "k": k,
+            "when": when,
+            "inject": inject,
+            "guided": guided,
+            "exclude_same_instance": exclude_same_instance,
+            "where": where,
+        }
+        RecordConstructorArgs.__init__(
+            self,
+            _disable_deepcopy=True,
+            bank_or_manager=bank_or_manager,
+            extractor=extractor,
+            **options,
+        )
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
-        self.logs: list[EpisodeLog] = []  # Gymnasium closes what is deleted, also where what follows raises
+        self.logs: list[
+            EpisodeLog
+        ] = []  # Gymnasium closes what is deleted, also where what follows raises
         self._owned = False
         cast("Any", VectorWrapper).__init__(self, env)
         self._envs: Any = env
@@ -101,14 +135,22 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         self.k, self.when, self.inject = k, when, inject
         self.guided = _one_each("guided", guided, env.num_envs)
         self.manager, self._owned = connect(bank_or_manager, extractor)
-        self.logs = [EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance, where=where) for _ in range(env.num_envs)]
+        self.logs = [
+            EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance, where=where)
+            for _ in range(env.num_envs)
+        ]
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._waiting = np.zeros(env.num_envs, dtype=np.bool_)
         if inject == "observation":
             self.single_observation_space = UnicodeText()
             self.observation_space = batch_space(self.single_observation_space, env.num_envs)
 
-    def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
         """Start all episodes, or those in ``options["reset_mask"]``.
 
         Raises:
@@ -116,7 +158,10 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             ValueError: an option has the wrong number of values.
         """
         settings, rest = self._take(options)
-        mask = np.array((options or {}).get("reset_mask", np.ones(self.num_envs, dtype=np.bool_)), dtype=np.bool_)
+        mask = np.array(
+            (options or {}).get("reset_mask", np.ones(self.num_envs, dtype=np.bool_)),
+            dtype=np.bool_,
+        )
         started = [int(i) for i in np.flatnonzero(mask)]
         for i in started:
             self.logs[i].abandon()
@@ -138,7 +183,9 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             elif ended and self._mode is AutoresetMode.SAME_STEP:
                 final = info_of(infos["final_info"], i)
                 log.record(actions[i], float(rewards[i]), infos["final_obs"][i], final)
-                self._add_info(infos["final_info"], {"experience": [], **log.finish(terminated[i], final)}, i)
+                self._add_info(
+                    infos["final_info"], {"experience": [], **log.finish(terminated[i], final)}, i
+                )
                 started.append(i)
             else:
                 info = info_of(infos, i)
@@ -173,14 +220,25 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         """Episodes with turns that a reset or close cut off."""
         return sum(log.abandoned for log in self.logs)
 
-    def _take(self, options: Mapping[str, Any] | None) -> tuple[list[EpisodeSettings], dict[str, Any] | None]:
+    def _take(
+        self, options: Mapping[str, Any] | None
+    ) -> tuple[list[EpisodeSettings], dict[str, Any] | None]:
         given = options or {}
         rows = {key: _one_each(key, given[key], self.num_envs) for key in _SETTINGS if key in given}
-        settings = [take_settings({key: row[i] for key, row in rows.items()}, self.guided[i])[0] for i in range(self.num_envs)]
-        rest = None if options is None else {key: value for key, value in options.items() if key not in _SETTINGS}
+        settings = [
+            take_settings({key: row[i] for key, row in rows.items()}, self.guided[i])[0]
+            for i in range(self.num_envs)
+        ]
+        rest = (
+            None
+            if options is None
+            else {key: value for key, value in options.items() if key not in _SETTINGS}
+        )
         return settings, rest
 
-    def _advise(self, observations: Any, infos: dict[str, Any], started: list[int], stepped: list[int]) -> tuple[Any, dict[str, Any]]:
+    def _advise(
+        self, observations: Any, infos: dict[str, Any], started: list[int], stepped: list[int]
+    ) -> tuple[Any, dict[str, Any]]:
         """Retrieve once for everything that asks for it now, and show it."""
         wanted: dict[int, How] = {}
         if self.when != "turn":
@@ -202,7 +260,10 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
                 rows.append((i, episode, how))
         if not rows:
             return {}
-        queries = [(retrieval_query(episode, how), self.logs[i].excluded(), episode.id) for i, episode, how in rows]
+        queries = [
+            (retrieval_query(episode, how), self.logs[i].excluded(), episode.id)
+            for i, episode, how in rows
+        ]
         try:
             found = shared_loop().run(self._search(queries))
         except FAILURES as error:
@@ -256,7 +317,10 @@ def _require_whole_text(env: VectorEnv[Any, Any, Any]) -> None:
         ValueError: the environments share memory.
     """
     if getattr(env.unwrapped, "shared_memory", False):
-        raise ValueError("Expected AsyncVectorEnv(..., shared_memory=False) for text, got shared_memory=True, which loses it")
+        raise ValueError(
+            "Expected AsyncVectorEnv(..., shared_memory=False) for text, got shared_memory=True,"
+            " which loses it"
+        )
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
@@ -264,7 +328,9 @@ def _one_each(name: str, value: Any, count: int) -> list[Any]:
         return [value] * count
     values = list(cast("Sequence[Any]", value))
     if len(values) != count:
-        raise ValueError(f"Expected {count} values of {name}, one per environment, got {len(values)}")
+        raise ValueError(
+            f"Expected {count} values of {name}, one per environment, got {len(values)}"
+        )
     return values
 
 

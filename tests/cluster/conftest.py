@@ -10,8 +10,14 @@ import pytest
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
-    """The ``ray`` package, with a small cluster of this machine that is shut down after the module's tests."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed; `make test-cluster` runs these tests")
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+    """The ``ray`` package, with a small cluster of this machine that is shut down after the
+    module's tests.
+    """
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed; `make test-cluster` runs these tests"
+    )
+    ray.init(
+        num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False
+    )
     yield ray
     ray.shutdown()

@@ -1,4 +1,6 @@
-"""One batch of ragged responses, as our flat tokens and as the padded matrices that OpenRLHF and TRL take."""
+"""One batch of ragged responses, as our flat tokens and as the padded matrices that OpenRLHF and
+TRL take.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ INJECTED = 2
 """Tokens of the environment between two turns."""
 EPISODES = len(REWARDS)
 FLOAT32 = 5e-7
-"""Relative error allowed where one side rounds to float32 (to within 6e-8 each time) and all else is float64."""
+"""Relative error allowed where one side rounds to float32 (to within 6e-8 each time) and all else
+is float64.
+"""
 
 
 @dataclass
 class Ragged:
-    """Matrices of shape (episodes, longest): ``mask`` is True where a token was sampled; the rest is injected or padding."""
+    """Matrices of shape (episodes, longest): ``mask`` is True where a token was sampled; the rest
+    is injected or padding.
+    """
 
     mask: Tensor
     logp: Tensor
@@ -59,39 +65,65 @@ class Ragged:
             for length in turns:
                 reply = [10 + n for n in range(length)]
                 old = tuple(self.old[i, position : position + length].tolist())
-                generations.append(Generation(text="x", prompt_ids=tuple(seen), response_ids=tuple(reply), logprobs=old))
+                generations.append(
+                    Generation(
+                        text="x", prompt_ids=tuple(seen), response_ids=tuple(reply), logprobs=old
+                    )
+                )
                 seen, position = [*seen, *reply, *[5] * INJECTED], position + length + INJECTED
-            trajectory = Trajectory(task="t", group=str(i // GROUP_SIZE), condition=Condition.FREE, reward=REWARDS[i])
+            trajectory = Trajectory(
+                task="t", group=str(i // GROUP_SIZE), condition=Condition.FREE, reward=REWARDS[i]
+            )
             made.append(Episode(trajectory, tuple(generations)))
         return made
 
 
 def ragged(spread: float = 0.4) -> Ragged:
-    """The batch; ``spread`` is how far apart the log-probabilities of policy, behaviour and reference are, in nats."""
+    """The batch; ``spread`` is how far apart the log-probabilities of policy, behaviour and
+    reference are, in nats.
+    """
     rows = [[k for n in turns for k in [True] * n + [False] * INJECTED] for turns in TURNS]
     longest = max(map(len, rows))
     mask = torch.tensor([row + [False] * (longest - len(row)) for row in rows])
     generator = torch.Generator().manual_seed(0)
     old = -1.0 - torch.rand(mask.shape, generator=generator, dtype=torch.float64)
-    logp, reference = (old + spread * torch.randn(mask.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    logp, reference = (
+        old + spread * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     return Ragged(mask, logp, old, reference)
 
 
 def our_advantages(estimator: Any = "grpo") -> Tensor:
     """Advantage of each episode, shape (episodes,), as float64."""
     groups = np.arange(EPISODES) // GROUP_SIZE
-    return torch.tensor(cell_advantages(REWARDS, groups, np.zeros(EPISODES, bool), estimator=estimator), dtype=torch.float64)
+    return torch.tensor(
+        cell_advantages(REWARDS, groups, np.zeros(EPISODES, bool), estimator=estimator),
+        dtype=torch.float64,
+    )
 
 
-def our_loss(batch: Ragged, loss: LossSettings | None = None, *, reference: bool = False, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Loss and its gradient by every log-probability, by the way that training goes: episodes, samples, batch loss."""
+def our_loss(
+    batch: Ragged, loss: LossSettings | None = None, *, reference: bool = False, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """Loss and its gradient by every log-probability, by the way that training goes: episodes,
+    samples, batch loss.
+    """
     loss = loss or LossSettings()
     actor = ActorSettings.model_validate({"advantage": "pooled", "kl": loss.kl, **settings})
     samples = actor_samples(batch.episodes(), actor)
     taught = batch.mask & ((our_advantages(actor.estimator) != 0) | (loss.kl > 0))[:, None]
-    assert [len(s.positions) for s in samples] == [n for n in taught.sum(1).tolist() if n], "one sample for each episode that counts"
+    assert [len(s.positions) for s in samples] == [n for n in taught.sum(1).tolist() if n], (
+        "one sample for each episode that counts"
+    )
     logp = batch.fresh()
-    value, _ = batch_loss(logp[taught], samples, loss, float(taught.sum()), reference=batch.reference[taught] if reference else None)
+    value, _ = batch_loss(
+        logp[taught],
+        samples,
+        loss,
+        float(taught.sum()),
+        reference=batch.reference[taught] if reference else None,
+    )
     return value.detach(), torch.autograd.grad(value, logp)[0]
 
 

@@ -50,7 +50,13 @@ def texts(bank: ExperienceBank) -> list[str]:
 
 
 def trajectory(id: str) -> Trajectory:
-    return Trajectory(id=id, task="leave the house", turns=(Turn(observation="A door.", action="pull"),), reward=1.0, success=True)
+    return Trajectory(
+        id=id,
+        task="leave the house",
+        turns=(Turn(observation="A door.", action="pull"),),
+        reward=1.0,
+        success=True,
+    )
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -67,7 +73,9 @@ def kill(ray: Any, actor: BankActor) -> None:
     wait_until(lambda: len(actor.failures) > known)
 
 
-def test_what_was_acknowledged_is_there_after_a_kill_and_the_client_goes_on(ray_cluster: Any, actor: BankActor, bank: ActorBank) -> None:
+def test_what_was_acknowledged_is_there_after_a_kill_and_the_client_goes_on(
+    ray_cluster: Any, actor: BankActor, bank: ActorBank
+) -> None:
     written = [bank.add(f"Door {i} needs key {i}.").id for i in range(20)]
     url = actor.url
     kill(ray_cluster, actor)
@@ -76,10 +84,14 @@ def test_what_was_acknowledged_is_there_after_a_kill_and_the_client_goes_on(ray_
     later = bank.add("The cellar is flooded.")
     assert bank.get(later.id) == later
     assert (actor.url, len(bank)) == (url, 21)
-    assert [failure.startswith("bank actor on ") and "died: " in failure for failure in actor.failures] == [True]
+    assert [
+        failure.startswith("bank actor on ") and "died: " in failure for failure in actor.failures
+    ] == [True]
 
 
-def test_writers_at_work_lose_and_repeat_nothing_when_the_actor_is_killed(ray_cluster: Any, actor: BankActor, bank: ActorBank) -> None:
+def test_writers_at_work_lose_and_repeat_nothing_when_the_actor_is_killed(
+    ray_cluster: Any, actor: BankActor, bank: ActorBank
+) -> None:
     acknowledged: list[str] = []
     under_way = threading.Event()
 
@@ -102,10 +114,15 @@ def test_writers_at_work_lose_and_repeat_nothing_when_the_actor_is_killed(ray_cl
     assert sorted(texts(bank)) == sorted(acknowledged)
 
 
-def test_a_fork_is_a_bank_with_the_same_entries_and_the_queue_where_asked(bank: ActorBank, tmp_path: Path) -> None:
+def test_a_fork_is_a_bank_with_the_same_entries_and_the_queue_where_asked(
+    bank: ActorBank, tmp_path: Path
+) -> None:
     entries = bank.add_many(["The red door needs the brass key.", "The cellar is flooded."])
     bank.submit(trajectory("t1"))
-    with bank.fork(tmp_path / "with", keep_queue=True) as copy, bank.fork(tmp_path / "without") as bare:
+    with (
+        bank.fork(tmp_path / "with", keep_queue=True) as copy,
+        bank.fork(tmp_path / "without") as bare,
+    ):
         assert list(copy.entries()) == list(bare.entries()) == list(bank.entries()) == list(entries)
         assert (copy.head, copy.embedder.id) == (bank.head, bank.embedder.id)
         assert (copy.queue.waiting(), bare.queue.waiting()) == (["t1"], [])
@@ -115,7 +132,9 @@ def test_a_fork_is_a_bank_with_the_same_entries_and_the_queue_where_asked(bank: 
         bank.fork(tmp_path / "with")
 
 
-def test_a_fork_after_a_restart_has_everything(ray_cluster: Any, actor: BankActor, bank: ActorBank, tmp_path: Path) -> None:
+def test_a_fork_after_a_restart_has_everything(
+    ray_cluster: Any, actor: BankActor, bank: ActorBank, tmp_path: Path
+) -> None:
     bank.add("The red door needs the brass key.")
     kill(ray_cluster, actor)
     with bank.fork(tmp_path / "copy") as copy:
@@ -140,7 +159,10 @@ def test_closing_gives_the_folder_back_whole(ray_cluster: Any, tmp_path: Path) -
 
 
 def test_a_folder_that_somebody_writes_is_refused(ray_cluster: Any, tmp_path: Path) -> None:
-    with ExperienceBank(tmp_path, embedder="hashing"), pytest.raises(BankLockedError, match="Expected to be the only writer"):
+    with (
+        ExperienceBank(tmp_path, embedder="hashing"),
+        pytest.raises(BankLockedError, match="Expected to be the only writer"),
+    ):
         BankActor(tmp_path, SETTINGS, cluster())
 
 
@@ -166,7 +188,9 @@ def test_an_actor_that_answers_nothing_is_started_again(ray_cluster: Any, tmp_pa
         assert len(actor.failures) == 1 and "did not answer within 5 s" in actor.failures[0]
 
 
-def test_the_length_of_texts_is_the_one_of_the_settings_after_a_restart_too(ray_cluster: Any, tmp_path: Path) -> None:
+def test_the_length_of_texts_is_the_one_of_the_settings_after_a_restart_too(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
     settings = BankSettings(embedder="hashing", text_limit=30)
     with BankActor(tmp_path, settings, cluster()) as actor, actor.bank() as bank:
         for _ in range(2):
@@ -181,7 +205,9 @@ def test_the_length_of_texts_is_the_one_of_the_settings_after_a_restart_too(ray_
 def test_a_manager_works_on_it(bank: ActorBank) -> None:
     entry = bank.add("The red door needs the brass key.")
     with ExperienceManager(bank, text_limit=SETTINGS.text_limit) as manager:
-        assert [hit.experience.id for hit in manager.search("which key opens the red door?")] == [entry.id]
+        assert [hit.experience.id for hit in manager.search("which key opens the red door?")] == [
+            entry.id
+        ]
         manager.submit(trajectory("t1"))
     assert bank.trajectory("t1") is not None
 
@@ -195,25 +221,46 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
 
     runtimes = policies()
     fixed = ("run.drain=true", "run.checkpoint_every=2", "actor.search_and_ask=1")
-    summary = Trainer(experiment("complementary", *fixed, *overrides), folder, resume=resume, runtimes=runtimes).run()
+    summary = Trainer(
+        experiment("complementary", *fixed, *overrides), folder, resume=resume, runtimes=runtimes
+    ).run()
     for policy in runtimes:
         policy.close()
     return summary
 
 
-def test_a_run_with_env_workers_and_a_bank_actor_plays_the_same_tasks_and_fills_its_bank(ray_cluster: Any, tmp_path: Path) -> None:
-    here, there, cluster_settings = tmp_path / "here", tmp_path / "there", ("cluster.env_workers=2", "cluster.remote_bank=true")
+def test_a_run_with_env_workers_and_a_bank_actor_plays_the_same_tasks_and_fills_its_bank(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    here, there, cluster_settings = (
+        tmp_path / "here",
+        tmp_path / "there",
+        ("cluster.env_workers=2", "cluster.remote_bank=true"),
+    )
     run(here, "run.steps=3")
     assert run(there, "run.steps=3", "runtime=openrlhf", *cluster_settings)["steps"] == 3
     asked = ("group", "condition", "seed", "task_id", "instance", "error")
-    assert [[row[key] for key in asked] for row in rows(there)] == [[row[key] for key in asked] for row in rows(here)]
-    untaught = [[row for row in rows(folder) if row["condition"] == "free" and row["group"].startswith("0.")] for folder in (here, there)]
+    assert [[row[key] for key in asked] for row in rows(there)] == [
+        [row[key] for key in asked] for row in rows(here)
+    ]
+    untaught = [
+        [
+            row
+            for row in rows(folder)
+            if row["condition"] == "free" and row["group"].startswith("0.")
+        ]
+        for folder in (here, there)
+    ]
     assert untaught[0] == untaught[1] != []
     assert {row["error"] for row in rows(there)} == {None}
     assert sum(row["uses"] for row in rows(there)) > 0
     with ExperienceBank(there / "bank", read_only=True) as bank:
         assert len(bank) > 0
-        with ExperienceBank(there / "checkpoints" / "step-000003" / "bank", read_only=True) as saved:
+        with ExperienceBank(
+            there / "checkpoints" / "step-000003" / "bank", read_only=True
+        ) as saved:
             assert list(saved.entries()) == list(bank.entries())
-    assert run(there, "run.steps=4", "runtime=openrlhf", *cluster_settings, resume=True)["steps"] == 4
+    assert (
+        run(there, "run.steps=4", "runtime=openrlhf", *cluster_settings, resume=True)["steps"] == 4
+    )
     assert len(rows(there)) == len(rows(here)) * 4 // 3

@@ -1,4 +1,6 @@
-"""The cluster engine whole: two tiny policies on one Ray cluster, with vLLM engines and DeepSpeed ranks, on the CPU."""
+"""The cluster engine whole: two tiny policies on one Ray cluster, with vLLM engines and DeepSpeed
+ranks, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ pytest.importorskip("ray", reason="Ray is not installed; `make test-cluster` run
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-cluster` runs these tests")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-PROMPTS = [[{"role": "user", "content": f"task {i}: the door is locked. What now?"}] for i in range(8)]
+PROMPTS = [
+    [{"role": "user", "content": f"task {i}: the door is locked. What now?"}] for i in range(8)
+]
 ACTIONS = ("pull red", "pull blue", "pull green", "wait")
 LR = 3e-4
 
@@ -32,7 +36,13 @@ def ray_with_gpus() -> Iterator[Any]:
     """Ray with seven GPUs that are none: one for each engine and rank."""
     import ray
 
-    ray.init(num_cpus=16, num_gpus=7, include_dashboard=False, object_store_memory=300 * 2**20, log_to_driver=False)
+    ray.init(
+        num_cpus=16,
+        num_gpus=7,
+        include_dashboard=False,
+        object_store_memory=300 * 2**20,
+        log_to_driver=False,
+    )
     yield ray
     ray.shutdown()
 
@@ -48,7 +58,9 @@ def policies(ray_with_gpus: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def initial(policies: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def initial(
+    policies: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """Both policies as they began."""
     folder = tmp_path_factory.mktemp("initial")
     for runtime in policies:
@@ -65,13 +77,22 @@ def actor(policies: tuple[Any, Any], initial: tuple[Path, Path]) -> Any:
 
 async def responses(runtime: Any, seed: int = 0) -> list[Generation]:
     """Sixteen responses: half free, half one of the actions."""
-    free = [runtime.generate(p, SamplingParams(max_tokens=16, seed=seed + i)) for i, p in enumerate(PROMPTS)]
-    chosen = [runtime.generate(p, SamplingParams(choices=ACTIONS, seed=seed + i, temperature=2.0)) for i, p in enumerate(PROMPTS)]
+    free = [
+        runtime.generate(p, SamplingParams(max_tokens=16, seed=seed + i))
+        for i, p in enumerate(PROMPTS)
+    ]
+    chosen = [
+        runtime.generate(p, SamplingParams(choices=ACTIONS, seed=seed + i, temperature=2.0))
+        for i, p in enumerate(PROMPTS)
+    ]
     return list(await asyncio.gather(*free, *chosen))
 
 
 def samples_of(generations: Sequence[Generation]) -> list[Sample]:
-    return [sample_from_generation(g, (-1.0) ** i * (1 + i % 3), weight=1 / len(generations)) for i, g in enumerate(generations)]
+    return [
+        sample_from_generation(g, (-1.0) ** i * (1 + i % 3), weight=1 / len(generations))
+        for i, g in enumerate(generations)
+    ]
 
 
 def flat(parts: Sequence[Sequence[float]]) -> list[float]:
@@ -79,7 +100,9 @@ def flat(parts: Sequence[Sequence[float]]) -> list[float]:
 
 
 def kl(new: Sequence[float], old: Sequence[float]) -> float:
-    """Mean k3 estimate over tokens drawn from ``old``: exp(d) - d - 1 with d = log new - log old; never negative."""
+    """Mean k3 estimate over tokens drawn from ``old``: exp(d) - d - 1 with d = log new - log old;
+    never negative.
+    """
     from math import expm1
 
     return sum(expm1(a - b) - (a - b) for a, b in zip(new, old, strict=True)) / len(new)
@@ -108,19 +131,27 @@ async def test_a_prompt_that_does_not_fit_is_refused_and_not_cut(actor: Any) -> 
         await actor.generate([5] * 1030)
     with pytest.raises(BackendError, match="actor engine 0"):
         await actor.generate([5, 10**9], SamplingParams(max_tokens=4))
-    assert (await actor.generate([5, 6], SamplingParams(max_tokens=4))).response_ids, "the engine goes on"
+    assert (await actor.generate([5, 6], SamplingParams(max_tokens=4))).response_ids, (
+        "the engine goes on"
+    )
 
 
 def local_actor() -> Any:
     from experiential.training.local import build_runtimes
 
     settings = ModelSettings(name="tiny", threads=1)
-    return build_runtimes(settings, None, (OptimSettings(lr=LR), OptimSettings(lr=LR)), references=(True, True))[0]
+    return build_runtimes(
+        settings, None, (OptimSettings(lr=LR), OptimSettings(lr=LR)), references=(True, True)
+    )[0]
 
 
 @pytest.mark.parametrize("kind", ["ppo", "cispo", "sft"])
-async def test_both_runtimes_take_the_same_step(actor: Any, kind: Literal["ppo", "cispo", "sft"]) -> None:
-    """Loss, gradient norm and the log-probabilities after the update; the cluster computes in bfloat16, the other in float32."""
+async def test_both_runtimes_take_the_same_step(
+    actor: Any, kind: Literal["ppo", "cispo", "sft"]
+) -> None:
+    """Loss, gradient norm and the log-probabilities after the update; the cluster computes in
+    bfloat16, the other in float32.
+    """
     from experiential.training.packing import pack
 
     local = local_actor()
@@ -128,7 +159,9 @@ async def test_both_runtimes_take_the_same_step(actor: Any, kind: Literal["ppo",
     loss = LossSettings(kind=kind, kl=0.0 if kind == "sft" else 0.1)
     there, here = await actor.train(samples, loss), await local.train(samples, loss)
     assert there.updates == here.updates == 1 and there.tokens == here.tokens
-    assert there.loss == pytest.approx(here.loss, rel=0.02, abs=0.01), "a mean over about a hundred ratios, each off by some percent"
+    assert there.loss == pytest.approx(here.loss, rel=0.02, abs=0.01), (
+        "a mean over about a hundred ratios, each off by some percent"
+    )
     assert there.grad_norm == pytest.approx(here.grad_norm, rel=0.02)
     rows = pack(samples)
     mine = [float(x) for x in local._logprobs(rows, samples)]
@@ -152,7 +185,9 @@ async def test_weights_reach_the_engines_with_sync_and_not_before(actor: Any) ->
     await actor.sync()
     fresh = samples_of(await responses(actor, seed=50))
     assert all(s.policy_version == 3 for s in fresh)
-    assert kl(flat(await actor.score(fresh)), flat([s.logprobs for s in fresh])) < min(1e-3, moved / 50)
+    assert kl(flat(await actor.score(fresh)), flat([s.logprobs for s in fresh])) < min(
+        1e-3, moved / 50
+    )
 
 
 async def test_a_batch_larger_than_the_configured_one_takes_several_steps(actor: Any) -> None:
@@ -163,11 +198,16 @@ async def test_a_batch_larger_than_the_configured_one_takes_several_steps(actor:
     assert (await actor.train([], LossSettings())).updates == 0
 
 
-async def test_a_killed_engine_is_replaced_by_one_with_the_weights_of_now(actor: Any, ray_with_gpus: Any) -> None:
+async def test_a_killed_engine_is_replaced_by_one_with_the_weights_of_now(
+    actor: Any, ray_with_gpus: Any
+) -> None:
     await actor.train(samples_of(await responses(actor)), LossSettings(kind="sft"))
     await actor.sync()
     before = actor.restarts
-    running = [asyncio.create_task(actor.generate(p, SamplingParams(max_tokens=200, seed=i))) for i, p in enumerate(PROMPTS)]
+    running = [
+        asyncio.create_task(actor.generate(p, SamplingParams(max_tokens=200, seed=i)))
+        for i, p in enumerate(PROMPTS)
+    ]
     await asyncio.sleep(0.05)
     ray_with_gpus.kill(actor._engines.handles[0])
     assert all(g.response_ids for g in await asyncio.gather(*running)), "every request was answered"
@@ -198,12 +238,18 @@ async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3_and_a_dead_rank_
     await other.load(tmp_path / "saved")
     assert other.version == actor.version == 2
     assert kl(flat(await other.score(samples)), flat(await actor.score(samples))) < 1e-3
-    mine, theirs = [await runtime.train(samples, LossSettings(kind="cispo")) for runtime in (actor, other)]
-    assert theirs.loss == pytest.approx(mine.loss, rel=0.02, abs=0.01) and theirs.grad_norm == pytest.approx(mine.grad_norm, rel=0.05)
+    mine, theirs = [
+        await runtime.train(samples, LossSettings(kind="cispo")) for runtime in (actor, other)
+    ]
+    assert theirs.loss == pytest.approx(
+        mine.loss, rel=0.02, abs=0.01
+    ) and theirs.grad_norm == pytest.approx(mine.grad_norm, rel=0.05)
     after, before = flat(await actor.score(samples)), [x for s in samples for x in s.logprobs]
     apart = [abs(a - b) for a, b in zip(after, flat(await other.score(samples)), strict=True)]
     moved = [abs(a - b) for a, b in zip(after, before, strict=True)]
-    assert sum(apart) < 0.2 * sum(moved), "the moments of the optimiser were restored too: the third step is the same"
+    assert sum(apart) < 0.2 * sum(moved), (
+        "the moments of the optimiser were restored too: the third step is the same"
+    )
     await other.sync()
     drawn = samples_of(await responses(other))
     assert kl(flat(await other.score(drawn)), flat([s.logprobs for s in drawn])) < 1e-3
@@ -217,7 +263,9 @@ async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3_and_a_dead_rank_
 def test_both_policies_learn_together_lose_an_engine_and_resume(
     policies: tuple[Any, Any], initial: tuple[Path, Path], ray_with_gpus: Any, tmp_path: Path
 ) -> None:
-    """Four vaults met again and again: success rises, entries are written, and both policies are updated."""
+    """Four vaults met again and again: success rises, entries are written, and both policies are
+    updated.
+    """
     for runtime, folder in zip(policies, initial, strict=True):
         asyncio.run(runtime.load(folder))
     settings = (
@@ -232,14 +280,29 @@ def test_both_policies_learn_together_lose_an_engine_and_resume(
             if event["step"] == 5:
                 ray_with_gpus.kill(policies[0]._engines.handles[0])
 
-    Trainer(cluster_experiment(*settings, "run.steps=16"), tmp_path / "run", observer=watch, runtimes=policies).run()
+    Trainer(
+        cluster_experiment(*settings, "run.steps=16"),
+        tmp_path / "run",
+        observer=watch,
+        runtimes=policies,
+    ).run()
     assert [event["step"] for event in steps] == list(range(1, 17))
     assert policies[0].restarts >= 1 and sum(event["errors"] for event in steps) == 0
-    assert steps[-1]["actor_version"] >= 10 and steps[-1]["extractor_updates"] >= 2 and steps[-1]["entries"] > 20
+    assert (
+        steps[-1]["actor_version"] >= 10
+        and steps[-1]["extractor_updates"] >= 2
+        and steps[-1]["entries"] > 20
+    )
     early, late = (sum(event["reward"] for event in part) / 4 for part in (steps[:4], steps[-4:]))
     assert late > early + 0.15, f"success went from {early:.2f} to {late:.2f}"
     versions = [runtime.version for runtime in policies]
 
-    Trainer(cluster_experiment(*settings, "run.steps=18"), tmp_path / "run", resume=True, observer=watch, runtimes=policies).run()
+    Trainer(
+        cluster_experiment(*settings, "run.steps=18"),
+        tmp_path / "run",
+        resume=True,
+        observer=watch,
+        runtimes=policies,
+    ).run()
     assert [event["step"] for event in steps[16:]] == [17, 18]
     assert steps[-1]["entries"] >= steps[15]["entries"] and policies[0].version > versions[0]

@@ -1,4 +1,6 @@
-"""Environments in Ray actors: the same episodes, thousands at once, and a reason for each one that is lost."""
+"""Environments in Ray actors: the same episodes, thousands at once, and a reason for each one that
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ CALL_TIMEOUT = 8.0
 
 
 def cluster(**values: Any) -> ClusterSettings:
-    return ClusterSettings(**{"env_workers": 2, "start_timeout": 120.0, "call_timeout": 120.0} | values)
+    return ClusterSettings(
+        **{"env_workers": 2, "start_timeout": 120.0, "call_timeout": 120.0} | values
+    )
 
 
 @pytest.fixture
@@ -46,20 +50,36 @@ def workers(ray_cluster: Any) -> Iterator[EnvWorkers]:
 
 
 def sleepy(seconds: float = 0.0, length: int = 5, meet: int = 0) -> EnvSettings:
-    return EnvSettings(id=SLEEPY, kwargs={"seconds": seconds, "length": length, "meet": meet}, train={})
+    return EnvSettings(
+        id=SLEEPY, kwargs={"seconds": seconds, "length": length, "meet": meet}, train={}
+    )
 
 
 def jobs(*fates: str) -> list[Job]:
-    tasks = (Task(seed, f"g{seed}", {"fate": fate} if fate else {}) for seed, fate in enumerate(fates))
+    tasks = (
+        Task(seed, f"g{seed}", {"fate": fate} if fate else {}) for seed, fate in enumerate(fates)
+    )
     return [Job(task, Condition.FREE, sampling_seed=task.seed) for task in tasks]
 
 
 @contextmanager
 def rollout(
-    workers: EnvWorkers, settings: EnvSettings, slots: int, reply: Callable[[list[Message]], str] = lambda _: "sleep", **options: Any
+    workers: EnvWorkers,
+    settings: EnvSettings,
+    slots: int,
+    reply: Callable[[list[Message]], str] = lambda _: "sleep",
+    **options: Any,
 ) -> Iterator[Rollout]:
     llm = ScriptedLLM(reply)
-    made = Rollout(settings, settings.train, NoBank(), lambda: ActorAgent(llm), slots=slots, make_env=workers.make, **options)
+    made = Rollout(
+        settings,
+        settings.train,
+        NoBank(),
+        lambda: ActorAgent(llm),
+        slots=slots,
+        make_env=workers.make,
+        **options,
+    )
     try:
         yield made
     finally:
@@ -90,7 +110,9 @@ def episode(env: gym.Env[str, str], seed: int, options: dict[str, Any] | None = 
 
 
 @pytest.mark.parametrize("name", ["experiential/Vault-v0", "experiential/FrozenLake-v0"])
-def test_equal_seeds_give_the_same_episodes_as_in_this_process(workers: EnvWorkers, name: str) -> None:
+def test_equal_seeds_give_the_same_episodes_as_in_this_process(
+    workers: EnvWorkers, name: str
+) -> None:
     settings = EnvSettings(id=name, max_turns=12, train={})
     here, there = make_env(settings, {}), workers.make(settings, {})
     for seed in range(5):
@@ -102,15 +124,27 @@ def test_equal_seeds_give_the_same_episodes_as_in_this_process(workers: EnvWorke
 def test_options_reach_the_environment(workers: EnvWorkers) -> None:
     settings = EnvSettings(kwargs={"worlds": 4}, train={})
     here, there = make_env(settings, {}), workers.make(settings, {})
-    starts = [(env.reset(seed=3, options={"world": 2}), env.reset(seed=3, options={"world": 3})) for env in (here, there)]
+    starts = [
+        (env.reset(seed=3, options={"world": 2}), env.reset(seed=3, options={"world": 3}))
+        for env in (here, there)
+    ]
     assert starts[0] == starts[1]
     assert starts[0][0] != starts[0][1]
 
 
-def test_a_remote_environment_has_the_spaces_and_attributes_of_the_local_one(workers: EnvWorkers) -> None:
+def test_a_remote_environment_has_the_spaces_and_attributes_of_the_local_one(
+    workers: EnvWorkers,
+) -> None:
     here, there = make_env(EnvSettings(), {}), workers.make(EnvSettings(), {})
-    assert (there.observation_space, there.action_space) == (here.observation_space, here.action_space)
-    assert (there.metadata, there.render_mode, there.unwrapped) == (here.metadata, here.render_mode, there)
+    assert (there.observation_space, there.action_space) == (
+        here.observation_space,
+        here.action_space,
+    )
+    assert (there.metadata, there.render_mode, there.unwrapped) == (
+        here.metadata,
+        here.render_mode,
+        there,
+    )
     lazy = workers.make(sleepy(length=7), {})
     lazy.reset(seed=0)
     assert lazy.get_wrapper_attr("length") == 7
@@ -120,7 +154,9 @@ def test_a_remote_environment_has_the_spaces_and_attributes_of_the_local_one(wor
 
 def test_wrappers_stand_around_a_remote_environment_as_around_any(workers: EnvWorkers) -> None:
     manager = CountingManager("Beds are soft.")
-    env = SearchAndAskWrapper(ExperienceWrapper(workers.make(sleepy(length=2), {}), manager), max_calls=1)
+    env = SearchAndAskWrapper(
+        ExperienceWrapper(workers.make(sleepy(length=2), {}), manager), max_calls=1
+    )
     observation, info = env.reset(seed=0)
     assert "Beds are soft." in observation
     assert [hit["id"] for hit in info["experience"]] == ["e0"]
@@ -142,7 +178,9 @@ async def test_a_call_to_the_bank_does_not_step_the_remote_environment(workers: 
     assert len(played.generations) == 3
 
 
-async def test_two_hundred_episodes_are_inside_a_step_at_once_and_hold_no_threads_here(workers: EnvWorkers) -> None:
+async def test_two_hundred_episodes_are_inside_a_step_at_once_and_hold_no_threads_here(
+    workers: EnvWorkers,
+) -> None:
     number, threads, before = 200, [0], threading.active_count()
 
     def reply(messages: list[Message]) -> str:
@@ -154,7 +192,9 @@ async def test_two_hundred_episodes_are_inside_a_step_at_once_and_hold_no_thread
     assert threads[0] - before < 64
 
 
-async def test_five_hundred_episodes_take_far_less_than_one_after_the_other(workers: EnvWorkers) -> None:
+async def test_five_hundred_episodes_take_far_less_than_one_after_the_other(
+    workers: EnvWorkers,
+) -> None:
     number, length, seconds = 500, 10, 0.02
     with rollout(workers, sleepy(seconds, length), number) as play:
         begin = time.perf_counter()
@@ -163,10 +203,14 @@ async def test_five_hundred_episodes_take_far_less_than_one_after_the_other(work
     assert errors(played) == [None] * number
     assert all(e.trajectory.success and len(e.trajectory.turns) == length for e in played)
     serial = number * length * seconds
-    assert elapsed < serial / 4, f"{elapsed:.1f} s; one after the other they sleep for {serial:.0f} s"
+    assert elapsed < serial / 4, (
+        f"{elapsed:.1f} s; one after the other they sleep for {serial:.0f} s"
+    )
 
 
-async def test_a_killed_worker_fails_its_episodes_by_name_and_the_next_ones_run(ray_cluster: Any) -> None:
+async def test_a_killed_worker_fails_its_episodes_by_name_and_the_next_ones_run(
+    ray_cluster: Any,
+) -> None:
     calls = iter(range(10**6))
     with EnvWorkers(cluster()) as workers:
 
@@ -179,12 +223,16 @@ async def test_a_killed_worker_fails_its_episodes_by_name_and_the_next_ones_run(
             played = errors(await play.play(jobs(*[""] * 8)))
             lost = [error for error in played[::2] if error is not None]
             assert len(lost) == 4 and played[1::2] == [None] * 4
-            assert all(error.startswith("env: env worker 0 on ") and "died: " in error for error in lost)
+            assert all(
+                error.startswith("env: env worker 0 on ") and "died: " in error for error in lost
+            )
             assert errors(await play.play(jobs(*[""] * 8))) == [None] * 8
         assert len(workers.failures()) == 1
 
 
-async def test_an_environment_that_ends_its_process_is_a_failed_episode_too(ray_cluster: Any) -> None:
+async def test_an_environment_that_ends_its_process_is_a_failed_episode_too(
+    ray_cluster: Any,
+) -> None:
     with EnvWorkers(cluster(env_workers=1)) as workers, rollout(workers, sleepy(), 1) as play:
         first, second = errors(await play.play(jobs("die", "")))
         assert first is not None and first.startswith("env: env worker 0 on ") and "died: " in first
@@ -192,7 +240,10 @@ async def test_an_environment_that_ends_its_process_is_a_failed_episode_too(ray_
 
 
 async def test_a_hung_environment_is_given_up_and_its_worker_goes_on(ray_cluster: Any) -> None:
-    with EnvWorkers(cluster(env_workers=1, call_timeout=CALL_TIMEOUT)) as workers, rollout(workers, sleepy(), 4) as play:
+    with (
+        EnvWorkers(cluster(env_workers=1, call_timeout=CALL_TIMEOUT)) as workers,
+        rollout(workers, sleepy(), 4) as play,
+    ):
         hung, *others = errors(await play.play(jobs("hang", "", "", "")))
         assert hung is not None and hung.startswith("env: env worker 0 on ")
         assert f"step gave no answer within {CALL_TIMEOUT:g} s" in hung
@@ -207,7 +258,9 @@ async def test_a_worker_that_answers_nothing_is_started_again(ray_cluster: Any) 
         pid = env.reset(seed=0)[1]["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
-            with pytest.raises(EnvError, match=r"env worker 0 on .* hangs: step gave no answer within 8 s"):
+            with pytest.raises(
+                EnvError, match=r"env worker 0 on .* hangs: step gave no answer within 8 s"
+            ):
                 await env.astep("sleep")
             assert env.reset(seed=0)[1]["pid"] != pid
             assert env.step("sleep")[0] == "Night 1."
@@ -223,7 +276,9 @@ async def test_what_an_environment_raises_is_the_reason_of_its_episode(workers: 
     assert workers.failures() == []
 
 
-async def test_a_step_of_a_lost_episode_names_the_end_of_its_worker(ray_cluster: Any, workers: EnvWorkers) -> None:
+async def test_a_step_of_a_lost_episode_names_the_end_of_its_worker(
+    ray_cluster: Any, workers: EnvWorkers
+) -> None:
     first, second = workers.make(sleepy(), {}), workers.make(sleepy(), {})
     for env in (first, second):
         env.reset(seed=0)
@@ -234,7 +289,9 @@ async def test_a_step_of_a_lost_episode_names_the_end_of_its_worker(ray_cluster:
     assert (await second.astep("sleep"))[0] == "Night 1."
 
 
-async def test_without_restarts_others_take_over_and_the_last_one_ends_the_run(ray_cluster: Any) -> None:
+async def test_without_restarts_others_take_over_and_the_last_one_ends_the_run(
+    ray_cluster: Any,
+) -> None:
     with EnvWorkers(cluster(restarts=0)) as workers, rollout(workers, sleepy(), 2) as play:
         assert errors(await play.play(jobs("", ""))) == [None, None]
         ray_cluster.kill(workers.workers[0]._life.handle)
@@ -243,7 +300,10 @@ async def test_without_restarts_others_take_over_and_the_last_one_ends_the_run(r
         assert errors(await play.play(jobs("", ""))) == [None, None]
         ray_cluster.kill(workers.workers[1]._life.handle)
         assert all("env worker 1" in str(error) for error in errors(await play.play(jobs("", ""))))
-        with pytest.raises(ExperientialError, match="got none after 0 restarts each: env worker 0 .*; env worker 1 "):
+        with pytest.raises(
+            ExperientialError,
+            match="got none after 0 restarts each: env worker 0 .*; env worker 1 ",
+        ):
             await play.play(jobs("", ""))
 
 

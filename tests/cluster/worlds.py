@@ -1,4 +1,6 @@
-"""Small environments for the tests of env workers: one that sleeps, one that hangs, one that raises."""
+"""Small environments for the tests of env workers: one that sleeps, one that hangs, one that
+raises.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ SLEEPY = "tests.cluster.worlds:cluster-tests/Sleepy-v0"
 
 
 class SleepyEnv(gym.Env[str, str]):
-    """``length`` steps that sleep ``seconds`` each; reset options make one episode ``hang``, ``raise`` or ``die`` in a step.
+    """``length`` steps that sleep ``seconds`` each; reset options make one episode ``hang``,
+    ``raise`` or ``die`` in a step.
 
-    With ``meet`` no step ends before that many environments of this process were inside a step at once.
+    With ``meet`` no step ends before that many environments of this process were inside a step at
+    once.
     """
 
     inside: ClassVar[int] = 0
@@ -30,7 +34,9 @@ class SleepyEnv(gym.Env[str, str]):
         self.observation_space, self.action_space = UnicodeText(100), UnicodeText(100)
         self.steps, self.fate = 0, ""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.steps, self.fate = 0, (options or {}).get("fate", "")
         return f"Bed {int(self.np_random.integers(1000))}.", self._info()

@@ -23,22 +23,29 @@ def related_groups(entries: Iterable[Experience]) -> list[list[Experience]]:
 def recent_groups(entries: Iterable[Experience], since: int, size: int) -> list[list[Experience]]:
     """Of each related group what a pass after commit ``since`` has to look at.
 
-    That is from the first entry written later on (merged entries are not news: they were compared when they were made),
-    with the ``size - 1`` entries before it, which it may belong to. Groups without news are left out.
+    That is from the first entry written later on (merged entries are not news: they were compared
+    when they were made), with the ``size - 1`` entries before it, which it may belong to. Groups
+    without news are left out.
     """
     groups: list[list[Experience]] = []
     for group in related_groups(entries):
-        news = [i for i, entry in enumerate(group) if (entry.provenance.commit or 0) > since and entry.provenance.cause != "merge"]
+        news = [
+            i
+            for i, entry in enumerate(group)
+            if (entry.provenance.commit or 0) > since and entry.provenance.cause != "merge"
+        ]
         if news and len(part := group[max(0, news[0] - size + 1) :]) > 1:
             groups.append(part)
     return groups
 
 
-async def merge_group(group: Sequence[Experience], size: int, merge_chunk: MergeChunk) -> list[Experience]:
+async def merge_group(
+    group: Sequence[Experience], size: int, merge_chunk: MergeChunk
+) -> list[Experience]:
     """Consolidate one group in chunks of at most ``size``.
 
-    The newest ``size - 1`` merged entries of a chunk open the next one, so that what a later chunk holds can still join them;
-    at least one place of every chunk is for an entry not seen yet.
+    The newest ``size - 1`` merged entries of a chunk open the next one, so that what a later chunk
+    holds can still join them; at least one place of every chunk is for an entry not seen yet.
     """
     written: list[Experience] = []
     carry: list[Experience] = []

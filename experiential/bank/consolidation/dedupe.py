@@ -1,7 +1,7 @@
 """Near-duplicates: found by the cosine of their texts, block by block, and merged into the oldest.
 
-The vectors that a bank searches by hold the task too, with twice the weight of the text; entries of one task are all near each other
-there. Here texts alone are compared.
+The vectors that a bank searches by hold the task too, with twice the weight of the text; entries of
+one task are all near each other there. Here texts alone are compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ Pair = tuple[Experience, Experience]
 Q = TypeVar("Q")
 T = TypeVar("T")
 Asking = Generator[Q, bool, T]
-"""A search that asks yes-or-no questions on its way to a result; whoever drives it may take its time to answer."""
+"""A search that asks yes-or-no questions on its way to a result; whoever drives it may take its
+time to answer.
+"""
 BLOCK = 512
 """Rows compared at a time."""
 _COLUMNS = 4096
@@ -65,18 +67,19 @@ def find(
 ) -> list[Duplicates]:
     """Groups of near-duplicates; entries of different kinds never are.
 
-    Each entry, oldest first, joins the older survivor most like it, or survives. So every entry merged is like its survivor itself and
-    not only like another one merged, except with ``among``, where the two levels may form a chain.
+    Each entry, oldest first, joins the older survivor most like it, or survives. So every entry
+    merged is like its survivor itself and not only like another one merged, except with ``among``,
+    where the two levels may form a chain.
 
     Args:
         entries: oldest first.
         embed: unit vectors of texts, shape (n, d).
         threshold: cosine from which on two texts may say the same.
-        judge: asked about each pair from the threshold on, most similar first, until it says yes; None takes every pair, and
-            equal texts are never asked about.
+        judge: asked about each pair from the threshold on, most similar first, until it says yes;
+            None takes every pair, and equal texts are never asked about.
         across_tasks: compare entries of different tasks too.
-        among: ids of a batch of new entries: these are compared with each other, then what is left with older entries (EvolveR);
-            None compares all.
+        among: ids of a batch of new entries: these are compared with each other, then what is left
+            with older entries (EvolveR); None compares all.
 
     Raises:
         ValueError: the threshold is not in (0, 1].
@@ -86,11 +89,15 @@ def find(
     return [
         found
         for shelf in shelves
-        for found in answered(compare(shelf, embed, threshold, batch), lambda pair: judge is None or judge(*pair))
+        for found in answered(
+            compare(shelf, embed, threshold, batch), lambda pair: judge is None or judge(*pair)
+        )
     ]
 
 
-def comparable(entries: Iterable[Experience], threshold: float, *, across_tasks: bool = False) -> list[list[Experience]]:
+def comparable(
+    entries: Iterable[Experience], threshold: float, *, across_tasks: bool = False
+) -> list[list[Experience]]:
     """The entries of one kind, and of one task unless ``across_tasks``, in order; those that have nothing to be compared with are left out.
 
     Raises:
@@ -115,7 +122,9 @@ def compare(
     joins = yield from _judged(leaders(vectors, threshold, new), shelf)
     if batch is not None:
         old = sorted(set(range(len(shelf))) - set(new))
-        joins |= yield from _judged(older_twins(vectors, threshold, [i for i in new if joins[i] == i], old), shelf)
+        joins |= yield from _judged(
+            older_twins(vectors, threshold, [i for i in new if joins[i] == i], old), shelf
+        )
     return _grouped(shelf, joins)
 
 
@@ -141,11 +150,15 @@ def answered(asking: Asking[Q, T], answer: Callable[[Q], bool]) -> T:
         return end.value
 
 
-async def answered_later(asking: Asking[Q, T], answer: Callable[[Q], Awaitable[bool]], threads: Executor) -> T:
+async def answered_later(
+    asking: Asking[Q, T], answer: Callable[[Q], Awaitable[bool]], threads: Executor
+) -> T:
     """The result of a search that asks, with awaited answers; between them it works on a thread beside the event loop."""
     verdict: bool | None = None
     while True:
-        question, result = await asyncio.get_running_loop().run_in_executor(threads, partial(_next_of, asking, verdict))
+        question, result = await asyncio.get_running_loop().run_in_executor(
+            threads, partial(_next_of, asking, verdict)
+        )
         if question is None:
             return cast("T", result)
         verdict = await answer(question)
@@ -161,7 +174,10 @@ def _next_of(asking: Asking[Q, T], verdict: bool | None) -> tuple[Q | None, T | 
 
 def _vectors(texts: Sequence[str], embed: Embed) -> Vector:
     distinct = list(dict.fromkeys(texts))
-    parts = [embed(distinct[start : start + _TEXTS_AT_ONCE]) for start in range(0, len(distinct), _TEXTS_AT_ONCE)]
+    parts = [
+        embed(distinct[start : start + _TEXTS_AT_ONCE])
+        for start in range(0, len(distinct), _TEXTS_AT_ONCE)
+    ]
     row = {text: i for i, text in enumerate(distinct)}
     return np.concatenate(parts)[[row[text] for text in texts]]
 
@@ -174,13 +190,19 @@ def _grouped(group: Sequence[Experience], joins: dict[int, int]) -> list[Duplica
             survivor = joins[survivor]
         if survivor != i:
             merged.setdefault(survivor, []).append(i)
-    return [Duplicates(survivor=group[i], merged=tuple(group[j] for j in those)) for i, those in merged.items()]
+    return [
+        Duplicates(survivor=group[i], merged=tuple(group[j] for j in those))
+        for i, those in merged.items()
+    ]
 
 
-def leaders(vectors: Vector, threshold: float, rows: Sequence[int]) -> Asking[tuple[int, int], dict[int, int]]:
+def leaders(
+    vectors: Vector, threshold: float, rows: Sequence[int]
+) -> Asking[tuple[int, int], dict[int, int]]:
     """For each row the earlier survivor that it joins, or itself when it survives; asks whether a pair (survivor, row) is one.
 
-    Compares ``BLOCK`` rows at a time with the survivors so far, which are compared ``_COLUMNS`` at a time.
+    Compares ``BLOCK`` rows at a time with the survivors so far, which are compared ``_COLUMNS`` at
+    a time.
 
     Args:
         vectors: unit vectors, shape (n, d), float32.
@@ -204,18 +226,24 @@ def leaders(vectors: Vector, threshold: float, rows: Sequence[int]) -> Asking[tu
     return joins
 
 
-def older_twins(vectors: Vector, threshold: float, rows: Sequence[int], others: Sequence[int]) -> Asking[tuple[int, int], dict[int, int]]:
+def older_twins(
+    vectors: Vector, threshold: float, rows: Sequence[int], others: Sequence[int]
+) -> Asking[tuple[int, int], dict[int, int]]:
     """For each row the other row before it that it joins, or itself; asks as ``leaders`` does."""
     joins: dict[int, int] = {}
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK]
         found = near(vectors, block, others, threshold)
         for i, row in enumerate(block):
-            joins[row] = yield from _first_accepted([pair for pair in found[i] if pair[1] < row], row)
+            joins[row] = yield from _first_accepted(
+                [pair for pair in found[i] if pair[1] < row], row
+            )
     return joins
 
 
-def near(vectors: Vector, rows: Sequence[int], others: Sequence[int], threshold: float) -> list[list[tuple[float, int]]]:
+def near(
+    vectors: Vector, rows: Sequence[int], others: Sequence[int], threshold: float
+) -> list[list[tuple[float, int]]]:
     """Per row, the others with a cosine from the threshold on: (cosine, row) pairs."""
     found: list[list[tuple[float, int]]] = [[] for _ in rows]
     for start in range(0, len(others), _COLUMNS):
@@ -239,24 +267,32 @@ def since(entries: Iterable[Experience], commit: int) -> tuple[list[Experience],
     A survivor of a deduplication has the text it had before: it is no news.
     """
     ordered = sorted(entries, key=lambda entry: entry.provenance.commit or 0)
-    news = (e.id for e in ordered if (e.provenance.commit or 0) > commit and e.provenance.cause != "dedupe")
+    news = (
+        e.id
+        for e in ordered
+        if (e.provenance.commit or 0) > commit and e.provenance.cause != "dedupe"
+    )
     return ordered, frozenset(news)
 
 
 class Passes:
     """Two-level deduplication pass after pass, as a manager runs it beside its other work; lives on one event loop.
 
-    A pass compares what was written since the last one that had no failure with each other, then with what is older (EvolveR); the first
-    one compares all. Entries of one task and kind are one piece of work: what is found there is written in one commit at once, and a
-    failure loses that piece only. Passes come one after the other; one that is cancelled leaves what it has written.
+    A pass compares what was written since the last one that had no failure with each other, then
+    with what is older (EvolveR); the first one compares all. Entries of one task and kind are one
+    piece of work: what is found there is written in one commit at once, and a failure loses that
+    piece only. Passes come one after the other; one that is cancelled leaves what it has written.
 
     Args:
         bank: whose entries are compared.
         threshold: cosine of two texts from which on the judge is asked.
-        across_tasks: compare entries of different tasks too; a survivor of several tasks has no task.
+        across_tasks: compare entries of different tasks too; a survivor of several tasks has no
+            task.
     """
 
-    def __init__(self, bank: ExperienceBank, threshold: float, *, across_tasks: bool = False) -> None:
+    def __init__(
+        self, bank: ExperienceBank, threshold: float, *, across_tasks: bool = False
+    ) -> None:
         self._bank = bank
         self._threshold = threshold
         self._across_tasks = across_tasks
@@ -268,24 +304,33 @@ class Passes:
         """One pass; gives the groups merged.
 
         Args:
-            judge: says whether two entries, the older first, teach the same; what it raises ends the piece of work.
+            judge: says whether two entries, the older first, teach the same; what it raises ends
+                the piece of work.
             write: merges groups in one commit.
             attempt: the groups merged in one piece of work, or None when that failed.
         """
         async with self._turn:
             head = self._bank.head
-            shelves, news = await asyncio.get_running_loop().run_in_executor(self._threads, self._plan)
-            pieces = await asyncio.gather(*(attempt(self._piece(shelf, news, judge, write)) for shelf in shelves))
+            shelves, news = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._plan
+            )
+            pieces = await asyncio.gather(
+                *(attempt(self._piece(shelf, news, judge, write)) for shelf in shelves)
+            )
             if None not in pieces:
                 self._since = head
             return [group for piece in pieces for group in piece or ()]
 
     def _plan(self) -> tuple[list[list[Experience]], frozenset[str]]:
         ordered, news = since(self._bank.entries(), self._since)
-        shelves = comparable(ordered, self._threshold, across_tasks=self._across_tasks) if news else []
+        shelves = (
+            comparable(ordered, self._threshold, across_tasks=self._across_tasks) if news else []
+        )
         return [shelf for shelf in shelves if any(entry.id in news for entry in shelf)], news
 
-    async def _piece(self, shelf: Sequence[Experience], news: frozenset[str], judge: LaterJudge, write: Write) -> list[Duplicates]:
+    async def _piece(
+        self, shelf: Sequence[Experience], news: frozenset[str], judge: LaterJudge, write: Write
+    ) -> list[Duplicates]:
         asking = compare(shelf, self._bank.embedder, self._threshold, news)
         found = await answered_later(asking, lambda pair: judge(*pair), self._threads)
         return await write(found, f"judged from cosine {self._threshold:g} on") if found else []
@@ -298,11 +343,14 @@ class Passes:
 class Merger:
     """Merges groups of duplicates inside one commit.
 
-    The survivor gets a new version with its own text, the summed counters and all entries of the group as parents, so that what it
-    earns is credited to each; it has no generation of its own. Its task is the one that all share, else None.
+    The survivor gets a new version with its own text, the summed counters and all entries of the
+    group as parents, so that what it earns is credited to each; it has no generation of its own.
+    Its task is the one that all share, else None.
     """
 
-    def __init__(self, draft: Draft, state: State, history: History, vectors: dict[EntryKey, Vector]) -> None:
+    def __init__(
+        self, draft: Draft, state: State, history: History, vectors: dict[EntryKey, Vector]
+    ) -> None:
         self._draft = draft
         self._state = state
         self._history = history
@@ -314,8 +362,17 @@ class Merger:
         if not merged or not self._is_unchanged(found.survivor):
             return None
         entry = self._merged(found.survivor, merged)
-        origins = frozenset[str]().union(*(live.origins for one in (entry, *merged) if (live := self._draft.live(one.id)) is not None))
-        known = [self._state.statistics.get(entry.id), *(self._state.counted(one.id) for one in merged)]
+        origins = frozenset[str]().union(
+            *(
+                live.origins
+                for one in (entry, *merged)
+                if (live := self._draft.live(one.id)) is not None
+            )
+        )
+        known = [
+            self._state.statistics.get(entry.id),
+            *(self._state.counted(one.id) for one in merged),
+        ]
         for one in merged:
             self._draft.remove(one.id)
         entry = self._draft.put(_made_from(entry, origins), self._vector(entry), origins)
@@ -332,13 +389,15 @@ class Merger:
         own = {"cause": "dedupe", "parents": parents, "generation": None, "span": None}
         provenance = survivor.provenance.model_copy(update=own)
         version = self._history.last_version(survivor.id) + 1
-        return survivor.model_copy(update={"version": version, "task": common_task(family), "provenance": provenance})
+        return survivor.model_copy(
+            update={"version": version, "task": common_task(family), "provenance": provenance}
+        )
 
     def _vector(self, entry: Experience) -> Vector:
         key = EntryKey(entry.text, entry.task)
         if key in self._vectors:
             return self._vectors[key]
-        ((_, version), *_) = entry.provenance.parents
+        (_, version), *_ = entry.provenance.parents
         stored = self._history.stored(entry.id, version)
         assert stored is not None
         return stored.vector
@@ -346,11 +405,17 @@ class Merger:
 
 def _made_from(entry: Experience, origins: frozenset[str]) -> Experience:
     instance = next(iter(origins)) if len(origins) == 1 else None
-    return entry.model_copy(update={"provenance": entry.provenance.model_copy(update={"instance": instance})})
+    return entry.model_copy(
+        update={"provenance": entry.provenance.model_copy(update={"instance": instance})}
+    )
 
 
 def vectors_needed(found: Iterable[Duplicates], embed: Embed) -> dict[EntryKey, Vector]:
     """Vectors of the survivors that lose their task, by which they were found; those of others stay as they are."""
-    lost = [group.survivor.text for group in found if common_task((group.survivor, *group.merged)) != group.survivor.task]
+    lost = [
+        group.survivor.text
+        for group in found
+        if common_task((group.survivor, *group.merged)) != group.survivor.task
+    ]
     keys = [EntryKey(text) for text in dict.fromkeys(lost)]
     return dict(zip(keys, embed_entries(embed, keys), strict=True)) if keys else {}

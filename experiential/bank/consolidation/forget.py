@@ -11,7 +11,9 @@ from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Uplift
 
 Policy = Literal["lru", "fifo", "random", "utility"]
-"""Who is evicted: the least recently used (or written), the oldest, any, or the one with the lowest Laplace score."""
+"""Who is evicted: the least recently used (or written), the oldest, any, or the one with the lowest
+Laplace score.
+"""
 _LAST_USE = """
     SELECT m.experience, t.commit_id FROM (SELECT experience, MAX(rowid) AS last FROM uses WHERE namespace = ?1 GROUP BY experience) m
     JOIN uses u ON u.rowid = m.last
@@ -19,7 +21,12 @@ _LAST_USE = """
 
 
 def prunable(
-    entries: Sequence[Experience], uplift: Callable[[str, int], Uplift], *, score: float | None, uplift_below: float | None, min_uses: int
+    entries: Sequence[Experience],
+    uplift: Callable[[str, int], Uplift],
+    *,
+    score: float | None,
+    uplift_below: float | None,
+    min_uses: int,
 ) -> list[Experience]:
     """The entries to prune, see ``ExperienceBank.prune``.
 
@@ -27,7 +34,8 @@ def prunable(
         entries: the live entries with their counters.
         uplift: counts and estimates of an entry version.
         score: prune Laplace scores below it; None does not look at them.
-        uplift_below: prune when the upper end of the uplift's interval is below it; None does not look at it.
+        uplift_below: prune when the upper end of the uplift's interval is below it; None does not
+            look at it.
         min_uses: counted uses that an entry must have had before it may be pruned.
 
     Raises:
@@ -51,7 +59,12 @@ def _upper_end(uplift: Uplift) -> float:
 
 
 def evictable(
-    entries: Sequence[Experience], cap: int, policy: Policy, *, seed: str, last_use: Callable[[], dict[str, int]]
+    entries: Sequence[Experience],
+    cap: int,
+    policy: Policy,
+    *,
+    seed: str,
+    last_use: Callable[[], dict[str, int]],
 ) -> list[Experience]:
     """The entries to evict so that ``cap`` are left, in the order of ``entries``.
 
@@ -68,7 +81,9 @@ def evictable(
     if cap < 0:
         raise ValueError(f"Expected cap to be 0 or more, got {cap}")
     if policy not in get_args(Policy):
-        raise ValueError(f"Expected policy to be one of {', '.join(get_args(Policy))}, got {policy!r}")
+        raise ValueError(
+            f"Expected policy to be one of {', '.join(get_args(Policy))}, got {policy!r}"
+        )
     surplus = max(0, len(entries) - cap)
     if policy == "random":
         doomed = random.Random(seed).sample(range(len(entries)), surplus)
@@ -78,7 +93,9 @@ def evictable(
     return [entries[i] for i in sorted(doomed)]
 
 
-def _ranking(policy: Policy, last_use: Callable[[], dict[str, int]]) -> Callable[[Experience], float]:
+def _ranking(
+    policy: Policy, last_use: Callable[[], dict[str, int]]
+) -> Callable[[Experience], float]:
     if policy == "utility":
         return lambda entry: entry.statistics.score
     if policy == "fifo":

@@ -11,7 +11,9 @@ Ancestor = tuple[str, int]
 """An entry id and a version."""
 
 
-def lineage(id: str, version: int, parents: Callable[[str, int], Iterable[Ancestor]]) -> list[Ancestor]:
+def lineage(
+    id: str, version: int, parents: Callable[[str, int], Iterable[Ancestor]]
+) -> list[Ancestor]:
     """Every (id, version) that earns the outcome of a use of this version: itself, then all it was merged from, each once.
 
     >>> family = {("c", 1): [("a", 2), ("b", 1)], ("a", 2): [("z", 1)]}
@@ -31,14 +33,17 @@ def total(statistics: Iterable[Statistics]) -> Statistics:
     """The summed counts, which a merged entry starts from."""
     known = list(statistics)
     return Statistics(
-        retrievals=sum(s.retrievals for s in known), uses=sum(s.uses for s in known), successes=sum(s.successes for s in known)
+        retrievals=sum(s.retrievals for s in known),
+        uses=sum(s.uses for s in known),
+        successes=sum(s.successes for s in known),
     )
 
 
 def counted_uses(trajectory: Trajectory) -> tuple[Use, ...]:
     """The uses that say something about an entry.
 
-    None of a free episode, none of an episode that failed for a technical cause, and none that the actor rejected: it was not shown.
+    None of a free episode, none of an episode that failed for a technical cause, and none that the
+    actor rejected: it was not shown.
     """
     if trajectory.condition is Condition.FREE or trajectory.error is not None:
         return ()
@@ -69,8 +74,18 @@ class Ledger:
         )
         success = None if trajectory.error is not None else int(trajectory.success)
         for use in () if trajectory.condition is Condition.FREE else trajectory.uses:
-            known = None if use.verdict == "reject" else success  # it was not shown: the outcome says nothing of it
-            values = (self._namespace, use.id, trajectory.id, use.experience_id, use.experience_version, known, use.model_dump_json())
+            known = (
+                None if use.verdict == "reject" else success
+            )  # it was not shown: the outcome says nothing of it
+            values = (
+                self._namespace,
+                use.id,
+                trajectory.id,
+                use.experience_id,
+                use.experience_version,
+                known,
+                use.model_dump_json(),
+            )
             self._journal.run("INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)", *values)
 
     def is_recorded(self, trajectory: str) -> bool:
@@ -80,18 +95,25 @@ class Ledger:
 
     def trajectory(self, id: str) -> Trajectory | None:
         """One journalled trajectory."""
-        record = self._journal.value("SELECT record FROM trajectories WHERE namespace = ? AND id = ?", self._namespace, id)
+        record = self._journal.value(
+            "SELECT record FROM trajectories WHERE namespace = ? AND id = ?", self._namespace, id
+        )
         return None if record is None else Trajectory.model_validate_json(record)
 
     def outcomes(self, id: str, version: int) -> list[int]:
         """1 or 0 for every use of one entry version whose episode ended properly, oldest first."""
-        statement = "SELECT success FROM uses WHERE namespace = ? AND experience = ? AND version = ? AND success IS NOT NULL ORDER BY rowid"
+        statement = (
+            "SELECT success FROM uses WHERE namespace = ? AND experience = ? AND version = ? AND"
+            " success IS NOT NULL ORDER BY rowid"
+        )
         return [row[0] for row in self._journal.rows(statement, self._namespace, id, version)]
 
     def statistics(self) -> dict[str, Statistics]:
         """The counters of every entry that has any."""
         statement = "SELECT id, retrievals, uses, successes FROM statistics WHERE namespace = ?"
-        return {row[0]: _statistics(row[1:]) for row in self._journal.rows(statement, self._namespace)}
+        return {
+            row[0]: _statistics(row[1:]) for row in self._journal.rows(statement, self._namespace)
+        }
 
     def save(self, statistics: dict[str, Statistics]) -> None:
         """Write counters."""

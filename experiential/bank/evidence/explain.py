@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from experiential.bank.evidence.credit import Ancestor
-from experiential.types import Condition, Experience, Generation, Record, Statistics, Trajectory, Uplift, Use
+from experiential.types import (
+    Condition,
+    Experience,
+    Generation,
+    Record,
+    Statistics,
+    Trajectory,
+    Uplift,
+    Use,
+)
 
 
 class Shown(Record):

@@ -1,18 +1,23 @@
 """Trust in entries: a new one is provisional, and only a share of the guided episodes may see it, until it has shown that it helps.
 
-An entry version is trusted when the episodes that used it did better than free members of their groups on enough independent tasks:
+An entry version is trusted when the episodes that used it did better than free members of their
+groups on enough independent tasks:
 
-* the evidence is that of `experiential.bank.evidence.uplift`: per group (one task, one seed) the success rate of guided members that used
-  the version, or a version that it was merged from, minus that of free members;
-* seeds of one task are not independent, so the differences are first averaged within each task (its ``task_id``, or its words where the
-  environment names none), and the interval is Student's 95 % t-interval over these task means;
-* there must be at least M tasks (``bank.trust_after``), and the lower end of the interval must be above zero. One task has no interval,
-  so M = 1 asks for two tasks, as M = 2 does. M = 0 trusts everything.
+* the evidence is that of `experiential.bank.evidence.uplift`: per group (one task, one seed) the
+  success rate of guided members that used the version, or a version that it was merged from, minus
+  that of free members;
+* seeds of one task are not independent, so the differences are first averaged within each task (its
+  ``task_id``, or its words where the environment names none), and the interval is Student's 95 %
+  t-interval over these task means;
+* there must be at least M tasks (``bank.trust_after``), and the lower end of the interval must be
+  above zero. One task has no interval, so M = 1 asks for two tasks, as M = 2 does. M = 0 trusts
+  everything.
 
-All entries start provisional: written by a person or by an extractor, imported, or rewritten. An update is another text, so its evidence
-starts anew; a merged entry starts from the joint evidence of all it was merged from, the good and the bad. Trust is a function
-of the journal and of nothing else, and is never final: later outcomes may take it away again. A rollback brings a version back with all
-that has been learned about it since, as counters do.
+All entries start provisional: written by a person or by an extractor, imported, or rewritten. An
+update is another text, so its evidence starts anew; a merged entry starts from the joint evidence
+of all it was merged from, the good and the bad. Trust is a function of the journal and of nothing
+else, and is never final: later outcomes may take it away again. A rollback brings a version back
+with all that has been learned about it since, as counters do.
 """
 
 from __future__ import annotations
@@ -53,7 +58,10 @@ _USES = """
     SELECT u.rowid, u.experience, u.version, t.grp FROM uses u
     CROSS JOIN trajectories t ON t.namespace = u.namespace AND t.id = u.trajectory
     WHERE u.rowid > ? AND u.namespace = ? AND t.condition = 'guided' AND t.error IS NULL AND t.grp <> '' AND t.commit_id <= ?"""
-_GROUPS = "SELECT rowid, grp FROM trajectories WHERE rowid > ? AND namespace = ? AND error IS NULL AND grp <> '' AND commit_id <= ?"
+_GROUPS = (
+    "SELECT rowid, grp FROM trajectories WHERE rowid > ? AND namespace = ? AND error IS NULL AND"
+    " grp <> '' AND commit_id <= ?"
+)
 _MERGED = """
     SELECT c.seq, v.id, v.version, v.record FROM changes c
     CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version AND v.commit_id = c.commit_id
@@ -91,18 +99,28 @@ def judge(id: str, version: int, by_task: Mapping[str, Sequence[float]], after: 
     over = estimate(mean(differences) for differences in by_task.values())
     helps = over.interval is not None and over.interval[0] > 0.0 and over.groups >= after
     shown = over.model_dump(include={"mean", "interval"})
-    return Standing(id=id, version=version, after=after, tasks=over.groups, trusted=helps or not after, **shown)
+    return Standing(
+        id=id, version=version, after=after, tasks=over.groups, trusted=helps or not after, **shown
+    )
 
 
 def standing(journal: Journal, namespace: str, entry: Experience, after: int) -> Standing:
     """One entry version judged by all that the journal holds now."""
     evidence = Evidence(journal, namespace)
-    return judge(entry.id, entry.version, evidence.by_task(evidence.ancestors(entry.id, entry.version)), after)
+    return judge(
+        entry.id,
+        entry.version,
+        evidence.by_task(evidence.ancestors(entry.id, entry.version)),
+        after,
+    )
 
 
 def recorded(journal: Journal, namespace: str) -> int:
     """The ``bank.trust_after`` that this bank was last worked with; 0 when there was none."""
-    return int(journal.value("SELECT value FROM meta WHERE namespace = ? AND key = ?", namespace, _META) or 0)
+    return int(
+        journal.value("SELECT value FROM meta WHERE namespace = ? AND key = ?", namespace, _META)
+        or 0
+    )
 
 
 def record(journal: Journal, namespace: str, after: int) -> None:
@@ -114,8 +132,8 @@ def record(journal: Journal, namespace: str, after: int) -> None:
 class Book:
     """Which entry versions of one namespace are trusted, whether they stand now or not.
 
-    ``refresh`` reads what the journal has got since it was last called and judges again only what that concerns; any thread may ask
-    meanwhile and is answered from what was known before.
+    ``refresh`` reads what the journal has got since it was last called and judges again only what
+    that concerns; any thread may ask meanwhile and is answered from what was known before.
 
     Args:
         journal: of the bank.
@@ -126,7 +144,9 @@ class Book:
 
     def __init__(self, journal: Journal, namespace: str, after: int, until: int = ALWAYS) -> None:
         if after < 1:
-            raise ValueError(f"Expected a positive number of tasks to trust an entry after, got {after}")
+            raise ValueError(
+                f"Expected a positive number of tasks to trust an entry after, got {after}"
+            )
         self.after = after
         self.trusted: frozenset[Ancestor] = frozenset()
         self._journal = journal
@@ -138,7 +158,9 @@ class Book:
         self._groups: Counter[Ancestor] = Counter()
         self._parents: dict[Ancestor, list[Ancestor]] = {}
         self._children: dict[Ancestor, list[Ancestor]] = {}
-        self._touched: set[Ancestor] = set()  # what is to be judged again; a refresh that fails leaves it to the next
+        self._touched: set[Ancestor] = (
+            set()
+        )  # what is to be judged again; a refresh that fails leaves it to the next
         self._one_at_a_time = threading.Lock()
 
     def is_trusted(self, experience: Experience) -> bool:
@@ -147,7 +169,12 @@ class Book:
 
     def standing(self, id: str, version: int) -> Standing:
         """One version judged now, from all that the last refresh read of merges."""
-        return judge(id, version, self._evidence.by_task(self._ancestors(id, version), self._until), self.after)
+        return judge(
+            id,
+            version,
+            self._evidence.by_task(self._ancestors(id, version), self._until),
+            self.after,
+        )
 
     def refresh(self) -> None:
         """Read on, and judge every version whose evidence may have changed."""
@@ -156,7 +183,11 @@ class Book:
             self._read_merges()
             self._read_groups()
             concerned = {heir for version in self._touched for heir in self._heirs(*version)}
-            helpful = {version for version in concerned if self._may_pass(version) and self.standing(*version).trusted}
+            helpful = {
+                version
+                for version in concerned
+                if self._may_pass(version) and self.standing(*version).trusted
+            }
             self.trusted = self.trusted - concerned | helpful
             self._touched.clear()
 
@@ -181,7 +212,9 @@ class Book:
 
     def _read_merges(self) -> None:
         for _, id, version, written in self._rows(_MERGED):
-            parents: list[Ancestor] = [(parent[0], parent[1]) for parent in json.loads(written)["provenance"]["parents"]]
+            parents: list[Ancestor] = [
+                (parent[0], parent[1]) for parent in json.loads(written)["provenance"]["parents"]
+            ]
             self._parents[id, version] = parents
             for parent in parents:
                 self._children.setdefault(parent, []).append((id, version))
@@ -216,7 +249,9 @@ def checked_episodes(episode: Episodes, count: int) -> list[str]:
     """
     episodes = [episode] * count if isinstance(episode, str) else list(episode)
     if len(episodes) != count:
-        raise ValueError(f"Expected one episode id, or one for each of the {count} queries, got {len(episodes)}")
+        raise ValueError(
+            f"Expected one episode id, or one for each of the {count} queries, got {len(episodes)}"
+        )
     return episodes
 
 
@@ -255,13 +290,20 @@ class Probation:
     def admits(self, episode: str) -> bool:
         """Whether a search of this episode may find provisional entries; without an id each search draws for itself, in order."""
         with self._lock:
-            drawn = may_try(self._seed, episode, self.share) if episode else self._rng.random() < self.share
+            drawn = (
+                may_try(self._seed, episode, self.share)
+                if episode
+                else self._rng.random() < self.share
+            )
             self._draws[drawn] += 1
         return drawn
 
     def wake(self) -> None:
         """Let the book be brought up to date beside what runs, when the bank has changed."""
-        with self._lock, contextlib.suppress(RuntimeError):  # closed meanwhile: nobody will ask again
+        with (
+            self._lock,
+            contextlib.suppress(RuntimeError),
+        ):  # closed meanwhile: nobody will ask again
             if self._seen != self._head() and (self._refreshing is None or self._refreshing.done()):
                 self._refreshing = self._thread.submit(self._catch_up)
 
@@ -273,16 +315,21 @@ class Probation:
             self.wake()
 
     def _catch_up(self) -> bool:
-        outcome = attempted(self._refresh)  # whatever a disk or a closed bank does to it, retrieval goes on with what is known
+        outcome = attempted(
+            self._refresh
+        )  # whatever a disk or a closed bank does to it, retrieval goes on with what is known
         if isinstance(outcome, Exception):
             self.failures[f"trust: {type(outcome).__name__}"] += 1
             return False
         return True
 
-    def sift(self, rows: list[Row], admitted: Sequence[bool], asked: int, floor: float, fetch: Fetch) -> None:
+    def sift(
+        self, rows: list[Row], admitted: Sequence[bool], asked: int, floor: float, fetch: Fetch
+    ) -> None:
         """Take provisional entries out of the rows of candidates that are not admitted to them, in place.
 
-        Where too few trusted ones are left although there may be more at or above the floor, longer rows are asked for.
+        Where too few trusted ones are left although there may be more at or above the floor, longer
+        rows are asked for.
 
         Args:
             rows: per query, the nearest entries, best first.
@@ -296,19 +343,30 @@ class Probation:
         found = [rows[i] for i in short]
         while short:
             for i, row in zip(short, found, strict=True):
-                rows[i] = [scored for scored in row if (scored.item.id, scored.item.version) in trusted]
-            ended = (not trusted or len(row) < asked or row[asked - 1].score < floor for row in found)
-            short = [i for i, end in zip(short, ended, strict=True) if not end and len(rows[i]) < wanted]
+                rows[i] = [
+                    scored for scored in row if (scored.item.id, scored.item.version) in trusted
+                ]
+            ended = (
+                not trusted or len(row) < asked or row[asked - 1].score < floor for row in found
+            )
+            short = [
+                i for i, end in zip(short, ended, strict=True) if not end and len(rows[i]) < wanted
+            ]
             asked *= _WIDER
             found = fetch(short, asked) if short else []
 
     def mark(self, hits: list[Hit], admitted: bool) -> list[Hit]:
         """The hits with the draw of their episode; the propensity of a provisional one gets the share as a factor."""
-        return [self._marked(hit, admitted and not self.book.is_trusted(hit.experience), admitted) for hit in hits]
+        return [
+            self._marked(hit, admitted and not self.book.is_trusted(hit.experience), admitted)
+            for hit in hits
+        ]
 
     def _marked(self, hit: Hit, provisional: bool, admitted: bool) -> Hit:
         propensity = hit.propensity * self.share if provisional else hit.propensity
-        return hit.model_copy(update={"propensity": propensity, "provisional": provisional, "admitted": admitted})
+        return hit.model_copy(
+            update={"propensity": propensity, "provisional": provisional, "admitted": admitted}
+        )
 
     def stats(self, entries: Iterable[Experience]) -> dict[str, int]:
         """How many of these entries are trusted and provisional, and how the draws of searches ended."""
@@ -328,7 +386,8 @@ class Probation:
 def probation_of(bank: ExperienceBank, settings: BankSettings, seed: int) -> Probation | None:
     """What a manager with these settings shows of provisional entries; None when all entries are trusted.
 
-    A writable bank notes ``trust_after``, so that ``experiential bank`` can tell who is provisional.
+    A writable bank notes ``trust_after``, so that ``experiential bank`` can tell who is
+    provisional.
     """
     after = settings.trust_after
     if not after:

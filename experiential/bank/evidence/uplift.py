@@ -1,7 +1,8 @@
 """What an entry did for the episodes that used it: uses, outcomes, and guided against free members of the same group.
 
-The members of a group start from one task and one seed, so the difference of the success rates of those that used an entry and of
-those that saw no bank is a paired one. Its mean over groups estimates the entry's uplift. The interval is Student's t over groups.
+The members of a group start from one task and one seed, so the difference of the success rates of
+those that used an entry and of those that saw no bank is a paired one. Its mean over groups
+estimates the entry's uplift. The interval is Student's t over groups.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from experiential.types import Estimate, Uplift
 
 LEVEL = 0.95
 _EXACT_UP_TO = 30
-_TALLY = "SELECT COUNT(*), COUNT(success), COALESCE(SUM(success), 0) FROM uses WHERE namespace = ? AND experience = ? AND version = ?"
+_TALLY = (
+    "SELECT COUNT(*), COUNT(success), COALESCE(SUM(success), 0) FROM uses WHERE namespace = ? AND"
+    " experience = ? AND version = ?"
+)
 _DIFFERENCES = """  -- CROSS JOIN keeps this order: from the uses of one entry to their episodes to those of the same group
     WITH named (experience, version) AS (VALUES {pairs}),
     guided AS (
@@ -30,7 +34,10 @@ _DIFFERENCES = """  -- CROSS JOIN keeps this order: from the uses of one entry t
     SELECT g.grp, g.rate - AVG(f.success) FROM rates g
     CROSS JOIN trajectories f ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL{free}
     GROUP BY g.grp ORDER BY g.grp"""
-_TASK = "SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL ORDER BY commit_id, id LIMIT 1"
+_TASK = (
+    "SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL ORDER BY"
+    " commit_id, id LIMIT 1"
+)
 ALWAYS = 2**62
 """A commit after every other."""
 
@@ -61,7 +68,8 @@ class Evidence:
     def differences(self, versions: Sequence[Ancestor]) -> list[float]:
         """Per group, the success rate of guided members that used one of the versions minus that of free members.
 
-        An episode counts once however often it used them; one that failed for a technical cause does not count.
+        An episode counts once however often it used them; one that failed for a technical cause
+        does not count.
         """
         return [difference for _, difference in self._by_group(versions, ALWAYS)]
 
@@ -80,8 +88,12 @@ class Evidence:
     def _by_group(self, versions: Sequence[Ancestor], until: int) -> list[tuple[str, float]]:
         pairs = ", ".join(f"(?{2 * i + 3}, ?{2 * i + 4})" for i in range(len(versions)))
         named = [value for version in versions for value in version]
-        bound = "" if until == ALWAYS else " AND {}.commit_id <= ?2"  # without it, an index holds all that is asked of the free members
-        statement = _DIFFERENCES.format(pairs=pairs, guided=bound.format("t"), free=bound.format("f"))
+        bound = (
+            "" if until == ALWAYS else " AND {}.commit_id <= ?2"
+        )  # without it, an index holds all that is asked of the free members
+        statement = _DIFFERENCES.format(
+            pairs=pairs, guided=bound.format("t"), free=bound.format("f")
+        )
         rows = self._journal.rows(statement, self._namespace, until, *named)
         return [(row[0], row[1]) for row in rows]
 
@@ -104,9 +116,14 @@ class Evidence:
         return list(dict.fromkeys([*above, *below]))
 
     @cached_property
-    def _edges(self) -> tuple[Mapping[Ancestor, Sequence[Ancestor]], Mapping[Ancestor, Sequence[Ancestor]]]:
+    def _edges(
+        self,
+    ) -> tuple[Mapping[Ancestor, Sequence[Ancestor]], Mapping[Ancestor, Sequence[Ancestor]]]:
         """Parents by child and children by parent."""
-        statement = "SELECT id, version, record FROM versions WHERE namespace = ? AND instr(record, '\"parents\":[[') > 0"
+        statement = (
+            "SELECT id, version, record FROM versions WHERE namespace = ? AND instr(record,"
+            " '\"parents\":[[') > 0"
+        )
         up: dict[Ancestor, list[Ancestor]] = {}
         down: dict[Ancestor, list[Ancestor]] = {}
         for id, version, record in self._journal.rows(statement, self._namespace):
@@ -138,8 +155,8 @@ def estimate(differences: Iterable[float]) -> Estimate:
 def t_quantile(df: int) -> float:
     """The t that Student's distribution with ``df`` degrees of freedom exceeds on both sides with probability 0.05 together.
 
-    Abramowitz & Stegun: up to 30 degrees the finite sums 26.7.3 and 26.7.4, solved by bisection; above, the expansion 26.7.5,
-    whose error is below 1e-7 there.
+    Abramowitz & Stegun: up to 30 degrees the finite sums 26.7.3 and 26.7.4, solved by bisection;
+    above, the expansion 26.7.5, whose error is below 1e-7 there.
 
     >>> [round(t_quantile(df), 3) for df in (1, 2, 10, 30, 120)]
     [12.706, 4.303, 2.228, 2.042, 1.98]

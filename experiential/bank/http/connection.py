@@ -34,7 +34,8 @@ class Connection:
         url: where the server is, ``http://host:port``.
         token: sent as a bearer token; ``$EXPERIENTIAL_TOKEN`` by default.
         timeout: seconds to wait for one answer.
-        patience: seconds during which a lost connection is tried again; a write keeps its key, so it is carried out once.
+        patience: seconds during which a lost connection is tried again; a write keeps its key, so
+            it is carried out once.
 
     Raises:
         ValueError: the address cannot be read, or a number is out of range.
@@ -42,17 +43,26 @@ class Connection:
 
     def __init__(self, url: str, token: str | None, timeout: float, patience: float) -> None:
         if timeout <= 0 or patience < 0:
-            raise ValueError(f"Expected timeout > 0 and patience >= 0, got {timeout} and {patience}")
+            raise ValueError(
+                f"Expected timeout > 0 and patience >= 0, got {timeout} and {patience}"
+            )
         try:
             host = urlsplit(url).hostname if urlsplit(url).port != 0 else None
         except ValueError as error:
-            raise ValueError(f"Expected an address like 'http://127.0.0.1:8321', got {url!r}: {error}") from error
+            raise ValueError(
+                f"Expected an address like 'http://127.0.0.1:8321', got {url!r}: {error}"
+            ) from error
         if not host:
-            raise ValueError(f"Expected an address with a host and a port, like 'http://127.0.0.1:8321', got {url!r}")
+            raise ValueError(
+                "Expected an address with a host and a port, like 'http://127.0.0.1:8321', got"
+                f" {url!r}"
+            )
         self.url = url.rstrip("/")
         self.closed = False
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {token}"} if token else {}
+        )
         self._direct = host in _LOOPBACK
         self._timeout = timeout
         self._patience = patience
@@ -73,16 +83,28 @@ class Connection:
         try:
             return operation.result.validate_json(response.content)
         except ValidationError as error:
-            raise BankError(f"Expected an answer to {operation.name!r} from {self.url}, got another version's; update both ends") from error
+            raise BankError(
+                f"Expected an answer to {operation.name!r} from {self.url}, got another version's;"
+                " update both ends"
+            ) from error
 
-    def _send(self, name: str, namespace: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
+    def _send(
+        self, name: str, namespace: str, content: bytes, headers: dict[str, str]
+    ) -> httpx.Response:
         until, pause = time.monotonic() + self._patience, 0.05
         while True:
             try:
                 client = self._opened()
-                return client.post(wire.PREFIX + name, params={"namespace": namespace}, content=content, headers=headers)
+                return client.post(
+                    wire.PREFIX + name,
+                    params={"namespace": namespace},
+                    content=content,
+                    headers=headers,
+                )
             except httpx.TransportError as error:
-                slow = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+                slow = isinstance(error, httpx.TimeoutException) and not isinstance(
+                    error, httpx.ConnectTimeout
+                )
                 if slow or time.monotonic() + pause > until:
                     raise BankError(self._complaint(error, slow)) from error
             time.sleep(pause)
@@ -90,7 +112,10 @@ class Connection:
 
     def _complaint(self, error: httpx.TransportError, slow: bool) -> str:
         if slow:
-            return f"Expected an answer from the bank server at {self.url} within {self._timeout} s, got none; a write may have been made"
+            return (
+                f"Expected an answer from the bank server at {self.url} within {self._timeout} s,"
+                " got none; a write may have been made"
+            )
         return (
             f"Expected a bank server at {self.url}, got {type(error).__name__}: {error}; "
             "start it where the bank's folder is: experiential serve FOLDER"
@@ -99,14 +124,19 @@ class Connection:
     def _opened(self) -> httpx.Client:
         with self._lock:
             if self.closed:
-                raise BankError(f"Expected an open bank, got a closed one; open it again with ExperienceBank({self.url!r})")
+                raise BankError(
+                    "Expected an open bank, got a closed one; open it again with"
+                    f" ExperienceBank({self.url!r})"
+                )
             if self._client is None or self._pid != os.getpid():
                 self._pid = os.getpid()
                 self._client = httpx.Client(
                     base_url=self.url,
                     headers=self._headers,
                     timeout=httpx.Timeout(self._timeout, connect=_CONNECT_SECONDS),
-                    limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS),
+                    limits=httpx.Limits(
+                        max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS
+                    ),
                     trust_env=not self._direct,  # a proxy of the environment is not for this machine
                 )
             return self._client
@@ -116,9 +146,15 @@ class Connection:
             error: dict[str, Any] = response.json()["error"]
             kind, message = str(error["type"]), str(error["message"])
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-            return BankError(f"Expected a bank server at {self.url}, got status {response.status_code} ; check the address")
+            return BankError(
+                f"Expected a bank server at {self.url}, got status {response.status_code} ; check"
+                " the address"
+            )
         if response.status_code == 401:
-            return BankError(f"Expected the token of the bank server at {self.url}; pass token= or set {TOKEN_VARIABLE}")
+            return BankError(
+                f"Expected the token of the bank server at {self.url}; pass token= or set"
+                f" {TOKEN_VARIABLE}"
+            )
         return wire.ERRORS.get(kind, BankError)(message)
 
     def close(self) -> None:

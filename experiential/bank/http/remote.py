@@ -1,6 +1,7 @@
 """A bank behind a server, with the methods of ``ExperienceBank``.
 
-A method that is one operation is a line: ``_asks`` gives it the signature and the words of the local one.
+A method that is one operation is a line: ``_asks`` gives it the signature and the words of the
+local one.
 """
 
 from __future__ import annotations
@@ -72,17 +73,35 @@ class Caller:
 
     def search(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
         """Hits of each query."""
-        asked = {"queries": queries, "k": k, "hybrid": hybrid, "exclude_instance": scope.exclude, "where": _plain(scope.where)}
+        asked = {
+            "queries": queries,
+            "k": k,
+            "hybrid": hybrid,
+            "exclude_instance": scope.exclude,
+            "where": _plain(scope.where),
+        }
         return self.ask(wire.SEARCH, **asked) if queries else []
 
     def nearest(
-        self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None], words: bool
+        self,
+        queries: Sequence[str],
+        n: int,
+        exclude: Sequence[str | None],
+        where: Sequence[Where | None],
+        words: bool,
     ) -> list[list[Scored[Experience]]]:
         """The nearest entries of each query with their counters; without queries only the index of words is asked for."""
         if not queries and not words:
             return []
         filters = [_plain(one) for one in where]
-        rows = self.ask(wire.NEAREST, queries=list(queries), n=n, exclude=list(exclude), where=filters, words=words)
+        rows = self.ask(
+            wire.NEAREST,
+            queries=list(queries),
+            n=n,
+            exclude=list(exclude),
+            where=filters,
+            words=words,
+        )
         return [[Scored(hit.experience, hit.score, hit.words) for hit in row] for row in rows]
 
     def count(self) -> int:
@@ -99,7 +118,9 @@ def _named(error: ValidationError, operation: str) -> ValueError:
     if first["type"] == "value_error":  # raised by a validator of ours, with all that is to be said
         return ValueError(str(first.get("ctx", {}).get("error")))
     name = ".".join(str(part) for part in first["loc"])
-    return ValueError(f"Expected {name} of {operation!r} to be right, got {first['input']!r}: {first['msg']}")
+    return ValueError(
+        f"Expected {name} of {operation!r} to be right, got {first['input']!r}: {first['msg']}"
+    )
 
 
 def _asks(operation: Operation[Any, Any], method: M) -> M:
@@ -140,7 +161,12 @@ class RemoteView(BankView):
         return self._caller.search(queries, k, hybrid, scope)
 
     def nearest(
-        self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None] = (), words: bool = False
+        self,
+        queries: Sequence[str],
+        n: int,
+        exclude: Sequence[str | None],
+        where: Sequence[Where | None] = (),
+        words: bool = False,
     ) -> list[list[Scored[Experience]]]:
         """The ``n`` nearest entries of each query, as ``ExperienceBank.nearest`` gives them."""
         return self._caller.nearest(queries, n, exclude, where, words)
@@ -176,15 +202,22 @@ class RemoteQueue(DistillationQueue):
 
     def put(self, id: str) -> bool:
         """Refuse: ``submit`` of the bank queues a trajectory."""
-        raise BankError("Expected bank.submit(trajectory), which queues it at the server, got queue.put")
+        raise BankError(
+            "Expected bank.submit(trajectory), which queues it at the server, got queue.put"
+        )
 
     def finish(self, id: str) -> bool:
         """Refuse: ``apply(..., item=id)`` of the bank finishes an item."""
-        raise BankError("Expected bank.apply(..., item=id), which finishes it at the server, got queue.finish")
+        raise BankError(
+            "Expected bank.apply(..., item=id), which finishes it at the server, got queue.finish"
+        )
 
     def clear(self) -> None:
         """Refuse: nobody forgets the items of all clients."""
-        raise BankError("Expected a bank folder to clear the queue of, got a bank behind a server, where others may wait for it")
+        raise BankError(
+            "Expected a bank folder to clear the queue of, got a bank behind a server, where others"
+            " may wait for it"
+        )
 
     def ask(self, operation: Operation[B, R], **values: Any) -> R:
         """The result of one operation on the queue."""
@@ -203,14 +236,19 @@ class RemoteBook(Book):
 
     def __init__(self, caller: Caller, after: int) -> None:
         if after < 1:
-            raise ValueError(f"Expected a positive number of tasks to trust an entry after, got {after}")
+            raise ValueError(
+                f"Expected a positive number of tasks to trust an entry after, got {after}"
+            )
         self.after = after
         self.trusted = frozenset()
         self._caller = caller
 
     def standing(self, id: str, version: int) -> Standing:
         """Refuse: ``standing`` of the bank judges an entry."""
-        raise BankError("Expected bank.standing(id), which judges an entry at the server, got standing of its book")
+        raise BankError(
+            "Expected bank.standing(id), which judges an entry at the server, got standing of its"
+            " book"
+        )
 
     def refresh(self) -> None:
         """Ask the server anew."""
@@ -220,8 +258,9 @@ class RemoteBook(Book):
 class RemoteBank(ExperienceBank):
     """The bank of ``experiential serve``: what ``ExperienceBank("http://host:port")`` gives.
 
-    Arguments, results and errors are those of a folder's bank. A write is on the server's disk when its method returns; it carries a
-    key, so that a connection that breaks and is tried again never writes twice. Any number of processes may use one server.
+    Arguments, results and errors are those of a folder's bank. A write is on the server's disk when
+    its method returns; it carries a key, so that a connection that breaks and is tried again never
+    writes twice. Any number of processes may use one server.
 
     Args:
         path: the server's address.
@@ -260,14 +299,21 @@ class RemoteBank(ExperienceBank):
         info = self._present.ask(wire.INFO)
         self._embedder = RemoteEmbedder(self._present, info.embedder)
         self._check_embedder(embedder)
-        self._caller = Caller(connection, namespace, At(commit=info.head, seen=info.head)) if read_only else self._present
+        self._caller = (
+            Caller(connection, namespace, At(commit=info.head, seen=info.head))
+            if read_only
+            else self._present
+        )
         self.queue = RemoteQueue(self._present)
 
     def _check_embedder(self, embedder: Embedder | str | None) -> None:
-        if embedder is not None and (wanted := embedder_id(resolve_embedder(embedder))) != self._embedder.id:
+        if (
+            embedder is not None
+            and (wanted := embedder_id(resolve_embedder(embedder))) != self._embedder.id
+        ):
             raise BankError(
-                f"Expected the embedder {self._embedder.id!r} of the bank at {self.url}, got {wanted!r}; "
-                "leave embedder= out, the server makes the vectors"
+                f"Expected the embedder {self._embedder.id!r} of the bank at {self.url}, got"
+                f" {wanted!r}; leave embedder= out, the server makes the vectors"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -276,7 +322,10 @@ class RemoteBank(ExperienceBank):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "text_limit":
-            raise BankError(f"Expected the limit of texts to be set at the server of {self.url}, got {value!r} set here; leave it out")
+            raise BankError(
+                f"Expected the limit of texts to be set at the server of {self.url}, got {value!r}"
+                " set here; leave it out"
+            )
         super().__setattr__(name, value)
 
     def __len__(self) -> int:
@@ -288,7 +337,11 @@ class RemoteBank(ExperienceBank):
     @property
     def head(self) -> int:
         """The id of the last commit; 0 for a bank never written."""
-        return self._caller.at.commit if self._caller.at is not None else self._present.ask(wire.INFO).head
+        return (
+            self._caller.at.commit
+            if self._caller.at is not None
+            else self._present.ask(wire.INFO).head
+        )
 
     @property
     def closed(self) -> bool:
@@ -301,7 +354,9 @@ class RemoteBank(ExperienceBank):
         return self._embedder
 
     @property
-    def redacted(self) -> Counter[str]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it; here it is asked for)
+    def redacted(
+        self,
+    ) -> Counter[str]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it; here it is asked for)
         """Secrets taken out of what all clients wrote since the server opened the bank, by kind."""
         return Counter(self._present.ask(wire.INFO).redacted)
 
@@ -312,7 +367,9 @@ class RemoteBank(ExperienceBank):
     def ask(self, operation: Operation[B, R], **values: Any) -> R:
         """The result of one operation of the server; of a read-only bank it may be no write."""
         if self.read_only and operation.writes and not values.get("dry_run"):
-            raise ReadOnlyBankError("Expected a writable bank, got one opened with read_only=True; open it without")
+            raise ReadOnlyBankError(
+                "Expected a writable bank, got one opened with read_only=True; open it without"
+            )
         return self._caller.ask(operation, **values)
 
     # Reading
@@ -351,7 +408,12 @@ class RemoteBank(ExperienceBank):
         return self._caller.search(queries, k, hybrid, scope)
 
     def nearest(
-        self, queries: Sequence[str], n: int, exclude: Sequence[str | None], where: Sequence[Where | None] = (), words: bool = False
+        self,
+        queries: Sequence[str],
+        n: int,
+        exclude: Sequence[str | None],
+        where: Sequence[Where | None] = (),
+        words: bool = False,
     ) -> list[list[Scored[Experience]]]:
         """The ``n`` nearest entries of each query with their counters, with ``words`` those its words find too."""
         return self._caller.nearest(queries, n, exclude, where, words)
@@ -364,7 +426,9 @@ class RemoteBank(ExperienceBank):
         """The same version with its counters as they are now; those it has already when this bank is read-only."""
         if self.read_only:
             return experience
-        return experience.model_copy(update={"statistics": self._present.ask(wire.READ, id=experience.id)})
+        return experience.model_copy(
+            update={"statistics": self._present.ask(wire.READ, id=experience.id)}
+        )
 
     def commits(self) -> list[Commit]:
         """Every commit, oldest first."""
@@ -388,8 +452,15 @@ class RemoteBank(ExperienceBank):
         return RemoteView(Caller(self._present.connection, self.namespace, at), commit)
 
     def _checked_commit(self, commit: object) -> int:
-        if not isinstance(commit, int) or isinstance(commit, bool) or (self.read_only and commit > self.head):
-            raise BankError(f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them with bank.commits()")
+        if (
+            not isinstance(commit, int)
+            or isinstance(commit, bool)
+            or (self.read_only and commit > self.head)
+        ):
+            raise BankError(
+                f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them"
+                " with bank.commits()"
+            )
         return commit
 
     # Writing
@@ -401,7 +472,9 @@ class RemoteBank(ExperienceBank):
     record = _asks(wire.RECORD, ExperienceBank.record)
     submit = _asks(wire.SUBMIT, ExperienceBank.submit)
 
-    def submit_many(self, trajectories: Sequence[Trajectory], *, distil: bool = True) -> list[bool | Exception]:
+    def submit_many(
+        self, trajectories: Sequence[Trajectory], *, distil: bool = True
+    ) -> list[bool | Exception]:
         """``submit`` each, or ``record`` it when not ``distil``; gives for each what it gave or raised."""
         write = self.submit if distil else self.record
         return [attempted(partial(write, trajectory)) for trajectory in trajectories]
@@ -430,10 +503,16 @@ class RemoteBank(ExperienceBank):
         return self._distilled(wire.APPLY, distillation, shown, asked)
 
     def consolidate(
-        self, distillation: Distillation, *, shown: Sequence[Experience], extractor_version: int | None = None
+        self,
+        distillation: Distillation,
+        *,
+        shown: Sequence[Experience],
+        extractor_version: int | None = None,
     ) -> list[Experience]:
         """Write what an extractor merged, in one commit; gives the merged entries."""
-        return self._distilled(wire.CONSOLIDATE, distillation, shown, {"extractor_version": extractor_version})
+        return self._distilled(
+            wire.CONSOLIDATE, distillation, shown, {"extractor_version": extractor_version}
+        )
 
     def _distilled(
         self,
@@ -442,8 +521,12 @@ class RemoteBank(ExperienceBank):
         shown: Sequence[Experience],
         asked: Mapping[str, Any],
     ) -> list[Experience]:
-        spans = [None if one.span is None else list(one.span) for one in distillation.parsed.operations]
-        written = self.ask(operation, distillation=distillation, spans=spans, shown=list(shown), **asked)
+        spans = [
+            None if one.span is None else list(one.span) for one in distillation.parsed.operations
+        ]
+        written = self.ask(
+            operation, distillation=distillation, spans=spans, shown=list(shown), **asked
+        )
         self.refused.update(written.refused)
         return written.entries
 
@@ -463,17 +546,40 @@ class RemoteBank(ExperienceBank):
     ) -> list[Duplicates]:
         """Merge near-duplicates into the oldest of each group, in one commit; gives the groups.
 
-        A ``judge`` cannot travel, so it is asked here: all texts and their vectors are then fetched, and the groups sent back. With
-        none all happens at the server; what takes longer than ``timeout`` ends with an error here and goes on there.
+        A ``judge`` cannot travel, so it is asked here: all texts and their vectors are then
+            fetched, and the groups sent back. With
+        none all happens at the server; what takes longer than ``timeout`` ends with an error here
+        and goes on there.
         """
         if judge is None:
-            return self.ask(wire.DEDUPLICATE, threshold=threshold, across_tasks=across_tasks, among=among, dry_run=dry_run)
-        found = dedupe.find(list(self.entries()), self.embedder, threshold, judge, across_tasks=across_tasks, among=among)
+            return self.ask(
+                wire.DEDUPLICATE,
+                threshold=threshold,
+                across_tasks=across_tasks,
+                among=among,
+                dry_run=dry_run,
+            )
+        found = dedupe.find(
+            list(self.entries()),
+            self.embedder,
+            threshold,
+            judge,
+            across_tasks=across_tasks,
+            among=among,
+        )
         return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
 
-    def merge_duplicates(self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human") -> list[Duplicates]:
+    def merge_duplicates(
+        self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"
+    ) -> list[Duplicates]:
         """Merge the groups that ``deduplicate(dry_run=True)`` found, or some of them, in one commit; gives those merged."""
-        groups = [[{"id": entry.id, "version": entry.version} for entry in (group.survivor, *group.merged)] for group in found]
+        groups = [
+            [
+                {"id": entry.id, "version": entry.version}
+                for entry in (group.survivor, *group.merged)
+            ]
+            for group in found
+        ]
         return self.ask(wire.MERGE_DUPLICATES, groups=groups, ref=ref, author=author)
 
     # Moving
@@ -495,7 +601,10 @@ class RemoteBank(ExperienceBank):
         self._refuse("flush_index")
 
     def _refuse(self, name: str) -> NoReturn:
-        raise BankError(f"Expected a bank folder for {name}(), got the server at {self.url}; open the folder, or export() the entries")
+        raise BankError(
+            f"Expected a bank folder for {name}(), got the server at {self.url}; open the folder,"
+            " or export() the entries"
+        )
 
 
 def _reopened(url: str, options: dict[str, Any]) -> RemoteBank:

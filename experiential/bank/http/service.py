@@ -20,7 +20,13 @@ from experiential.bank.http.wire import Body, Operation
 from experiential.bank.index.embed import Embedder
 from experiential.bank.search.where import Where
 from experiential.bank.storage.history import Commit
-from experiential.errors import BankError, BankLockedError, ExperientialError, MissingExtraError, ReadOnlyBankError
+from experiential.errors import (
+    BankError,
+    BankLockedError,
+    ExperientialError,
+    MissingExtraError,
+    ReadOnlyBankError,
+)
 from experiential.types import Distillation, Experience, Hit, Statistics
 
 if TYPE_CHECKING:
@@ -51,13 +57,15 @@ def create_app(
 ) -> FastAPI:
     """The application that serves a bank folder, or banks that are open already.
 
-    A folder's writer lock is taken here, and given back when the application shuts down or ``app.state.shelf.close()`` is called.
-    Banks that were open before stay open.
+    A folder's writer lock is taken here, and given back when the application shuts down or
+    ``app.state.shelf.close()`` is called. Banks that were open before stay open.
 
     Args:
         source: a folder (made on first use), or open banks of different namespaces.
-        token: what every request must carry as ``Authorization: Bearer ...``; None asks for nothing.
-        namespaces: those that are served; none named serves all of the folder, opened when first asked for.
+        token: what every request must carry as ``Authorization: Bearer ...``; None asks for
+            nothing.
+        namespaces: those that are served; none named serves all of the folder, opened when first
+            asked for.
         embedder: for namespaces that were never written; the others keep theirs.
         max_body: bytes of a request body, at most.
 
@@ -71,7 +79,11 @@ def create_app(
         raise MissingExtraError("fastapi", "serve") from None
     if token is not None and not token.strip():
         raise ValueError("Expected token to be non-empty text or None, got blank text")
-    shelf = source if isinstance(source, Shelf) else Shelf(source, namespaces=namespaces, embedder=embedder)
+    shelf = (
+        source
+        if isinstance(source, Shelf)
+        else Shelf(source, namespaces=namespaces, embedder=embedder)
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -84,14 +96,21 @@ def create_app(
     _answer_errors(app)
     _add_health(app, shelf)
     for operation in wire.OPERATIONS:
-        _add_route(app, shelf, operation, _OWN.get(operation) or _method(operation), _AGAIN.get(operation))
+        _add_route(
+            app, shelf, operation, _OWN.get(operation) or _method(operation), _AGAIN.get(operation)
+        )
     return app
 
 
 class Door:
     """Lets a request in when it carries the token and its body is not too long; counts the bytes that really come."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str | None, max_body: int) -> None:
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        token: str | None,
+        max_body: int,
+    ) -> None:
         self._app = app
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._max_body = max_body
@@ -102,12 +121,24 @@ class Door:
             await self._app(scope, receive, send)
             return
         headers = dict(cast("list[tuple[bytes, bytes]]", scope["headers"]))
-        if self._expected is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            await _refuse(send, 401, "Expected the token of this bank server as 'Authorization: Bearer TOKEN', got none or another")
+        if self._expected is not None and not hmac.compare_digest(
+            headers.get(b"authorization", b""), self._expected
+        ):
+            await _refuse(
+                send,
+                401,
+                "Expected the token of this bank server as 'Authorization: Bearer TOKEN', got none"
+                " or another",
+            )
             return
         body = await self._body(headers, receive)
         if body is None:
-            await _refuse(send, 413, f"Expected a request of at most {self._max_body} bytes, got more; send fewer or shorter texts at once")
+            await _refuse(
+                send,
+                413,
+                f"Expected a request of at most {self._max_body} bytes, got more; send fewer or"
+                " shorter texts at once",
+            )
             return
         await self._app({**scope, _BODY: body}, _once(body, receive), send)
 
@@ -163,7 +194,10 @@ def _answer_errors(app: FastAPI) -> None:
         return Response(_error_body("ValueError", message), 422, media_type="application/json")
 
     async def answer_bug(request: Request, error: Exception) -> Response:
-        message = f"Expected an answer of the bank server, but it failed with {type(error).__name__}: {error}; see its log"
+        message = (
+            f"Expected an answer of the bank server, but it failed with {type(error).__name__}:"
+            f" {error}; see its log"
+        )
         return Response(_error_body("BankError", message), 500, media_type="application/json")
 
     for expected in (ExperientialError, ValueError, TimeoutError):
@@ -188,10 +222,14 @@ def _add_health(app: FastAPI, shelf: Shelf) -> None:
     app.add_api_route(f"{wire.PREFIX}health", health, methods=["GET"])
 
 
-def _add_route(app: FastAPI, shelf: Shelf, operation: Operation[Any, Any], do: Do, again: Again | None) -> None:
+def _add_route(
+    app: FastAPI, shelf: Shelf, operation: Operation[Any, Any], do: Do, again: Again | None
+) -> None:
     from fastapi import Header, Query, Request, Response
 
-    def endpoint(request: Request, body: Body, namespace: str, idempotency_key: str | None) -> Response:
+    def endpoint(
+        request: Request, body: Body, namespace: str, idempotency_key: str | None
+    ) -> Response:
         served = shelf.get(namespace)
         if operation is wire.NOTE_RETRIEVALS:
             result = served.count(idempotency_key, cast("wire.Retrieved", body).ids)
@@ -199,17 +237,24 @@ def _add_route(app: FastAPI, shelf: Shelf, operation: Operation[Any, Any], do: D
             result = do(served, body)
         else:
             asked = operation.name.encode() + b" " + request.scope[_BODY]
-            result = served.once(idempotency_key, asked, partial(do, served, body), partial(again, served, body))
+            result = served.once(
+                idempotency_key, asked, partial(do, served, body), partial(again, served, body)
+            )
         return Response(operation.result.dump_json(result), media_type="application/json")
 
     fields = {
         "request": (Request, inspect.Parameter.empty),
         "body": (operation.body, inspect.Parameter.empty),
         "namespace": (Annotated[str, Query(min_length=1)], "default"),
-        "idempotency_key": (Annotated[str | None, Header(min_length=1, max_length=LONGEST_KEY)], None),
+        "idempotency_key": (
+            Annotated[str | None, Header(min_length=1, max_length=LONGEST_KEY)],
+            None,
+        ),
     }
     parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind, default=default)
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind, default=default
+        )
         for name, (kind, default) in fields.items()
     ]
     endpoint.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]  (real types, whatever the body's)
@@ -223,8 +268,8 @@ def _add_route(app: FastAPI, shelf: Shelf, operation: Operation[Any, Any], do: D
     )
 
 
-# What the operations do that are not one method of a bank, and what a keyed write gave when it made a certain commit. A write that the
-# second table lacks is harmless when repeated.
+# What the operations do that are not one method of a bank, and what a keyed write gave when it made
+# a certain commit. A write that the second table lacks is harmless when repeated.
 
 _OWN: dict[Operation[Any, Any], Do] = {}
 _AGAIN: dict[Operation[Any, Any], Again] = {
@@ -236,8 +281,12 @@ _AGAIN: dict[Operation[Any, Any], Again] = {
     wire.IMPORT: lambda served, body, commit: len(served.written(commit)),
     wire.RECORD: lambda served, body, commit: True,
     wire.SUBMIT: lambda served, body, commit: True,
-    wire.APPLY: lambda served, body, commit: wire.Written(entries=served.written(commit), refused={}),
-    wire.CONSOLIDATE: lambda served, body, commit: wire.Written(entries=served.written(commit), refused={}),
+    wire.APPLY: lambda served, body, commit: wire.Written(
+        entries=served.written(commit), refused={}
+    ),
+    wire.CONSOLIDATE: lambda served, body, commit: wire.Written(
+        entries=served.written(commit), refused={}
+    ),
     wire.QUEUE_FAIL: lambda served, body, commit: served.bank.queue.attempts(body.id),
     wire.QUEUE_REQUEUE: lambda served, body, commit: True,
     wire.PRUNE: lambda served, body, commit: served.removed(commit),
@@ -247,7 +296,9 @@ _AGAIN: dict[Operation[Any, Any], Again] = {
 }
 
 
-def _serves(operation: Operation[B, R]) -> Callable[[Callable[[ServedBank, B], R]], Callable[[ServedBank, B], R]]:
+def _serves(
+    operation: Operation[B, R],
+) -> Callable[[Callable[[ServedBank, B], R]], Callable[[ServedBank, B], R]]:
     def register(do: Callable[[ServedBank, B], R]) -> Callable[[ServedBank, B], R]:
         _OWN[operation] = do
         return do
@@ -271,7 +322,12 @@ def _method(operation: Operation[Any, Any]) -> Do:
 def _info(served: ServedBank, body: wire.Reading) -> wire.Info:
     head = served.bank.head if body.at is None else body.at.commit
     bank = served.bank
-    return wire.Info(entries=len(served.reader(body.at)), head=head, embedder=bank.embedder.id, redacted=dict(bank.redacted))
+    return wire.Info(
+        entries=len(served.reader(body.at)),
+        head=head,
+        embedder=bank.embedder.id,
+        redacted=dict(bank.redacted),
+    )
 
 
 @_serves(wire.AT)
@@ -299,19 +355,37 @@ def _embed(served: ServedBank, body: wire.Texts) -> list[list[float]]:
 @_serves(wire.SEARCH)
 def _search(served: ServedBank, body: wire.Searched) -> list[list[Hit]]:
     reader = served.reader(body.at)
-    return reader.search(body.queries, k=body.k, hybrid=body.hybrid, exclude_instance=body.exclude_instance, where=body.where)
+    return reader.search(
+        body.queries,
+        k=body.k,
+        hybrid=body.hybrid,
+        exclude_instance=body.exclude_instance,
+        where=body.where,
+    )
 
 
 @_serves(wire.NEAREST)
 def _nearest(served: ServedBank, body: wire.Compared) -> list[list[wire.Near]]:
     if len(body.exclude) != len(body.queries) or body.n < 1:
-        raise ValueError(f"Expected one excluded instance (or null) per query and a positive n, got {len(body.exclude)} and {body.n}")
+        raise ValueError(
+            "Expected one excluded instance (or null) per query and a positive n, got"
+            f" {len(body.exclude)} and {body.n}"
+        )
     if len(body.where) not in (0, len(body.queries)):
-        raise ValueError(f"Expected one filter (or null) per query or none at all, got {len(body.where)} for {len(body.queries)} queries")
+        raise ValueError(
+            f"Expected one filter (or null) per query or none at all, got {len(body.where)} for"
+            f" {len(body.queries)} queries"
+        )
     reader = served.reader(body.at)
-    rows = reader.nearest(body.queries, body.n, body.exclude, [Where.of(one) for one in body.where], body.words)
+    rows = reader.nearest(
+        body.queries, body.n, body.exclude, [Where.of(one) for one in body.where], body.words
+    )
     return [
-        [wire.Near(experience=reader.read(s.item), score=s.score, rank=rank, words=s.words) for rank, s in enumerate(row)] for row in rows
+        [
+            wire.Near(experience=reader.read(s.item), score=s.score, rank=rank, words=s.words)
+            for rank, s in enumerate(row)
+        ]
+        for row in rows
     ]
 
 
@@ -333,24 +407,38 @@ def _apply(served: ServedBank, body: wire.Distilled) -> wire.Written:
 @_serves(wire.CONSOLIDATE)
 def _consolidate(served: ServedBank, body: wire.Distilled) -> wire.Written:
     before = served.bank.refused.copy()
-    entries = served.bank.consolidate(_with_spans(body), shown=body.shown, extractor_version=body.extractor_version)
+    entries = served.bank.consolidate(
+        _with_spans(body), shown=body.shown, extractor_version=body.extractor_version
+    )
     return wire.Written(entries=entries, refused=dict(served.bank.refused - before))
 
 
 def _with_spans(body: wire.Distilled) -> Distillation:
     parsed = body.distillation.parsed
     if len(body.spans) != len(parsed.operations):
-        raise ValueError(f"Expected one span (or null) per operation, got {len(body.spans)} for {len(parsed.operations)}")
+        raise ValueError(
+            f"Expected one span (or null) per operation, got {len(body.spans)} for"
+            f" {len(parsed.operations)}"
+        )
     pairs = zip(parsed.operations, body.spans, strict=True)
-    operations = tuple(operation.model_copy(update={"span": None if span is None else tuple(span)}) for operation, span in pairs)
-    return body.distillation.model_copy(update={"parsed": parsed.model_copy(update={"operations": operations})})
+    operations = tuple(
+        operation.model_copy(update={"span": None if span is None else tuple(span)})
+        for operation, span in pairs
+    )
+    return body.distillation.model_copy(
+        update={"parsed": parsed.model_copy(update={"operations": operations})}
+    )
 
 
 @_serves(wire.MERGE_DUPLICATES)
 def _merge_duplicates(served: ServedBank, body: wire.Judged) -> list[Duplicates]:
     known = ([served.bank.version(one.id, one.version) for one in group] for group in body.groups)
     groups = ([entry for entry in group if entry is not None] for group in known)
-    found = [Duplicates(survivor=survivor, merged=tuple(merged)) for survivor, *merged in groups if merged]
+    found = [
+        Duplicates(survivor=survivor, merged=tuple(merged))
+        for survivor, *merged in groups
+        if merged
+    ]
     return served.bank.merge_duplicates(found, body.ref, author=body.author)
 
 

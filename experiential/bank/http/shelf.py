@@ -83,13 +83,21 @@ class ServedBank:
             listing, _, place = cursor.partition(".")
             entries, start = self._listings.get(listing), int(place) if place.isdecimal() else 0
         if entries is None:
-            raise BankError("Expected a listing that is still known here, got one of before a restart or too long ago; list again")
+            raise BankError(
+                "Expected a listing that is still known here, got one of before a restart or too"
+                " long ago; list again"
+            )
         more = len(entries) > start + limit
         if more and cursor is None:
             self._listings.put(listing, entries)
-        return Page(entries=entries[start : start + limit], cursor=f"{listing}.{start + limit}" if more else None)
+        return Page(
+            entries=entries[start : start + limit],
+            cursor=f"{listing}.{start + limit}" if more else None,
+        )
 
-    def once(self, key: str, request: bytes, write: Callable[[], T], again: Callable[[int], T]) -> T:
+    def once(
+        self, key: str, request: bytes, write: Callable[[], T], again: Callable[[int], T]
+    ) -> T:
         """Carry out a keyed write, or say what it gave when it was carried out before, even by an earlier server.
 
         Args:
@@ -105,7 +113,10 @@ class ServedBank:
                 with self.bank.receipts.noting(key, digest):
                     return write()
             if known.digest != digest:
-                raise ValueError(f"Expected a new Idempotency-Key for a new request, got {key!r}, which another one had")
+                raise ValueError(
+                    f"Expected a new Idempotency-Key for a new request, got {key!r}, which another"
+                    " one had"
+                )
             return again(known.commit)
 
     def count(self, key: str | None, ids: Iterable[str]) -> None:
@@ -117,12 +128,16 @@ class ServedBank:
 
     def written(self, commit: int) -> list[Experience]:
         """The entry versions that a commit wrote, in the order of writing."""
-        found = (self.bank.version(id, version) for id, version in self.bank.receipts.written(commit))
+        found = (
+            self.bank.version(id, version) for id, version in self.bank.receipts.written(commit)
+        )
         return [entry for entry in found if entry is not None]
 
     def removed(self, commit: int) -> list[Experience]:
         """The entries that a commit took out, as they stood before it, in the order of removing."""
-        found = (self.bank.version(id, version) for id, version in self.bank.receipts.removed(commit))
+        found = (
+            self.bank.version(id, version) for id, version in self.bank.receipts.removed(commit)
+        )
         return [entry for entry in found if entry is not None]
 
     def trusted_versions(self, after: int) -> list[tuple[str, int]]:
@@ -135,8 +150,16 @@ class ServedBank:
         """The groups of near-duplicates that a commit merged."""
         groups: list[Duplicates] = []
         for survivor in self.written(commit):
-            family = (self.bank.version(*parent) for parent in survivor.provenance.parents if parent[0] != survivor.id)
-            groups.append(Duplicates(survivor=survivor, merged=tuple(entry for entry in family if entry is not None)))
+            family = (
+                self.bank.version(*parent)
+                for parent in survivor.provenance.parents
+                if parent[0] != survivor.id
+            )
+            groups.append(
+                Duplicates(
+                    survivor=survivor, merged=tuple(entry for entry in family if entry is not None)
+                )
+            )
         return groups
 
 
@@ -144,7 +167,8 @@ class Shelf:
     """The namespaces of one folder, or banks that somebody else opened and will close.
 
     Args:
-        source: a folder, which this takes the writer's lock of at once, or open banks of different namespaces.
+        source: a folder, which this takes the writer's lock of at once, or open banks of different
+            namespaces.
         namespaces: those that may be asked for; none named allows all.
         embedder: for namespaces that were never written.
         chroma: where the index of a folder's namespaces is, see ``ExperienceBank``.
@@ -184,7 +208,9 @@ class Shelf:
             raise BankError(f"Expected a folder, got the file {str(folder)!r}; choose another path")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._claim = folder, WriterLock(folder, _SERVER)
-        with contextlib.ExitStack() as undo:  # what was opened is closed again when a later part fails
+        with (
+            contextlib.ExitStack() as undo
+        ):  # what was opened is closed again when a later part fails
             undo.callback(self.close)
             self._journal = Journal.open(folder)
             for name in self._allowed:
@@ -201,7 +227,10 @@ class Shelf:
             return known
         with self._lock:
             if self._closed:
-                raise BankError("Expected a running bank server, got one that is shutting down; ask again when it is back")
+                raise BankError(
+                    "Expected a running bank server, got one that is shutting down; ask again when"
+                    " it is back"
+                )
             known = self._open.get(namespace)
             if known is None:
                 known = self._open[namespace] = ServedBank(self._opened(namespace))
@@ -210,19 +239,32 @@ class Shelf:
     def _opened(self, namespace: str) -> ExperienceBank:
         if self._folder is None or (self._allowed and namespace not in self._allowed):
             served = ", ".join(map(repr, self.namespaces()))
-            raise BankError(f"Expected a namespace served here ({served}), got {namespace!r}; start the server with --namespace for it")
-        return ExperienceBank(self._folder, namespace=namespace, embedder=self._embedder_for(namespace), chroma=self._chroma)
+            raise BankError(
+                f"Expected a namespace served here ({served}), got {namespace!r}; start the server"
+                " with --namespace for it"
+            )
+        return ExperienceBank(
+            self._folder,
+            namespace=namespace,
+            embedder=self._embedder_for(namespace),
+            chroma=self._chroma,
+        )
 
     def _embedder_for(self, namespace: str) -> Embedder | str | None:
         assert self._journal is not None
-        written = self._journal.value("SELECT 1 FROM versions WHERE namespace = ? LIMIT 1", namespace)
+        written = self._journal.value(
+            "SELECT 1 FROM versions WHERE namespace = ? LIMIT 1", namespace
+        )
         return self._embedder if written is None else None
 
     def namespaces(self) -> list[str]:
         """Names of the namespaces that are served: those allowed, else those that were ever opened."""
         if self._allowed or self._journal is None:
             return list(self._allowed or self._open)
-        return [row[0] for row in self._journal.rows("SELECT DISTINCT namespace FROM meta ORDER BY namespace")]
+        return [
+            row[0]
+            for row in self._journal.rows("SELECT DISTINCT namespace FROM meta ORDER BY namespace")
+        ]
 
     def close(self) -> None:
         """Close what was opened here and give the folder back; safe to call twice."""

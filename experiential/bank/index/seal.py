@@ -1,8 +1,9 @@
 """The seal of Chroma's folder: checksums of its vector files, so that a damaged one is never opened.
 
-Chroma writes those files in place and trusts them when it reads them. Of 20 damages tried, 6 gave wrong hits without a word and 2
-ended the process by a segmentation fault. A kill in the middle of writing may leave such files too. What does not match its seal is
-set aside, and the index is made again from the journal.
+Chroma writes those files in place and trusts them when it reads them. Of 20 damages tried, 6 gave
+wrong hits without a word and 2 ended the process by a segmentation fault. A kill in the middle of
+writing may leave such files too. What does not match its seal is set aside, and the index is made
+again from the journal.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _users: Counter[str] = Counter()
 class Seal:
     """Guards one Chroma folder; inside ``with`` its files may change, and are sealed at the end.
 
-    Blocks of one process exclude each other, because the namespaces of a bank share the folder. A kill inside leaves a broken seal.
+    Blocks of one process exclude each other, because the namespaces of a bank share the folder. A
+    kill inside leaves a broken seal.
 
     Args:
         folder: Chroma's folder; None, when it is not on this machine, guards nothing.
@@ -51,7 +53,12 @@ class Seal:
             self._is_used = True
             _users[str(self._folder)] += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._folder is None:
             return
         try:
@@ -82,7 +89,11 @@ class Seal:
             name, status = file.relative_to(folder).as_posix(), file.stat()
             state = (status.st_mtime_ns, status.st_size)
             known = self._known.get(name)
-            now[name] = known if known is not None and known[0] == state else (state, [status.st_size, _checksum(file)])
+            now[name] = (
+                known
+                if known is not None and known[0] == state
+                else (state, [status.st_size, _checksum(file)])
+            )
         self._known = now
         return {name: sums for name, (_, sums) in now.items()}
 

@@ -69,7 +69,14 @@ class Masks(Generic[T]):
 class Snapshot(Generic[T]):
     """The index at one moment; searching it takes no lock, whatever is written meanwhile."""
 
-    def __init__(self, matrix: Vector, alive: Mask, items: list[T], labels: dict[str, list[int]], masks: Masks[T]) -> None:
+    def __init__(
+        self,
+        matrix: Vector,
+        alive: Mask,
+        items: list[T],
+        labels: dict[str, list[int]],
+        masks: Masks[T],
+    ) -> None:
         self._matrix = matrix
         self._alive = alive
         self._items = items
@@ -81,7 +88,11 @@ class Snapshot(Generic[T]):
         return len(self._alive) - len(self._dead)
 
     def search(
-        self, queries: Vector, n: int, exclude: Sequence[str | None] = (), where: Sequence[Condition[T] | None] = ()
+        self,
+        queries: Vector,
+        n: int,
+        exclude: Sequence[str | None] = (),
+        where: Sequence[Condition[T] | None] = (),
     ) -> list[list[Scored[T]]]:
         """The ``n`` nearest items of each query, best first; equal scores keep the order in which they were written.
 
@@ -116,7 +127,12 @@ class Snapshot(Generic[T]):
 
     def _best(self, scores: Vector, n: int) -> list[list[Scored[T]]]:
         columns, values, counts = best_of_each(scores, n)
-        found = zip(map(self._items.__getitem__, columns.tolist()), values.tolist(), repeat(0.0), strict=False)
+        found = zip(
+            map(self._items.__getitem__, columns.tolist()),
+            values.tolist(),
+            repeat(0.0),
+            strict=False,
+        )
         hits: list[Scored[T]] = list(map(_scored, found))
         edges = [0, *np.cumsum(counts).tolist()]
         return [hits[begin:end] for begin, end in pairwise(edges)]
@@ -128,8 +144,9 @@ Indices = npt.NDArray[np.intp]
 def best_of_each(scores: Vector, n: int) -> tuple[Indices, Vector, Indices]:
     """The ``n`` best finite scores of each row of ``scores``, shape (m, r), best first.
 
-    Returns the columns and values of all rows, one after the other, and how many each row has. Equal scores keep the order of their
-    columns. Only scores that reach the n-th best maximum of a row's blocks are sorted: at least n do, and few more.
+    Returns the columns and values of all rows, one after the other, and how many each row has.
+    Equal scores keep the order of their columns. Only scores that reach the n-th best maximum of a
+    row's blocks are sorted: at least n do, and few more.
     """
     m, width = scores.shape
     least = _nth_best_block(scores, n)
@@ -155,7 +172,11 @@ def _nth_best_block(scores: Vector, n: int) -> Vector:
     if n >= width:
         return np.full(m, -np.inf, dtype=np.float32)  # pyright: ignore[reportUnknownVariableType]
     blocks = width // _BLOCK
-    tops = scores[:, : _BLOCK * blocks].reshape(m, _BLOCK, blocks).max(axis=1) if blocks >= n else scores
+    tops = (
+        scores[:, : _BLOCK * blocks].reshape(m, _BLOCK, blocks).max(axis=1)
+        if blocks >= n
+        else scores
+    )
     return np.partition(tops, tops.shape[1] - n, axis=1)[:, tops.shape[1] - n]
 
 
@@ -213,7 +234,9 @@ class VectorIndex(Generic[T]):
         """The present state, fixed."""
         self._shared = True
         count = len(self._items)
-        return Snapshot(self._matrix[:count], self._alive[:count], self._items, self._labels, self._masks)
+        return Snapshot(
+            self._matrix[:count], self._alive[:count], self._items, self._labels, self._masks
+        )
 
     def _grow(self) -> None:
         capacity = 2 * len(self._alive)
@@ -224,7 +247,11 @@ class VectorIndex(Generic[T]):
         self._matrix, self._alive, self._shared = matrix, alive, False
 
     def _compact(self) -> None:
-        matrix, items, kept = self._matrix, self._items, sorted(self._rows.items(), key=lambda pair: pair[1])
+        matrix, items, kept = (
+            self._matrix,
+            self._items,
+            sorted(self._rows.items(), key=lambda pair: pair[1]),
+        )
         labels: dict[int, list[str]] = {}
         for label, rows in self._labels.items():
             for row in rows:

@@ -35,9 +35,10 @@ class Searchable(ABC):
             n: how many entries for each.
             exclude: a task instance to leave out (or None) for each query.
             where: a filter (or None) for each query; empty filters nothing.
-            words: find by words too: a row then has the ``n`` nearest and the ``n`` that share the rarest words with the query, and
-                tells of each how much of the query's words it has, in [0, 1] (see ``experiential.bank.index.lexical``). Needed words are
-                indexed at the first such call, even one without queries.
+            words: find by words too: a row then has the ``n`` nearest and the ``n`` that share the
+                rarest words with the query, and tells of each how much of the query's words it has,
+                in [0, 1] (see ``experiential.bank.index.lexical``). Needed words are indexed at the
+                first such call, even one without queries.
         """
 
     @abstractmethod
@@ -46,7 +47,13 @@ class Searchable(ABC):
 
     @overload
     def search(
-        self, query: str, *, k: int = 1, hybrid: float = 0.0, exclude_instance: str | None = None, where: Filter | None = None
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        hybrid: float = 0.0,
+        exclude_instance: str | None = None,
+        where: Filter | None = None,
     ) -> list[Hit]: ...
 
     @overload
@@ -74,33 +81,54 @@ class Searchable(ABC):
         Args:
             query: one text or a list of texts.
             k: how many hits for each.
-            hybrid: weight of the words that query and entry share beside their cosine, in [0, 1], as ``bank.retrieval.hybrid``: hits are
-                ranked by (1 - hybrid) cosine + hybrid words, which is their score. Candidates are the nearest entries and those that
-                words find best, ``16 k`` of each. The first search with words indexes them.
-            exclude_instance: leave out entries that were made from this task instance, by whatever updates and merges.
-            where: only entries that are so: values by field, ``{"kind": "lesson", "tags": ["alfworld", "webshop"]}``. The fields ``kind``
-                and ``task`` are the entry's own, others are of its metadata; several values are alternatives (see
-                ``experiential.bank.search.where.Where``). If ``k`` entries pass, there are ``k`` hits.
+            hybrid: weight of the words that query and entry share beside their cosine, in [0, 1],
+                as ``bank.retrieval.hybrid``: hits are ranked by (1 - hybrid) cosine + hybrid words,
+                which is their score. Candidates are the nearest entries and those that words find
+                best, ``16 k`` of each. The first search with words indexes them.
+            exclude_instance: leave out entries that were made from this task instance, by whatever
+                updates and merges.
+            where: only entries that are so: values by field, ``{"kind": "lesson", "tags":
+                ["alfworld", "webshop"]}``. The fields ``kind`` and ``task`` are the entry's own,
+                others are of its metadata; several values are alternatives (see
+                ``experiential.bank.search.where.Where``). If ``k`` entries pass, there are ``k``
+                hits.
 
         Raises:
             ValueError: an argument is something else.
         """
         queries = checked_queries(query, k)
-        rows = self._hits(queries, k, checked_weight(hybrid), Scope(exclude_instance, Where.of(where)))
+        rows = self._hits(
+            queries, k, checked_weight(hybrid), Scope(exclude_instance, Where.of(where))
+        )
         return rows[0] if isinstance(query, str) else rows
 
     def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
         wanted = candidates_for(k, _POOL) if hybrid else k
-        rows = self.nearest(queries, wanted, [scope.exclude] * len(queries), [scope.where] * len(queries), words=hybrid > 0.0)
+        rows = self.nearest(
+            queries,
+            wanted,
+            [scope.exclude] * len(queries),
+            [scope.where] * len(queries),
+            words=hybrid > 0.0,
+        )
         return [self._ranked(row, k, hybrid) for row in rows]
 
     def _ranked(self, row: Sequence[Scored[Experience]], k: int, hybrid: float) -> list[Hit]:
         found = {scored.item.id: scored.item for scored in row}
-        best = above_floor([Candidate(scored.item.id, scored.score, scored.words) for scored in row], -math.inf, hybrid)[:k]
-        return [Hit(experience=self.read(found[one.id]), score=one.relevance(hybrid), rank=rank) for rank, one in enumerate(best)]
+        best = above_floor(
+            [Candidate(scored.item.id, scored.score, scored.words) for scored in row],
+            -math.inf,
+            hybrid,
+        )[:k]
+        return [
+            Hit(experience=self.read(found[one.id]), score=one.relevance(hybrid), rank=rank)
+            for rank, one in enumerate(best)
+        ]
 
 
-def scopes_of(queries: Sequence[str], exclude: Sequence[str | None], where: Sequence[Where | None]) -> list[Scope]:
+def scopes_of(
+    queries: Sequence[str], exclude: Sequence[str | None], where: Sequence[Where | None]
+) -> list[Scope]:
     """The scope of each query; empty sequences limit nothing."""
     nothing = [None] * len(queries)
     return [Scope(*one) for one in zip(exclude or nothing, where or nothing, strict=True)]

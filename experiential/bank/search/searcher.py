@@ -35,7 +35,9 @@ class Call:
         self.rows: Rows = [[] for _ in range(count)]
         self.missing = count
         self.loop = loop
-        self.future: Future[Rows] | asyncio.Future[Rows] = Future[Rows]() if loop is None else loop.create_future()
+        self.future: Future[Rows] | asyncio.Future[Rows] = (
+            Future[Rows]() if loop is None else loop.create_future()
+        )
 
     @property
     def is_over(self) -> bool:
@@ -71,21 +73,31 @@ class SearchCounts:
 class Searcher:
     """Serves queries in micro-batches: a batch starts when B queries wait, or t_max after the first of them came.
 
-    What has come meanwhile goes with it, so that a crowd is served in few batches. Batches are embedded and compared by several
-    threads at once, but choose their entries one batch after the other, in the order of arrival: a run with one seed gives the same hits
-    again. A caller that is cancelled is skipped and holds nobody up.
+    What has come meanwhile goes with it, so that a crowd is served in few batches. Batches are
+    embedded and compared by several threads at once, but choose their entries one batch after the
+    other, in the order of arrival: a run with one seed gives the same hits again. A caller that is
+    cancelled is skipped and holds nobody up.
     """
 
-    def __init__(self, bank: ExperienceBank, settings: RetrievalSettings, seed: int, probation: Probation | None = None) -> None:
+    def __init__(
+        self,
+        bank: ExperienceBank,
+        settings: RetrievalSettings,
+        seed: int,
+        probation: Probation | None = None,
+    ) -> None:
         self.counts = SearchCounts()
         self._bank = bank
         self._probation = probation
         self._settings = settings
         self._rng = random.Random(seed)
-        # A writable bank knows all counts; beside a read-only one they are kept here, and are forgotten with the searcher.
+        # A writable bank knows all counts; beside a read-only one they are kept here, and are
+        # forgotten with the searcher.
         self._seen = Retrievals(settings.recency, self._earlier, self._utility)
         self._journalled: dict[str, int] = {}
-        self._found: dict[str, Scored[Experience]] = {}  # the candidates of the query that is being answered
+        self._found: dict[
+            str, Scored[Experience]
+        ] = {}  # the candidates of the query that is being answered
         self._waiting: deque[Request] = deque()
         self._arrived = threading.Condition()
         self._gathering = False
@@ -110,7 +122,14 @@ class Searcher:
         found = self._found.get(id)
         return Statistics() if found is None else self._bank.counters(found.item)
 
-    def search(self, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None = None) -> Rows:
+    def search(
+        self,
+        queries: Sequence[str],
+        k: int,
+        exclude: str | None,
+        episodes: Sequence[str],
+        where: Where | None = None,
+    ) -> Rows:
         """The hits of each query, asked in the episode of the same place; a query of nothing but blanks gets none.
 
         Raises:
@@ -127,13 +146,20 @@ class Searcher:
             raise self._late() from error
 
     async def asearch(
-        self, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None = None
+        self,
+        queries: Sequence[str],
+        k: int,
+        exclude: str | None,
+        episodes: Sequence[str],
+        where: Where | None = None,
     ) -> Rows:
         """``search``, awaitable on any event loop."""
         call = Call(len(queries), asyncio.get_running_loop())
         self._enqueue(call, queries, k, exclude, episodes, where)
         assert isinstance(call.future, asyncio.Future) and call.loop is not None
-        alarm = call.loop.call_later(self._settings.timeout, lambda: None if call.is_over else _resolve([call], self._late()))
+        alarm = call.loop.call_later(
+            self._settings.timeout, lambda: None if call.is_over else _resolve([call], self._late())
+        )
         try:
             return await call.future
         finally:
@@ -147,7 +173,13 @@ class Searcher:
         )
 
     def _enqueue(
-        self, call: Call, queries: Sequence[str], k: int, exclude: str | None, episodes: Sequence[str], where: Where | None
+        self,
+        call: Call,
+        queries: Sequence[str],
+        k: int,
+        exclude: str | None,
+        episodes: Sequence[str],
+        where: Where | None,
     ) -> None:
         now = time.perf_counter()
         asked = [(place, query) for place, query in enumerate(queries) if query.strip()]
@@ -155,7 +187,10 @@ class Searcher:
         if not asked:
             call.future.set_result(call.rows)
             return
-        requests = [Request(query, k, exclude, where, self._admitted(episodes[place]), call, place, now) for place, query in asked]
+        requests = [
+            Request(query, k, exclude, where, self._admitted(episodes[place]), call, place, now)
+            for place, query in asked
+        ]
         with self._arrived:
             if self._closed:
                 raise BankError(_CLOSED)
@@ -171,7 +206,9 @@ class Searcher:
         return None if self._probation is None else self._probation.admits(episode)
 
     def _hire(self) -> None:
-        worker = threading.Thread(target=self._work, name=f"experiential-search-{len(self._threads)}", daemon=True)
+        worker = threading.Thread(
+            target=self._work, name=f"experiential-search-{len(self._threads)}", daemon=True
+        )
         self._threads.append(worker)
         worker.start()
 
@@ -182,7 +219,11 @@ class Searcher:
             with self._turn:
                 while self._answered != number:
                     self._turn.wait()
-                found = rows if isinstance(rows, Exception) else attempted(lambda batch=batch, rows=rows: self._answer(batch, rows))
+                found = (
+                    rows
+                    if isinstance(rows, Exception)
+                    else attempted(lambda batch=batch, rows=rows: self._answer(batch, rows))
+                )
                 self._answered += 1
                 self._turn.notify_all()
             if isinstance(found, Exception):
@@ -213,7 +254,11 @@ class Searcher:
 
     def _gather(self) -> None:
         until = self._waiting[0].since + self._settings.batch_wait
-        while len(self._waiting) < self._settings.batch_size and (left := until - time.perf_counter()) > 0 and not self._closed:
+        while (
+            len(self._waiting) < self._settings.batch_size
+            and (left := until - time.perf_counter()) > 0
+            and not self._closed
+        ):
             self._arrived.wait(left)
 
     def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:
@@ -223,8 +268,16 @@ class Searcher:
         rows = self._nearest(batch, wanted)
         if self._probation is not None:
             admitted = [request.admitted is True for request in batch]
-            floor = -1.0 if self._settings.hybrid else self._settings.floor  # words may lift an entry of any cosine over the floor
-            self._probation.sift(rows, admitted, wanted, floor, lambda at, n: self._nearest([batch[i] for i in at], n))
+            floor = (
+                -1.0 if self._settings.hybrid else self._settings.floor
+            )  # words may lift an entry of any cosine over the floor
+            self._probation.sift(
+                rows,
+                admitted,
+                wanted,
+                floor,
+                lambda at, n: self._nearest([batch[i] for i in at], n),
+            )
         return rows
 
     def _nearest(self, batch: list[Request], wanted: int) -> list[list[Scored[Experience]]]:
@@ -232,7 +285,9 @@ class Searcher:
         asked = [(one.query, one.exclude, one.where) for one in batch]
         distinct = {one: place for place, one in enumerate(dict.fromkeys(asked))}
         queries, exclude, where = zip(*distinct, strict=True)
-        rows = self._bank.nearest(queries, wanted, exclude, where, words=self._settings.hybrid > 0.0)
+        rows = self._bank.nearest(
+            queries, wanted, exclude, where, words=self._settings.hybrid > 0.0
+        )
         return [list(rows[distinct[one]]) for one in asked]
 
     def _answer(self, batch: list[Request], rows: list[list[Scored[Experience]]]) -> list[Call]:
@@ -261,10 +316,19 @@ class Searcher:
             self._bank.note_retrievals(candidate.id for candidate, _ in chosen)
         hybrid = self._settings.hybrid
         hits = [
-            Hit(experience=self._bank.read(found[one.id].item), score=one.relevance(hybrid), rank=rank, propensity=propensity)
+            Hit(
+                experience=self._bank.read(found[one.id].item),
+                score=one.relevance(hybrid),
+                rank=rank,
+                propensity=propensity,
+            )
             for rank, (one, propensity) in enumerate(chosen)
         ]
-        return hits if self._probation is None or request.admitted is None else self._probation.mark(hits, request.admitted)
+        return (
+            hits
+            if self._probation is None or request.admitted is None
+            else self._probation.mark(hits, request.admitted)
+        )
 
     def close(self) -> None:
         """Let the callers that still wait go, and end the threads."""
@@ -293,7 +357,9 @@ def _deliver(calls: Iterable[Call], error: Exception | None = None) -> None:
 
 def _resolve(calls: Iterable[Call], error: Exception | None) -> None:
     for call in calls:
-        with contextlib.suppress(CancelledError, InvalidStateError, asyncio.InvalidStateError):  # the caller has just given up
+        with contextlib.suppress(
+            CancelledError, InvalidStateError, asyncio.InvalidStateError
+        ):  # the caller has just given up
             if call.is_over:
                 continue
             if error is None:

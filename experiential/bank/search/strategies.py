@@ -1,6 +1,7 @@
 """Which of the nearest entries a query receives: eq. 6 of Complementary RL and other strategies, as pure functions and one small memory.
 
-A strategy of your own is a function registered under a name, which ``bank.retrieval.strategy`` then chooses:
+A strategy of your own is a function registered under a name, which ``bank.retrieval.strategy`` then
+chooses:
 
 >>> @strategy("second best")
 ... def second_best(candidates, seen, settings, rng, k):
@@ -71,7 +72,12 @@ class Retrievals:
     (2, True, False)
     """
 
-    def __init__(self, window: int, earlier: Callable[[str], int] = lambda id: 0, utility: Callable[[str], float] = lambda id: 0.5) -> None:
+    def __init__(
+        self,
+        window: int,
+        earlier: Callable[[str], int] = lambda id: 0,
+        utility: Callable[[str], float] = lambda id: 0.5,
+    ) -> None:
         self.total = 0
         self.utility = utility
         self._window = window
@@ -115,15 +121,24 @@ def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float
     return -rank - weight * math.log1p(count) - float(recent)
 
 
-def above_floor(candidates: Sequence[Candidate], floor: float, hybrid: float = 0.0) -> list[Candidate]:
+def above_floor(
+    candidates: Sequence[Candidate], floor: float, hybrid: float = 0.0
+) -> list[Candidate]:
     """The candidates that reach the floor, the most relevant first."""
     if not hybrid:
         return sorted([c for c in candidates if c.cosine >= floor], key=_COSINE, reverse=True)
-    return sorted([c for c in candidates if c.reaches(floor, hybrid)], key=lambda c: -c.relevance(hybrid))
+    return sorted(
+        [c for c in candidates if c.reaches(floor, hybrid)], key=lambda c: -c.relevance(hybrid)
+    )
 
 
 def cut_pool(
-    candidates: Sequence[Candidate], seen: Retrievals, size: int, floor: float, tie: float = 1e-3, hybrid: float = 0.0
+    candidates: Sequence[Candidate],
+    seen: Retrievals,
+    size: int,
+    floor: float,
+    tie: float = 1e-3,
+    hybrid: float = 0.0,
 ) -> list[Candidate]:
     """The top ``size`` candidates that reach the floor; of those tied at the border, the least retrieved come first."""
     above = above_floor(candidates, floor, hybrid)
@@ -131,8 +146,13 @@ def cut_pool(
         return above
     ranks = shared_ranks([c.relevance(hybrid) for c in above], tie)
     border = ranks[size - 1]
-    tied = sorted((place for place in range(border, len(above)) if ranks[place] == border), key=lambda place: seen.count(above[place].id))
-    return above_floor([*above[:border], *(above[place] for place in tied[: size - border])], floor, hybrid)
+    tied = sorted(
+        (place for place in range(border, len(above)) if ranks[place] == border),
+        key=lambda place: seen.count(above[place].id),
+    )
+    return above_floor(
+        [*above[:border], *(above[place] for place in tied[: size - border])], floor, hybrid
+    )
 
 
 def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random) -> list[Pick]:
@@ -141,8 +161,9 @@ def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random
     Args:
         scores: s(m) of each place.
         k: how many.
-        temperature: 0 takes the best (earlier places win ties) with propensity 1; above 0, each pick is drawn with
-            probability softmax(s / temperature) over the places left, and that probability is its propensity.
+        temperature: 0 takes the best (earlier places win ties) with propensity 1; above 0, each
+            pick is drawn with probability softmax(s / temperature) over the places left, and that
+            probability is its propensity.
         rng: where the draws come from.
     """
     left = sorted(range(len(scores)), key=lambda place: -scores[place])
@@ -156,8 +177,13 @@ def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random
     return picks
 
 
-Strategy = Callable[[Sequence[Candidate], Retrievals, RetrievalSettings, random.Random, int], list[tuple[Candidate, float]]]
-"""Takes candidates (most relevant first), what was retrieved so far, settings, a source of draws and k; gives picks with propensities."""
+Strategy = Callable[
+    [Sequence[Candidate], Retrievals, RetrievalSettings, random.Random, int],
+    list[tuple[Candidate, float]],
+]
+"""Takes candidates (most relevant first), what was retrieved so far, settings, a source of draws
+and k; gives picks with propensities.
+"""
 STRATEGIES: dict[str, Strategy] = {}
 """By name, what ``bank.retrieval.strategy`` may say."""
 
@@ -167,7 +193,9 @@ def strategy(name: str) -> Callable[[Strategy], Strategy]:
 
     def register(function: Strategy) -> Strategy:
         if name in STRATEGIES:
-            raise ConfigError(f"Expected a new name for a retrieval strategy, got {name!r}, which is taken")
+            raise ConfigError(
+                f"Expected a new name for a retrieval strategy, got {name!r}, which is taken"
+            )
         STRATEGIES[name] = function
         return function
 
@@ -181,21 +209,30 @@ def find_strategy(name: str) -> Strategy:
         ConfigError: there is none.
     """
     if name not in STRATEGIES:
-        raise ConfigError(f"Expected bank.retrieval.strategy among {', '.join(sorted(STRATEGIES))}; got {name!r}")
+        raise ConfigError(
+            f"Expected bank.retrieval.strategy among {', '.join(sorted(STRATEGIES))}; got {name!r}"
+        )
     return STRATEGIES[name]
 
 
 def select(
-    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int | None = None
+    candidates: Sequence[Candidate],
+    seen: Retrievals,
+    settings: RetrievalSettings,
+    rng: random.Random,
+    k: int | None = None,
 ) -> list[tuple[Candidate, float]]:
     """The entries that one query receives, each with its propensity; noted in ``seen``, so that the next query sees them taken.
 
-    Calling this for the queries of a micro-batch one after the other is the reservation: a group of identical queries
-    spreads over the pool. Empty when nothing reaches the floor: an entry does if its cosine is at least ``settings.floor`` or, with
-    hybrid retrieval, if the share of the query's words that it has is. So words only ever let more entries in.
+    Calling this for the queries of a micro-batch one after the other is the reservation: a group of
+    identical queries spreads over the pool. Empty when nothing reaches the floor: an entry does if
+    its cosine is at least ``settings.floor`` or, with hybrid retrieval, if the share of the query's
+    words that it has is. So words only ever let more entries in.
     """
     above = above_floor(candidates, settings.floor, settings.hybrid)
-    picks = find_strategy(settings.strategy)(above, seen, settings, rng, settings.k if k is None else k)
+    picks = find_strategy(settings.strategy)(
+        above, seen, settings, rng, settings.k if k is None else k
+    )
     for candidate, _ in picks:
         seen.note(candidate.id)
     return picks
@@ -203,21 +240,35 @@ def select(
 
 @strategy("diverse")
 def diverse(
-    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
+    candidates: Sequence[Candidate],
+    seen: Retrievals,
+    settings: RetrievalSettings,
+    rng: random.Random,
+    k: int,
 ) -> list[tuple[Candidate, float]]:
     """Eq. 6 over the ``pool * k`` most relevant candidates."""
-    pool = cut_pool(candidates, seen, settings.pool * k, settings.floor, settings.tie, settings.hybrid)
+    pool = cut_pool(
+        candidates, seen, settings.pool * k, settings.floor, settings.tie, settings.hybrid
+    )
     ranks = shared_ranks([candidate.relevance(settings.hybrid) for candidate in pool], settings.tie)
     scores = [
-        diversity_score(rank, seen.count(candidate.id), seen.is_recent(candidate.id), settings.diversity)
+        diversity_score(
+            rank, seen.count(candidate.id), seen.is_recent(candidate.id), settings.diversity
+        )
         for rank, candidate in zip(ranks, pool, strict=True)
     ]
-    return [(pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)]
+    return [
+        (pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)
+    ]
 
 
 @strategy("nearest")
 def nearest(
-    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
+    candidates: Sequence[Candidate],
+    seen: Retrievals,
+    settings: RetrievalSettings,
+    rng: random.Random,
+    k: int,
 ) -> list[tuple[Candidate, float]]:
     """The ``k`` nearest, always the same ones: what most systems do."""
     return [(candidate, 1.0) for candidate in candidates[:k]]
@@ -225,18 +276,33 @@ def nearest(
 
 @strategy("utility")
 def by_utility(
-    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
+    candidates: Sequence[Candidate],
+    seen: Retrievals,
+    settings: RetrievalSettings,
+    rng: random.Random,
+    k: int,
 ) -> list[tuple[Candidate, float]]:
     """Of the nearest ``pool * k``, those with the best relevance times Laplace score (s + 1)/(u + 2) (EvolveR's score)."""
     pool = candidates[: settings.pool * k]
-    scores = [candidate.relevance(settings.hybrid) * seen.utility(candidate.id) for candidate in pool]
-    return [(pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)]
+    scores = [
+        candidate.relevance(settings.hybrid) * seen.utility(candidate.id) for candidate in pool
+    ]
+    return [
+        (pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)
+    ]
 
 
 @strategy("random")
 def at_random(
-    candidates: Sequence[Candidate], seen: Retrievals, settings: RetrievalSettings, rng: random.Random, k: int
+    candidates: Sequence[Candidate],
+    seen: Retrievals,
+    settings: RetrievalSettings,
+    rng: random.Random,
+    k: int,
 ) -> list[tuple[Candidate, float]]:
     """``k`` of the nearest ``pool * k`` at random, each as likely: the control of an experiment on retrieval."""
     pool = candidates[: settings.pool * k]
-    return [(pool[place], min(k, len(pool)) / len(pool)) for place in rng.sample(range(len(pool)), min(k, len(pool)))]
+    return [
+        (pool[place], min(k, len(pool)) / len(pool))
+        for place in rng.sample(range(len(pool)), min(k, len(pool)))
+    ]

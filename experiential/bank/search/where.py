@@ -23,10 +23,11 @@ _EMPTY: tuple[object, ...] = (None,)
 class Where:
     """What entries must be, for a search to find them. Immutable and hashable.
 
-    A filter names fields: ``kind`` and ``task`` are the entry's own, any other name is a field of its metadata. An entry passes when it
-    has, in every field named, the value asked for, or one of the values if several are. A metadata field that holds a list has each
-    value in the list. None asks for entries without the field, or with an empty list there. Texts are equal when all their characters
-    are, upper and lower case too; True is not 1, but 1 is 1.0.
+    A filter names fields: ``kind`` and ``task`` are the entry's own, any other name is a field of
+    its metadata. An entry passes when it has, in every field named, the value asked for, or one of
+    the values if several are. A metadata field that holds a list has each value in the list. None
+    asks for entries without the field, or with an empty list there. Texts are equal when all their
+    characters are, upper and lower case too; True is not 1, but 1 is 1.0.
 
     >>> where = Where({"kind": "lesson", "tags": ["alfworld", "webshop"]})
     >>> where.matches(Experience(text="Look twice.", metadata={"tags": ["alfworld", "kitchen"]}))
@@ -45,7 +46,9 @@ class Where:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = {name: _values(name, value) for name, value in _named(fields).items()}
-        self._clauses = tuple(sorted((name, frozenset(map(_key, values))) for name, values in self._fields.items()))
+        self._clauses = tuple(
+            sorted((name, frozenset(map(_key, values))) for name, values in self._fields.items())
+        )
 
     @staticmethod
     def of(fields: Mapping[str, Any] | Where | None) -> Where | None:
@@ -70,7 +73,10 @@ class Where:
 
     def matches(self, item: Experience) -> bool:
         """Whether an entry passes."""
-        return all(any(_key(value) in wanted for value in _held(item, name)) for name, wanted in self._clauses)
+        return all(
+            any(_key(value) in wanted for value in _held(item, name))
+            for name, wanted in self._clauses
+        )
 
     @property
     def is_for_chroma(self) -> bool:
@@ -79,8 +85,12 @@ class Where:
 
     def for_chroma(self) -> dict[str, Any] | None:
         """The part that Chroma can check, in its language; None when there is none. What passes the whole filter passes this part."""
-        checked = {name: values for name, values in self._fields.items() if _chroma_has(name, values)}
-        parts = [{name: {"$in": [value or "" for value in values]}} for name, values in checked.items()]
+        checked = {
+            name: values for name, values in self._fields.items() if _chroma_has(name, values)
+        }
+        parts = [
+            {name: {"$in": [value or "" for value in values]}} for name, values in checked.items()
+        ]
         return {"$and": parts} if len(parts) > 1 else (parts[0] if parts else None)
 
 
@@ -96,7 +106,9 @@ class Scope(NamedTuple):
 
     def admits(self, live: Live) -> bool:
         """Whether the query may find this entry."""
-        return self.exclude not in live.origins and (self.where is None or self.where.matches(live.experience))
+        return self.exclude not in live.origins and (
+            self.where is None or self.where.matches(live.experience)
+        )
 
 
 class Members:
@@ -116,7 +128,9 @@ class Members:
         """The ids of the entries that pass; ``entries`` gives all, and is called for a filter that was not asked for lately."""
         known = self._known.pop(where, None)
         if known is None:
-            known = {live.experience.id: None for live in entries() if where.matches(live.experience)}
+            known = {
+                live.experience.id: None for live in entries() if where.matches(live.experience)
+            }
             while len(self._known) >= _MOST_FILTERS:
                 del self._known[next(iter(self._known))]
         self._known[where] = known
@@ -125,11 +139,17 @@ class Members:
 
 def _named(fields: object) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
-        raise ValueError(f"Expected where to be a mapping of fields to values, got {fields!r}; for example {{'kind': 'lesson'}}")
+        raise ValueError(
+            f"Expected where to be a mapping of fields to values, got {fields!r}; for example"
+            " {'kind': 'lesson'}"
+        )
     named = dict(cast("Mapping[object, Any]", fields))
     for name in named:
         if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"Expected the fields of where to be kind, task or names of metadata fields, got {name!r}")
+            raise ValueError(
+                "Expected the fields of where to be kind, task or names of metadata fields, got"
+                f" {name!r}"
+            )
     return {disarm(canonical(cast("str", name))): value for name, value in named.items()}
 
 
@@ -137,7 +157,10 @@ def _values(name: str, given: object) -> tuple[Value, ...]:
     several = isinstance(given, list | tuple | set | frozenset)
     values = tuple(cast("Iterable[object]", given)) if several else (given,)
     if not values:
-        raise ValueError(f"Expected where[{name!r}] to have a value, got {given!r}, which no entry has; leave {name!r} out to find all")
+        raise ValueError(
+            f"Expected where[{name!r}] to have a value, got {given!r}, which no entry has; leave"
+            f" {name!r} out to find all"
+        )
     return tuple(form for value in values for form in _forms(name, value))
 
 
@@ -145,14 +168,23 @@ def _forms(name: str, value: object) -> tuple[Value, ...]:
     """A value, and the form in which a bank keeps a text."""
     if isinstance(value, str):
         return tuple(dict.fromkeys((value, disarm(canonical(value)))))
-    if value is not None and not isinstance(value, bool | int) and not (isinstance(value, float) and math.isfinite(value)):
-        raise ValueError(f"Expected where[{name!r}] to be text, a finite number, a bool, None or a list of them, got {value!r}")
+    if (
+        value is not None
+        and not isinstance(value, bool | int)
+        and not (isinstance(value, float) and math.isfinite(value))
+    ):
+        raise ValueError(
+            f"Expected where[{name!r}] to be text, a finite number, a bool, None or a list of them,"
+            f" got {value!r}"
+        )
     return (value,)
 
 
 def _chroma_has(name: str, values: Sequence[Value]) -> bool:
     """Whether these values of a field are in the index: kind and task are, as text, and no task as empty text."""
-    return name in ("kind", "task") and all(isinstance(value, str) or (value is None and name == "task") for value in values)
+    return name in ("kind", "task") and all(
+        isinstance(value, str) or (value is None and name == "task") for value in values
+    )
 
 
 def _held(item: Experience, name: str) -> Iterable[object]:
@@ -175,5 +207,11 @@ def _key(value: object) -> Key:
         return ("number", value)
     if isinstance(value, str):
         return ("text", value)
-    plain: object = to_jsonable_python(value)  # what the journal makes of it: an entry is the same before and after it is opened again
-    return _key(plain) if plain is None or isinstance(plain, str | int | float) else ("other", repr(plain))
+    plain: object = to_jsonable_python(
+        value
+    )  # what the journal makes of it: an entry is the same before and after it is opened again
+    return (
+        _key(plain)
+        if plain is None or isinstance(plain, str | int | float)
+        else ("other", repr(plain))
+    )

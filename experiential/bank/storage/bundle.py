@@ -41,9 +41,18 @@ def write(file: Path, entries: Sequence[Experience], namespace: str, embedder: s
     A name that ends in ``.md`` gives Markdown, any other JSON Lines: a header and one entry a line.
     """
     digests = [digest(entry) for entry in entries]
-    header = {"format": FORMAT, "version": VERSION, "namespace": namespace, "embedder": embedder, "entries": len(entries)}
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "namespace": namespace,
+        "embedder": embedder,
+        "entries": len(entries),
+    }
     header["sha256"] = _content_hash(digests)
-    rows = [{**_fields(entry), _CHECK: _check(known)} for entry, known in zip(entries, digests, strict=True)]
+    rows = [
+        {**_fields(entry), _CHECK: _check(known)}
+        for entry, known in zip(entries, digests, strict=True)
+    ]
     if _is_markdown(file):
         text = markdown.dump(header, rows)
     else:
@@ -66,16 +75,20 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
 
     Args:
         file: what to read; the end of its name says which format it has.
-        edited: take a file that differs from its hash; what was changed in it counts as written by a person.
+        edited: take a file that differs from its hash; what was changed in it counts as written by
+            a person.
 
     Raises:
-        BankError: the file is missing, a part of it is no entry, or it differs from its hash; the message says where.
+        BankError: the file is missing, a part of it is no entry, or it differs from its hash; the
+            message says where.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BankError(f"Expected a readable export file, got {error}") from error
-    header, rows = markdown.load(text, file.name) if _is_markdown(file) else _load_lines(text, file.name)
+    header, rows = (
+        markdown.load(text, file.name) if _is_markdown(file) else _load_lines(text, file.name)
+    )
     _check_header(header, file.name)
     items = [_item(row, f"line {row.line}", file.name) for row in rows]
     if edited:
@@ -83,15 +96,18 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
     if differences := _differences(header, items):
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise BankError(
-            f"Expected {file.name} as it was exported, got a file that differs from its hash: {'; '.join(differences[:_SHOWN])}{more}; "
-            "nothing was imported. Restore the file, or import it with edited=True if it was changed on purpose"
+            f"Expected {file.name} as it was exported, got a file that differs from its hash:"
+            f" {'; '.join(differences[:_SHOWN])}{more}; nothing was imported. Restore the file, or"
+            " import it with edited=True if it was changed on purpose"
         )
     return [item.entry for item in items]
 
 
 def digest(entry: Experience) -> str:
     """SHA-256 of an entry in canonical form: JSON with sorted keys, fields at their defaults left out."""
-    return hashlib.sha256(json.dumps(_fields(entry), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(_fields(entry), sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _content_hash(digests: Sequence[str]) -> str:
@@ -103,7 +119,11 @@ def _check(digest: str) -> str:
 
 
 def _fields(entry: Experience) -> dict[str, Any]:
-    return {"id": entry.id, "text": entry.text, **json.loads(entry.model_dump_json(exclude_defaults=True))}
+    return {
+        "id": entry.id,
+        "text": entry.text,
+        **json.loads(entry.model_dump_json(exclude_defaults=True)),
+    }
 
 
 def _is_markdown(file: Path) -> bool:
@@ -111,7 +131,11 @@ def _is_markdown(file: Path) -> bool:
 
 
 def _load_lines(text: str, name: str) -> tuple[dict[str, Any], list[Row]]:
-    rows = [Row(number, _parsed(line, number, name)) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    rows = [
+        Row(number, _parsed(line, number, name))
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
     headers = [row.fields for row in rows if "format" in row.fields]
     return headers[0] if headers else {}, [row for row in rows if "format" not in row.fields]
 
@@ -140,21 +164,33 @@ def _item(row: Row, place: str, name: str) -> Item:
 
 
 def _no_entry(place: str, name: str, got: str) -> BankError:
-    return BankError(f"Expected an entry with text in {place} of {name}, got {got[:80]!r}; nothing was imported")
+    return BankError(
+        f"Expected an entry with text in {place} of {name}, got {got[:80]!r}; nothing was imported"
+    )
 
 
 def _check_header(header: dict[str, Any], name: str) -> None:
     if header and (header.get("format"), header.get("version")) != (FORMAT, VERSION):
         found = f"{header.get('format')!r} version {header.get('version')}"
-        raise BankError(f"Expected {FORMAT!r} version {VERSION} in {name}, got {found}; nothing was imported")
+        raise BankError(
+            f"Expected {FORMAT!r} version {VERSION} in {name}, got {found}; nothing was imported"
+        )
 
 
 def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
     """In words, how entries differ from the hashes they came with; empty for a whole file, and for one that has no hash."""
     if "sha256" not in header:
         checked = any(item.check is not None for item in items)
-        return ["its header is missing"] if checked and not header else [f"{one.place} was changed" for one in items if one.is_changed]
-    found = [f"{one.place} was {'added' if one.check is None else 'changed'}" for one in items if one.check is None or one.is_changed]
+        return (
+            ["its header is missing"]
+            if checked and not header
+            else [f"{one.place} was changed" for one in items if one.is_changed]
+        )
+    found = [
+        f"{one.place} was {'added' if one.check is None else 'changed'}"
+        for one in items
+        if one.check is None or one.is_changed
+    ]
     if len(items) != header.get("entries"):
         found.append(f"it should hold {header.get('entries')} entries and holds {len(items)}")
     if not found and _content_hash([item.digest for item in items]) != header["sha256"]:
@@ -164,5 +200,7 @@ def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
 
 def _by_a_person(entry: Experience) -> Experience:
     """An entry that was changed in the file: no generation wrote it, but what it was made from still counts."""
-    provenance = Provenance(cause="import", trajectory=entry.provenance.trajectory, instance=entry.provenance.instance)
+    provenance = Provenance(
+        cause="import", trajectory=entry.provenance.trajectory, instance=entry.provenance.instance
+    )
     return entry.model_copy(update={"provenance": provenance})

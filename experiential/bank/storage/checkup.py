@@ -61,14 +61,21 @@ def examine(folder: Path) -> list[Finding]:
         try:
             journal = Journal.open_copy(folder)
         except (BankError, sqlite3.DatabaseError) as error:
-            return [*findings, Finding(what="journal", status="wrong", found=str(error), mend=restore)]
+            return [
+                *findings,
+                Finding(what="journal", status="wrong", found=str(error), mend=restore),
+            ]
         try:
             findings.extend(_journal(journal, restore))
             if findings[-1].status != "wrong":
                 for namespace in namespaces(journal):
                     findings.extend(_namespace(folder, journal, namespace, owner is not None))
         except (sqlite3.DatabaseError, ValueError) as error:
-            findings.append(Finding(what="journal", status="wrong", found=f"cannot be read: {error}", mend=restore))
+            findings.append(
+                Finding(
+                    what="journal", status="wrong", found=f"cannot be read: {error}", mend=restore
+                )
+            )
         finally:
             journal.close()
         return findings
@@ -76,7 +83,9 @@ def examine(folder: Path) -> list[Finding]:
 
 def namespaces(journal: Journal) -> list[str]:
     """Every namespace that was ever written, by name."""
-    return [row[0] for row in journal.rows("SELECT DISTINCT namespace FROM commits ORDER BY namespace")]
+    return [
+        row[0] for row in journal.rows("SELECT DISTINCT namespace FROM commits ORDER BY namespace")
+    ]
 
 
 @contextmanager
@@ -108,23 +117,37 @@ def _lock(folder: Path, owner: str | None) -> Finding:
     if owner is None:
         return Finding(what="writer", status="ok", found="nobody writes the bank")
     mend = "close it there to have the index looked at too"
-    return Finding(what="writer", status="note", found=f"{owner} writes the bank; the index is not looked at", mend=mend)
+    return Finding(
+        what="writer",
+        status="note",
+        found=f"{owner} writes the bank; the index is not looked at",
+        mend=mend,
+    )
 
 
 def _journal(journal: Journal, restore: str) -> Iterator[Finding]:
     answers = [row[0] for row in journal.rows("PRAGMA integrity_check")]
     whole = answers == ["ok"]
     found = "integrity_check says ok" if whole else f"integrity_check says {'; '.join(answers[:3])}"
-    yield Finding(what="journal", status="ok" if whole else "wrong", found=found, mend="" if whole else restore)
+    yield Finding(
+        what="journal",
+        status="ok" if whole else "wrong",
+        found=found,
+        mend="" if whole else restore,
+    )
 
 
-def _namespace(folder: Path, journal: Journal, namespace: str, is_written: bool) -> Iterator[Finding]:
+def _namespace(
+    folder: Path, journal: Journal, namespace: str, is_written: bool
+) -> Iterator[Finding]:
     history = History(journal, namespace)
     yield _entries(journal, history, namespace)
     yield from _queue(folder, journal, namespace)
     if is_written:
         return
-    rebuild = f"experiential bank rebuild {shlex.quote(str(folder))} --namespace {shlex.quote(namespace)}"
+    rebuild = (
+        f"experiential bank rebuild {shlex.quote(str(folder))} --namespace {shlex.quote(namespace)}"
+    )
     yield _index(folder, history, namespace, rebuild)
 
 
@@ -135,21 +158,39 @@ def _entries(journal: Journal, history: History, namespace: str) -> Finding:
         mend = "experiential bank history, then experiential bank rollback to a commit before"
         found = f"{orphans} changes name a version that the journal lacks"
         return Finding(what=f"{namespace}: entries", status="wrong", found=found, mend=mend)
-    return Finding(what=f"{namespace}: entries", status="ok", found=f"{count} entries at commit {head}")
+    return Finding(
+        what=f"{namespace}: entries", status="ok", found=f"{count} entries at commit {head}"
+    )
 
 
 def _queue(folder: Path, journal: Journal, namespace: str) -> Iterator[Finding]:
-    counts = dict(journal.rows("SELECT state, COUNT(*) FROM queue WHERE namespace = ? GROUP BY state", namespace))
+    counts = dict(
+        journal.rows(
+            "SELECT state, COUNT(*) FROM queue WHERE namespace = ? GROUP BY state", namespace
+        )
+    )
     lost = journal.value(_LOST, namespace)
     found = f"{counts.get('queued', 0)} queued, {counts.get('done', 0)} done"
     if lost:
-        mend = f"open {folder} with an ExperienceManager: each becomes a dead letter with its reason"
-        yield Finding(what=f"{namespace}: queue", status="wrong", found=f"{found}, {lost} without a recorded trajectory", mend=mend)
+        mend = (
+            f"open {folder} with an ExperienceManager: each becomes a dead letter with its reason"
+        )
+        yield Finding(
+            what=f"{namespace}: queue",
+            status="wrong",
+            found=f"{found}, {lost} without a recorded trajectory",
+            mend=mend,
+        )
     else:
         yield Finding(what=f"{namespace}: queue", status="ok", found=found)
     if dead := counts.get("dead", 0):
         mend = "ExperienceManager.dead_letters() has the reasons, requeue(id) tries one again"
-        yield Finding(what=f"{namespace}: dead letters", status="note", found=f"{dead} trajectories were given up", mend=mend)
+        yield Finding(
+            what=f"{namespace}: dead letters",
+            status="note",
+            found=f"{dead} trajectories were given up",
+            mend=mend,
+        )
 
 
 def _index(folder: Path, history: History, namespace: str, rebuild: str) -> Finding:
@@ -159,7 +200,9 @@ def _index(folder: Path, history: History, namespace: str, rebuild: str) -> Find
     if (server := recorded(history, namespace)) is not None:
         return _index_at_server(history, name, *server, rebuild)
     if not (folder / CHROMA_NAME).is_dir():
-        return Finding(what=name, status="wrong", found="the Chroma folder is missing", mend=rebuild)
+        return Finding(
+            what=name, status="wrong", found="the Chroma folder is missing", mend=rebuild
+        )
     with TemporaryDirectory(prefix="experiential-doctor-") as scratch:
         copy = Path(scratch)
         shutil.copytree(folder / CHROMA_NAME, copy / CHROMA_NAME)
@@ -168,10 +211,16 @@ def _index(folder: Path, history: History, namespace: str, rebuild: str) -> Find
         wrong = f"Chroma cannot read its folder: {wrong}"
     if wrong:
         return Finding(what=name, status="wrong", found=wrong, mend=rebuild)
-    return Finding(what=name, status="ok", found=f"{history.live_count()} entries at position {history.last_seq()}, as in the journal")
+    return Finding(
+        what=name,
+        status="ok",
+        found=f"{history.live_count()} entries at position {history.last_seq()}, as in the journal",
+    )
 
 
-def _index_at_server(history: History, name: str, url: str, collection: str, rebuild: str) -> Finding:
+def _index_at_server(
+    history: History, name: str, url: str, collection: str, rebuild: str
+) -> Finding:
     try:
         index = ServerIndex(url, collection, make=False)
         try:
@@ -179,10 +228,21 @@ def _index_at_server(history: History, name: str, url: str, collection: str, reb
         finally:
             index.close()
     except IndexLostError as error:
-        mend = f"start it (chroma run), or have the index in the folder again: {rebuild} --chroma {FOLDER}"
+        mend = (
+            f"start it (chroma run), or have the index in the folder again: {rebuild} --chroma"
+            f" {FOLDER}"
+        )
         return Finding(what=name, status="wrong", found=str(error), mend=mend)
-    found = wrong or f"{history.live_count()} entries at position {history.last_seq()}, as in the journal"
-    return Finding(what=name, status="wrong" if wrong else "ok", found=f"at {url}: {found}", mend=rebuild if wrong else "")
+    found = (
+        wrong
+        or f"{history.live_count()} entries at position {history.last_seq()}, as in the journal"
+    )
+    return Finding(
+        what=name,
+        status="wrong" if wrong else "ok",
+        found=f"at {url}: {found}",
+        mend=rebuild if wrong else "",
+    )
 
 
 def _opened_disagreement(copy: Path, history: History, namespace: str) -> str:
@@ -201,11 +261,21 @@ def _disagreement(index: ChromaIndex, history: History) -> str:
         return f"the index is at position {head}, the journal at {last}"
     if len(index) != len(live):
         return f"the index holds {len(index)} entries, the journal {len(live)}"
-    sample = {stored.experience.id: stored for stored in random.Random(0).sample(live, min(SAMPLE, len(live)))}
+    sample = {
+        stored.experience.id: stored
+        for stored in random.Random(0).sample(live, min(SAMPLE, len(live)))
+    }
     held = index.held(list(sample)) if sample else {}
     bad = [
         id
         for id, stored in sample.items()
-        if id not in held or held[id][0] != stored.experience.version or not np.allclose(held[id][1], stored.vector, atol=_SAME)
+        if id not in held
+        or held[id][0] != stored.experience.version
+        or not np.allclose(held[id][1], stored.vector, atol=_SAME)
     ]
-    return f"{len(bad)} of {len(sample)} entries compared have another version or vector, the first is {bad[0]}" if bad else ""
+    return (
+        f"{len(bad)} of {len(sample)} entries compared have another version or vector, the first is"
+        f" {bad[0]}"
+        if bad
+        else ""
+    )

@@ -19,7 +19,8 @@ from experiential.sync import attempted
 
 T = TypeVar("T")
 _INTERRUPTED = (
-    "Expected this write to be carried out, but the thread that did it was interrupted; look whether it is there, then write again"
+    "Expected this write to be carried out, but the thread that did it was interrupted; look"
+    " whether it is there, then write again"
 )
 
 
@@ -40,7 +41,9 @@ class Group(Overlay):
         return not self._journal.in_transaction
 
     @contextmanager
-    def draft(self, author: str, cause: str, ref: str | None = None, gate: Gate | None = None) -> Generator[Draft]:
+    def draft(
+        self, author: str, cause: str, ref: str | None = None, gate: Gate | None = None
+    ) -> Generator[Draft]:
         """One commit; it counts once the member that makes it has ended well."""
         draft = Draft(self, self._history, self._ledger, self._history.begin(author, cause, ref))
         if gate is not None:
@@ -125,16 +128,19 @@ class Ticket:
 class GroupCommit:
     """Who comes while a transaction is being committed waits, and one of those waiting then commits what all of them wrote.
 
-    Leader and followers: the first writer leads, carries out every member that waits in a savepoint of its own, commits once,
-    and names the next leader. A writer alone waits for nobody, and there is no thread between a writer and the disk.
+    Leader and followers: the first writer leads, carries out every member that waits in a savepoint
+    of its own, commits once, and names the next leader. A writer alone waits for nobody, and there
+    is no thread between a writer and the disk.
 
     Args:
         journal: where footnotes of the calling thread are taken from.
-        transaction: a method that opens a transaction, and shows what was written to readers after it was committed; its object is
-            not kept alive.
+        transaction: a method that opens a transaction, and shows what was written to readers after
+            it was committed; its object is not kept alive.
     """
 
-    def __init__(self, journal: Journal, transaction: Callable[[], AbstractContextManager[Group]]) -> None:
+    def __init__(
+        self, journal: Journal, transaction: Callable[[], AbstractContextManager[Group]]
+    ) -> None:
         self._journal = journal
         self._transaction = weakref.WeakMethod(transaction)
         self._guard = threading.Lock()
@@ -145,7 +151,8 @@ class GroupCommit:
         """Carry out one write; durable when this returns.
 
         Args:
-            work: writes, on the thread of whoever leads; it may be called a second time when the transaction of the first was lost.
+            work: writes, on the thread of whoever leads; it may be called a second time when the
+                transaction of the first was lost.
         """
         member = Member(work, self._journal.take_footnote())
         self._wait_for([member])
@@ -204,7 +211,9 @@ class GroupCommit:
         failure = attempted(partial(self._commit, members))
         if failure is None:
             return
-        if len(members) == 1:  # the failure was of the transaction: alone in one, each is told its own
+        if (
+            len(members) == 1
+        ):  # the failure was of the transaction: alone in one, each is told its own
             members[0].end(failure)
             return
         for member in members:

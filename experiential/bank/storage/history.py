@@ -54,7 +54,9 @@ class History:
 
     def begin(self, author: str, cause: str, ref: str | None) -> int:
         """Open a commit; gives its id."""
-        statement = "INSERT INTO commits (namespace, time, author, cause, ref) VALUES (?, ?, ?, ?, ?)"
+        statement = (
+            "INSERT INTO commits (namespace, time, author, cause, ref) VALUES (?, ?, ?, ?, ?)"
+        )
         return self._journal.run(statement, self._namespace, time.time(), author, cause, ref)
 
     def write(self, stored: Stored, commit: int) -> None:
@@ -84,32 +86,52 @@ class History:
     def live_count(self) -> int:
         """How many entries stand now."""
         return self._journal.value(
-            "SELECT COUNT(*) FROM changes c JOIN (SELECT MAX(seq) AS seq FROM changes WHERE namespace = ? GROUP BY id) m "
-            "ON c.seq = m.seq WHERE c.version IS NOT NULL",
+            "SELECT COUNT(*) FROM changes c JOIN (SELECT MAX(seq) AS seq FROM changes WHERE"
+            " namespace = ? GROUP BY id) m ON c.seq = m.seq WHERE c.version IS NOT NULL",
             self._namespace,
         )
 
     def stored(self, id: str, version: int) -> Stored | None:
         """One version of one entry, live or not."""
-        statement = "SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND version = ?"
+        statement = (
+            "SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND"
+            " version = ?"
+        )
         rows = self._journal.rows(statement, self._namespace, id, version)
         return _stored(rows[0]) if rows else None
 
     def last_version(self, id: str) -> int:
         """The highest version that entry ``id`` ever had; 0 when it never existed."""
-        return self._journal.value("SELECT MAX(version) FROM versions WHERE namespace = ? AND id = ?", self._namespace, id) or 0
+        return (
+            self._journal.value(
+                "SELECT MAX(version) FROM versions WHERE namespace = ? AND id = ?",
+                self._namespace,
+                id,
+            )
+            or 0
+        )
 
     def is_empty(self) -> bool:
         """Whether this namespace never held an entry."""
-        return self._journal.value("SELECT 1 FROM versions WHERE namespace = ? LIMIT 1", self._namespace) is None
+        return (
+            self._journal.value(
+                "SELECT 1 FROM versions WHERE namespace = ? LIMIT 1", self._namespace
+            )
+            is None
+        )
 
     def head(self) -> int:
         """The id of the last commit; 0 when there is none."""
-        return self._journal.value("SELECT MAX(id) FROM commits WHERE namespace = ?", self._namespace) or 0
+        return (
+            self._journal.value("SELECT MAX(id) FROM commits WHERE namespace = ?", self._namespace)
+            or 0
+        )
 
     def commits(self) -> list[Commit]:
         """Every commit, oldest first."""
-        statement = "SELECT id, time, author, cause, ref FROM commits WHERE namespace = ? ORDER BY id"
+        statement = (
+            "SELECT id, time, author, cause, ref FROM commits WHERE namespace = ? ORDER BY id"
+        )
         return [
             Commit(id=row[0], time=row[1], author=row[2], cause=row[3], ref=row[4])
             for row in self._journal.rows(statement, self._namespace)
@@ -122,19 +144,25 @@ class History:
 
     def last_seq(self) -> int:
         """Position of the last change, for whoever follows the journal."""
-        return self._journal.value("SELECT MAX(seq) FROM changes WHERE namespace = ?", self._namespace) or 0
+        return (
+            self._journal.value("SELECT MAX(seq) FROM changes WHERE namespace = ?", self._namespace)
+            or 0
+        )
 
     def stamp(self, seq: int) -> str:
         """What tells the change at a position from one at the same position of another journal."""
-        statement = "SELECT n.id || ' ' || c.time FROM changes n JOIN commits c ON c.id = n.commit_id WHERE n.namespace = ? AND n.seq = ?"
+        statement = (
+            "SELECT n.id || ' ' || c.time FROM changes n JOIN commits c ON c.id = n.commit_id WHERE"
+            " n.namespace = ? AND n.seq = ?"
+        )
         return self._journal.value(statement, self._namespace, seq) or ""
 
     def changes_after(self, seq: int, limit: int) -> list[tuple[int, str, Stored | None]]:
         """The next ``limit`` changes after position ``seq``: position, entry id, and what it became (None: removed)."""
         rows = self._journal.rows(
-            "SELECT c.seq, c.id, v.record, v.vector, v.origins FROM changes c "
-            "LEFT JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version "
-            "WHERE c.namespace = ? AND c.seq > ? ORDER BY c.seq LIMIT ?",
+            "SELECT c.seq, c.id, v.record, v.vector, v.origins FROM changes c LEFT JOIN versions v"
+            " ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version WHERE"
+            " c.namespace = ? AND c.seq > ? ORDER BY c.seq LIMIT ?",
             self._namespace,
             seq,
             limit,
@@ -148,16 +176,22 @@ class History:
 
     def generation(self, id: str) -> Generation | None:
         """One journalled generation."""
-        record = self._journal.value("SELECT record FROM generations WHERE namespace = ? AND id = ?", self._namespace, id)
+        record = self._journal.value(
+            "SELECT record FROM generations WHERE namespace = ? AND id = ?", self._namespace, id
+        )
         return None if record is None else Generation.model_validate_json(record)
 
     def meta(self, key: str) -> str | None:
         """One recorded fact about this namespace."""
-        return self._journal.value("SELECT value FROM meta WHERE namespace = ? AND key = ?", self._namespace, key)
+        return self._journal.value(
+            "SELECT value FROM meta WHERE namespace = ? AND key = ?", self._namespace, key
+        )
 
     def set_meta(self, key: str, value: str) -> None:
         """Record one fact about this namespace."""
-        self._journal.run("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", self._namespace, key, value)
+        self._journal.run(
+            "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", self._namespace, key, value
+        )
 
 
 def _stored(row: Any) -> Stored:

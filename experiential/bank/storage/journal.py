@@ -1,8 +1,9 @@
 """The journal: one SQLite file that holds everything a bank was ever told.
 
-Write-ahead logging with ``synchronous=FULL``: a commit is on the disk before it is acknowledged, so it outlives a killed
-process and a power cut; measured cost 0.2 ms a commit. Rows are only ever added, with three exceptions that are states and not
-history: the queue's state column, counters, and ``meta``.
+Write-ahead logging with ``synchronous=FULL``: a commit is on the disk before it is acknowledged, so
+it outlives a killed process and a power cut; measured cost 0.2 ms a commit. Rows are only ever
+added, with three exceptions that are states and not history: the queue's state column, counters,
+and ``meta``.
 """
 
 from __future__ import annotations
@@ -73,15 +74,18 @@ class Journal:
         _check_schema(connection, folder)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
-        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;"
+        )
         return cls(connection)
 
     @classmethod
     def open_copy(cls, folder: Path) -> Journal:
         """Open a private copy of the journal, so that reading never touches the bank's own files.
 
-        SQLite would write a ``-shm`` file even for a read-only connection to a database in WAL mode. The copy is unlinked at once and
-        vanishes with the connection. It is a consistent picture although another process may be writing.
+        SQLite would write a ``-shm`` file even for a read-only connection to a database in WAL
+        mode. The copy is unlinked at once and vanishes with the connection. It is a consistent
+        picture although another process may be writing.
         """
         with tempfile.TemporaryDirectory(prefix="experiential-bank-") as scratch:
             copy = Path(scratch) / JOURNAL_NAME
@@ -189,7 +193,9 @@ class Journal:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise BankError("Expected an open bank, got a closed one; open it again with ExperienceBank(path)")
+            raise BankError(
+                "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
+            )
 
 
 def _explained(error: sqlite3.DatabaseError) -> Exception:
@@ -197,8 +203,8 @@ def _explained(error: sqlite3.DatabaseError) -> Exception:
     if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
         return error
     return BankError(
-        f"Expected to write the journal, got {error} ({error.sqlite_errorname}); nothing of this write was kept: "
-        "make room on its disk or see what ails it, then write again"
+        f"Expected to write the journal, got {error} ({error.sqlite_errorname}); nothing of this"
+        " write was kept: make room on its disk or see what ails it, then write again"
     )
 
 
@@ -220,22 +226,31 @@ def _check_schema(connection: sqlite3.Connection, folder: Path) -> None:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise BankError(f"Expected a readable journal in {str(folder)!r}, got {error}; restore the file {JOURNAL_NAME}") from error
+        raise BankError(
+            f"Expected a readable journal in {str(folder)!r}, got {error}; restore the file"
+            f" {JOURNAL_NAME}"
+        ) from error
     if found > SCHEMA_VERSION:
         connection.close()
-        raise BankError(f"Expected a journal of schema {SCHEMA_VERSION} or older, got {found}; update experiential-rl")
+        raise BankError(
+            f"Expected a journal of schema {SCHEMA_VERSION} or older, got {found}; update"
+            " experiential-rl"
+        )
 
 
 def _copy_stable(source: Path, target: Path, attempts: int = 50) -> None:
     """Copy a database and its write-ahead log; repeat when a checkpoint of a live writer fell in between.
 
-    Frames appended to the log while it is copied do no harm: SQLite ignores an incomplete tail by its checksums.
+    Frames appended to the log while it is copied do no harm: SQLite ignores an incomplete tail by
+    its checksums.
     """
     log, log_copy = Path(f"{source}-wal"), Path(f"{target}-wal")
     for attempt in range(attempts):
         before = _fingerprint(source, log)
         if time.time_ns() - before[0][0] < _CLOCK_TICK_NS:
-            time.sleep(_CLOCK_TICK_NS / 1e9)  # a second write within one tick of the file clock would not show
+            time.sleep(
+                _CLOCK_TICK_NS / 1e9
+            )  # a second write within one tick of the file clock would not show
             continue
         shutil.copyfile(source, target)
         log_copy.unlink(missing_ok=True)
@@ -247,7 +262,9 @@ def _copy_stable(source: Path, target: Path, attempts: int = 50) -> None:
         if before == _fingerprint(source, log):
             return
         time.sleep(0.01 * (attempt + 1))
-    raise BankError(f"Expected a quiet moment to copy {str(source)!r}, but its writer never paused; try again")
+    raise BankError(
+        f"Expected a quiet moment to copy {str(source)!r}, but its writer never paused; try again"
+    )
 
 
 def _fingerprint(source: Path, log: Path) -> tuple[tuple[int, int], bytes]:

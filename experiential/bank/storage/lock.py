@@ -34,7 +34,11 @@ class FolderLock:
 
     def _sign(self) -> None:
         assert self._fd is not None
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps(owner).encode(), 0)
 
@@ -53,7 +57,11 @@ class FolderLock:
 
 def _describe(folder: Path, content: bytes) -> str:
     owner = _owner(content)
-    who = f"process {owner['pid']} on {owner['host']} since {owner['time']}" if owner else "another process"
+    who = (
+        f"process {owner['pid']} on {owner['host']} since {owner['time']}"
+        if owner
+        else "another process"
+    )
     return (
         f"Expected to be the only writer of the bank {str(folder)!r}, which {who} holds; "
         "close it there, or open it here with read_only=True"
@@ -71,8 +79,9 @@ def _owner(content: bytes) -> dict[str, Any] | None:
 class WriterLock:
     """The right to write one namespace of a folder.
 
-    Namespaces of one folder may be open side by side in one process, which then shares the folder's lock between
-    them; any other process, and a second writer of the same namespace, is refused with ``BankLockedError``.
+    Namespaces of one folder may be open side by side in one process, which then shares the folder's
+    lock between them; any other process, and a second writer of the same namespace, is refused with
+    ``BankLockedError``.
     """
 
     def __init__(self, folder: Path, namespace: str) -> None:
@@ -82,8 +91,9 @@ class WriterLock:
             lock, names = _shared.get(self._key) or (FolderLock(folder), set[str]())
             if namespace in names:
                 raise BankLockedError(
-                    f"Expected one writer of namespace {namespace!r} in the bank {str(folder)!r}, which this process ({os.getpid()}) "
-                    "has already open; use that object, close it first, or open with read_only=True"
+                    f"Expected one writer of namespace {namespace!r} in the bank {str(folder)!r},"
+                    f" which this process ({os.getpid()}) has already open; use that object, close"
+                    " it first, or open with read_only=True"
                 )
             names.add(namespace)
             _shared[self._key] = (lock, names)

@@ -14,7 +14,8 @@ class Logged(Commit):
     """One commit and the number of entries that it wrote, rewrote or removed.
 
     Attributes:
-        version: in the log of one entry, the version at which the commit let it stand; None when it removed it.
+        version: in the log of one entry, the version at which the commit let it stand; None when it
+            removed it.
     """
 
     changes: int
@@ -46,9 +47,10 @@ class Log:
     def commits(self) -> list[Logged]:
         """Every commit, oldest first."""
         rows = self._journal.rows(
-            "SELECT c.id, c.time, c.author, c.cause, c.ref, COALESCE(n.changes, 0) FROM commits c LEFT JOIN "
-            "(SELECT commit_id, COUNT(DISTINCT id) AS changes FROM changes WHERE namespace = ?1 GROUP BY commit_id) n "
-            "ON n.commit_id = c.id WHERE c.namespace = ?1 ORDER BY c.id",
+            "SELECT c.id, c.time, c.author, c.cause, c.ref, COALESCE(n.changes, 0) FROM commits c"
+            " LEFT JOIN (SELECT commit_id, COUNT(DISTINCT id) AS changes FROM changes WHERE"
+            " namespace = ?1 GROUP BY commit_id) n ON n.commit_id = c.id WHERE c.namespace = ?1"
+            " ORDER BY c.id",
             self._namespace,
         )
         names = ("id", "time", "author", "cause", "ref", "changes")
@@ -56,15 +58,24 @@ class Log:
 
     def of(self, id: str) -> list[Logged]:
         """The commits that changed one entry, oldest first, each with the version at which it left it."""
-        rows = self._journal.rows("SELECT commit_id, version FROM changes WHERE namespace = ? AND id = ? ORDER BY seq", self._namespace, id)
+        rows = self._journal.rows(
+            "SELECT commit_id, version FROM changes WHERE namespace = ? AND id = ? ORDER BY seq",
+            self._namespace,
+            id,
+        )
         versions = {row[0]: row[1] for row in rows}
-        return [commit.model_copy(update={"version": versions[commit.id]}) for commit in self.commits() if commit.id in versions]
+        return [
+            commit.model_copy(update={"version": versions[commit.id]})
+            for commit in self.commits()
+            if commit.id in versions
+        ]
 
     def written_from(self, trajectory: str) -> list[Ancestor]:
         """Id and version of every entry version that was distilled from a trajectory, in the order of writing."""
         rows = self._journal.rows(
-            "SELECT n.id, n.version FROM commits c JOIN changes n ON n.commit_id = c.id AND n.namespace = c.namespace "
-            "WHERE c.namespace = ? AND c.cause = 'trajectory' AND c.ref = ? AND n.version IS NOT NULL ORDER BY n.seq",
+            "SELECT n.id, n.version FROM commits c JOIN changes n ON n.commit_id = c.id AND"
+            " n.namespace = c.namespace WHERE c.namespace = ? AND c.cause = 'trajectory' AND c.ref"
+            " = ? AND n.version IS NOT NULL ORDER BY n.seq",
             self._namespace,
             trajectory,
         )

@@ -1,6 +1,7 @@
 """Entries as a Markdown page to read and edit: a heading for each task, a list item for each entry, machine data in comments.
 
-The text that is seen is the text that is read back, exactly: what Markdown or an editor would lose stands as ``&#N;``.
+The text that is seen is the text that is read back, exactly: what Markdown or an editor would lose
+stands as ``&#N;``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from experiential.errors import BankError
 
 NO_TASK = "(any task)"
 _TITLE = (
-    "# Experience bank\n\nEach list item is one entry; the heading above it is its task. Further lines of an entry are indented by two "
-    "spaces. The\ncomment that ends an entry is for the program: leave it as it is, and write a new entry without one. Import a changed "
-    "file with\n`edited=True`."
+    "# Experience bank\n\nEach list item is one entry; the heading above it is its task. Further"
+    " lines of an entry are indented by two spaces. The\ncomment that ends an entry is for the"
+    " program: leave it as it is, and write a new entry without one. Import a changed file"
+    " with\n`edited=True`."
 )
 _HEADING = re.compile(r"##(?: (.*))?")
 _ITEM = re.compile(r"[-*+](?: (.*))?")
@@ -65,8 +67,8 @@ def load(text: str, name: str) -> tuple[dict[str, Any], list[Row]]:
             number = end
         elif line.strip() and (rows or task is not None):
             raise BankError(
-                f"Expected a heading ('## task'), an entry ('- text') or a line indented by two spaces in line {number + 1} of {name}, "
-                f"got {line[:80]!r}; nothing was imported"
+                "Expected a heading ('## task'), an entry ('- text') or a line indented by two"
+                f" spaces in line {number + 1} of {name}, got {line[:80]!r}; nothing was imported"
             )
         else:
             number += 1
@@ -82,8 +84,14 @@ def _heading(task: str | None) -> str:
 
 def _item(fields: dict[str, Any]) -> str:
     first, *rest = (_escape(line) for line in str(fields["text"]).split("\n"))
-    data = json.dumps({key: value for key, value in fields.items() if key not in ("text", "task")}).replace(">", "\\u003e")
-    lines = [f"- {first}".rstrip(" "), *(f"  {line}".rstrip(" ") for line in rest), f"  <!-- {data} -->"]
+    data = json.dumps(
+        {key: value for key, value in fields.items() if key not in ("text", "task")}
+    ).replace(">", "\\u003e")
+    lines = [
+        f"- {first}".rstrip(" "),
+        *(f"  {line}".rstrip(" ") for line in rest),
+        f"  <!-- {data} -->",
+    ]
     return "\n".join(lines)
 
 
@@ -107,9 +115,14 @@ def _front_matter(lines: Sequence[str], name: str) -> tuple[dict[str, Any], int]
     """What stands between two lines of ``---`` at the top, and the place of the first line after it."""
     if lines[0].rstrip() != "---":
         return {}, 0
-    end = next((number for number, line in enumerate(lines[1:], start=1) if line.rstrip() == "---"), None)
+    end = next(
+        (number for number, line in enumerate(lines[1:], start=1) if line.rstrip() == "---"), None
+    )
     if end is None:
-        raise BankError(f"Expected the front matter of {name} to end with a line of ---, got none; nothing was imported")
+        raise BankError(
+            f"Expected the front matter of {name} to end with a line of ---, got none; nothing was"
+            " imported"
+        )
     pairs = (line.partition(":") for line in lines[1:end] if line.strip())
     return {key.strip(): _value(value.strip()) for key, _, value in pairs}, end + 1
 
@@ -134,8 +147,17 @@ def _row(lines: Sequence[str], task: str | None, number: int, name: str) -> Row:
     last = max(place for place, line in enumerate(lines) if line.strip())
     data = _DATA.fullmatch(lines[last]) if last else None
     body = lines[1:last] if data else lines[1 : last + 1]
-    text = "\n".join(_unescape(line) for line in [found[1] or "", *(line.removeprefix("  ") for line in body)])
-    return Row(number, {**_machine_data(data, number + last, name), "text": text, **({} if task is None else {"task": task})})
+    text = "\n".join(
+        _unescape(line) for line in [found[1] or "", *(line.removeprefix("  ") for line in body)]
+    )
+    return Row(
+        number,
+        {
+            **_machine_data(data, number + last, name),
+            "text": text,
+            **({} if task is None else {"task": task}),
+        },
+    )
 
 
 def _machine_data(found: re.Match[str] | None, number: int, name: str) -> dict[str, Any]:
@@ -144,7 +166,10 @@ def _machine_data(found: re.Match[str] | None, number: int, name: str) -> dict[s
     try:
         return json.loads(found[1])
     except ValueError as error:
-        raise BankError(f"Expected JSON in the comment in line {number} of {name}, got {found[1][:80]!r}; nothing was imported") from error
+        raise BankError(
+            f"Expected JSON in the comment in line {number} of {name}, got {found[1][:80]!r};"
+            " nothing was imported"
+        ) from error
 
 
 def _in_order(rows: Iterable[Row], name: str) -> list[Row]:
@@ -154,6 +179,9 @@ def _in_order(rows: Iterable[Row], name: str) -> list[Row]:
     for row in rows:
         place = row.fields.pop("n", place)
         if type(place) is not int:
-            raise BankError(f"Expected n in the comment of line {row.line} of {name} to be a whole number, got {place!r}")
+            raise BankError(
+                f"Expected n in the comment of line {row.line} of {name} to be a whole number, got"
+                f" {place!r}"
+            )
         placed.append((place, row))
     return [row for _, row in sorted(placed, key=lambda pair: pair[0])]

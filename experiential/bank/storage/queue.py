@@ -17,8 +17,8 @@ class DeadLetter(Record):
 class DistillationQueue:
     """Items go from ``queued`` to ``done`` or ``dead``; an item being worked on is still ``queued``, so a crash loses nothing.
 
-    The id of an item is the id of its trajectory, which makes submitting twice harmless. Writes that belong to a commit
-    happen inside ``Journal.transaction``.
+    The id of an item is the id of its trajectory, which makes submitting twice harmless. Writes
+    that belong to a commit happen inside ``Journal.transaction``.
     """
 
     def __init__(self, journal: Journal, namespace: str) -> None:
@@ -29,12 +29,16 @@ class DistillationQueue:
         """Queue a trajectory; False when it was queued before."""
         if self.state(id) is not None:
             return False
-        self._journal.run("INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')", self._namespace, id)
+        self._journal.run(
+            "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')", self._namespace, id
+        )
         return True
 
     def state(self, id: str) -> str | None:
         """'queued', 'done', 'dead', or None for a stranger."""
-        return self._journal.value("SELECT state FROM queue WHERE namespace = ? AND id = ?", self._namespace, id)
+        return self._journal.value(
+            "SELECT state FROM queue WHERE namespace = ? AND id = ?", self._namespace, id
+        )
 
     def waiting(self) -> list[str]:
         """Ids still to be distilled, oldest first."""
@@ -58,11 +62,19 @@ class DistillationQueue:
 
     def attempts(self, id: str) -> int:
         """Failed attempts so far."""
-        return self._journal.value("SELECT attempts FROM queue WHERE namespace = ? AND id = ?", self._namespace, id) or 0
+        return (
+            self._journal.value(
+                "SELECT attempts FROM queue WHERE namespace = ? AND id = ?", self._namespace, id
+            )
+            or 0
+        )
 
     def dead_letters(self) -> list[DeadLetter]:
         """Items that were given up, oldest first."""
-        statement = "SELECT id, attempts, reason FROM queue WHERE namespace = ? AND state = 'dead' ORDER BY seq"
+        statement = (
+            "SELECT id, attempts, reason FROM queue WHERE namespace = ? AND state = 'dead' ORDER"
+            " BY seq"
+        )
         rows = self._journal.rows(statement, self._namespace)
         return [DeadLetter(id=row[0], attempts=row[1], reason=row[2] or "") for row in rows]
 
@@ -71,7 +83,9 @@ class DistillationQueue:
         with self._journal.transaction():
             if self.state(id) != "dead":
                 return False
-            self._journal.run("UPDATE queue SET attempts = 0 WHERE namespace = ? AND id = ?", self._namespace, id)
+            self._journal.run(
+                "UPDATE queue SET attempts = 0 WHERE namespace = ? AND id = ?", self._namespace, id
+            )
             self._set(id, "queued", None)
         return True
 

@@ -18,7 +18,8 @@ class Receipt(NamedTuple):
 class Receipts:
     """The keys of the served writes of one namespace.
 
-    The row is written by the transaction that writes the commit, so after a crash there are both or none.
+    The row is written by the transaction that writes the commit, so after a crash there are both or
+    none.
     """
 
     def __init__(self, journal: Journal, namespace: str) -> None:
@@ -33,18 +34,25 @@ class Receipts:
 
     def noting(self, key: str, digest: str) -> AbstractContextManager[None]:
         """Inside this block, the next transaction of this thread writes the receipt of ``key`` too."""
-        statement = "INSERT INTO receipts SELECT ?, ?, ?, COALESCE(MAX(id), 0) FROM commits WHERE namespace = ?"
+        statement = (
+            "INSERT INTO receipts SELECT ?, ?, ?, COALESCE(MAX(id), 0) FROM commits WHERE"
+            " namespace = ?"
+        )
         return self._journal.footnote(statement, self._namespace, key, digest, self._namespace)
 
     def written(self, commit: int) -> list[tuple[str, int]]:
         """Id and version of every entry version that a commit made to stand, in the order of writing."""
-        statement = "SELECT id, version FROM changes WHERE namespace = ? AND commit_id = ? AND version IS NOT NULL ORDER BY seq"
+        statement = (
+            "SELECT id, version FROM changes WHERE namespace = ? AND commit_id = ? AND version IS"
+            " NOT NULL ORDER BY seq"
+        )
         return [(row[0], row[1]) for row in self._journal.rows(statement, self._namespace, commit)]
 
     def removed(self, commit: int) -> list[tuple[str, int]]:
         """Id and last standing version of every entry that a commit took out, in the order of removing."""
         statement = (
-            "SELECT n.id, (SELECT o.version FROM changes o WHERE o.namespace = n.namespace AND o.id = n.id AND o.seq < n.seq "
-            "ORDER BY o.seq DESC LIMIT 1) FROM changes n WHERE n.namespace = ? AND n.commit_id = ? AND n.version IS NULL ORDER BY n.seq"
+            "SELECT n.id, (SELECT o.version FROM changes o WHERE o.namespace = n.namespace AND o.id"
+            " = n.id AND o.seq < n.seq ORDER BY o.seq DESC LIMIT 1) FROM changes n WHERE"
+            " n.namespace = ? AND n.commit_id = ? AND n.version IS NULL ORDER BY n.seq"
         )
         return [(row[0], row[1]) for row in self._journal.rows(statement, self._namespace, commit)]

@@ -8,9 +8,22 @@ from typing import Any, Literal
 import gymnasium as gym
 
 from experiential.envs.action_text import parse_action
-from experiential.envs.alfworld.games import FILES, TASK_TYPES, Entry, Game, default_folder, open_games
+from experiential.envs.alfworld.games import (
+    FILES,
+    TASK_TYPES,
+    Entry,
+    Game,
+    default_folder,
+    open_games,
+)
 from experiential.envs.alfworld.household import made_games
-from experiential.envs.alfworld.player import LocalPlayer, Player, Reply, WorkerPlayer, check_installed
+from experiential.envs.alfworld.player import (
+    LocalPlayer,
+    Player,
+    Reply,
+    WorkerPlayer,
+    check_installed,
+)
 from experiential.envs.arguments import one_of, positive, settled
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError, EnvError
@@ -27,19 +40,22 @@ _BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 class ALFWorldEnv(TextEnv):
     """Do a household task in a room that is told in words.
 
-    Each step is one of the commands in ``info["admissible"]``; anything else changes nothing, uses the turn up and is answered with
-    what is legal. The episode ends when the task is done. Nothing else ends it unless ``turns`` is given, so wrap it in a
-    ``TimeLimit`` (the papers use 40 turns).
+    Each step is one of the commands in ``info["admissible"]``; anything else changes nothing, uses
+    the turn up and is answered with what is legal. The episode ends when the task is done. Nothing
+    else ends it unless ``turns`` is given, so wrap it in a ``TimeLimit`` (the papers use 40 turns).
 
-    A game runs in a worker process that is replaced after ``recycle`` games, since TextWorld keeps some 4.5 MB of every game. Call
-    ``close()``; a worker also ends with its environment and with this process.
+    A game runs in a worker process that is replaced after ``recycle`` games, since TextWorld keeps
+    some 4.5 MB of every game. Call ``close()``; a worker also ends with its environment and with
+    this process.
 
     Args:
         split: ``train``, ``eval`` (of files: valid_seen), ``valid_seen`` or ``valid_unseen``.
-        data: ALFWorld's download (the folder with ``json_2.1.1``) or a packed folder (``common.json`` and ``train.jsonl.xz`` ...); by
-            default the folder that ``ALFWORLD_DATA`` names or ``~/.cache/alfworld``, and without games there made ones; ``made`` asks
-            for these in any case.
-        games: how many; the first ones of a file's split, by default all; of made games 600 or 150 by default.
+        data: ALFWorld's download (the folder with ``json_2.1.1``) or a packed folder
+            (``common.json`` and ``train.jsonl.xz`` ...); by default the folder that
+            ``ALFWORLD_DATA`` names or ``~/.cache/alfworld``, and without games there made ones;
+            ``made`` asks for these in any case.
+        games: how many; the first ones of a file's split, by default all; of made games 600 or 150
+            by default.
         task_types: only these, of the six in ``TASK_TYPES``.
         turns: turns after which the episode is truncated; where nothing says so there is no end.
         failure: reward of the last turn when ``turns`` are spent; 0 if nothing says otherwise.
@@ -49,7 +65,8 @@ class ALFWorldEnv(TextEnv):
         in_process: play in this process, for debugging.
         cached: keep translated problems on disk, in the cache folder.
         generation: seed of the made games.
-        preset: ``complementary`` (40 turns, ``failure=-1``); where an argument above is None, the preset's value holds.
+        preset: ``complementary`` (40 turns, ``failure=-1``); where an argument above is None, the
+            preset's value holds.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -75,17 +92,34 @@ class ALFWorldEnv(TextEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        chosen = settled(preset, PRESETS, {"turns": None, "failure": 0.0}, turns=turns, failure=failure)
+        chosen = settled(
+            preset, PRESETS, {"turns": None, "failure": 0.0}, turns=turns, failure=failure
+        )
         turns, failure = chosen["turns"], float(chosen["failure"])
         one_of("split", split, FILES)
         if isinstance(task_types, str) or not set(task_types or ()) <= set(TASK_TYPES):
-            raise ConfigError(f"Expected task_types to be a list of {', '.join(TASK_TYPES)}, got {task_types!r}")
+            raise ConfigError(
+                f"Expected task_types to be a list of {', '.join(TASK_TYPES)}, got {task_types!r}"
+            )
         positive(games=games, turns=turns, recycle=recycle, timeout=timeout)
         if failure and turns is None:
-            raise ConfigError(f"Expected turns with failure={failure}, got none; give turns=40, as the papers do")
+            raise ConfigError(
+                f"Expected turns with failure={failure}, got none; give turns=40, as the papers do"
+            )
         check_installed()
-        self.split, self.turns, self.failure, self.show_actions = split, turns, failure, show_actions
-        self._source = (split, data if data is not None else default_folder(), games, tuple(task_types or ()), generation)
+        self.split, self.turns, self.failure, self.show_actions = (
+            split,
+            turns,
+            failure,
+            show_actions,
+        )
+        self._source = (
+            split,
+            data if data is not None else default_folder(),
+            games,
+            tuple(task_types or ()),
+            generation,
+        )
         self._playing = (recycle, timeout, in_process, cached)
         self._entries, self._name = _opened(*self._source)
         super().__init__(len(self._entries), render_mode=render_mode)
@@ -121,7 +155,11 @@ class ALFWorldEnv(TextEnv):
         """Play a command."""
         command = parse_action(" ".join(action.split()), self._state["admissible"])
         self._used += 1
-        feedback = self._played(command) if command is not None else f"Nothing happens: that is no action here. {self._legal()}"
+        feedback = (
+            self._played(command)
+            if command is not None
+            else f"Nothing happens: that is no action here. {self._legal()}"
+        )
         won = bool(self._state["won"])
         spent = not won and self.turns is not None and self._used >= self.turns
         observation = feedback if won or spent or command is None else self._told(feedback)
@@ -145,13 +183,19 @@ class ALFWorldEnv(TextEnv):
             return known[done]
         plan = self._ready().plan()
         if not plan:
-            raise EnvError(f"Expected a way to win {self.game.id} from here, got none of the planner")
+            raise EnvError(
+                f"Expected a way to win {self.game.id} from here, got none of the planner"
+            )
         return plan[0]
 
     def _begun(self) -> Reply:
         recycle, timeout, in_process, cached = self._playing
         if self._player is None:
-            self._player = LocalPlayer(cached=cached) if in_process else WorkerPlayer(recycle=recycle, timeout=timeout, cached=cached)
+            self._player = (
+                LocalPlayer(cached=cached)
+                if in_process
+                else WorkerPlayer(recycle=recycle, timeout=timeout, cached=cached)
+            )
         reply = self._player.start(self.game.data)
         self._live = True
         return reply
@@ -178,12 +222,22 @@ class ALFWorldEnv(TextEnv):
         return f"Actions: {'; '.join(self._state['admissible'])}."
 
     def _info(self, feedback: str, *, invalid: bool = False) -> Info:
-        known = self._report(f"{self._name}-{self.game.id}", feedback, success=bool(self._state["won"]), invalid=invalid)
-        return known | {"task_type": self.game.task_type, "admissible": list(self._state["admissible"])}
+        known = self._report(
+            f"{self._name}-{self.game.id}",
+            feedback,
+            success=bool(self._state["won"]),
+            invalid=invalid,
+        )
+        return known | {
+            "task_type": self.game.task_type,
+            "admissible": list(self._state["admissible"]),
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("_entries", "_player")
-        return {key: value for key, value in self.__dict__.items() if key not in left_out} | {"_live": False}
+        return {key: value for key, value in self.__dict__.items() if key not in left_out} | {
+            "_live": False
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -191,17 +245,28 @@ class ALFWorldEnv(TextEnv):
         self._player = None
 
 
-def _opened(split: Split, data: str | None, number: int | None, kinds: tuple[str, ...], generation: int) -> tuple[tuple[Entry, ...], str]:
+def _opened(
+    split: Split, data: str | None, number: int | None, kinds: tuple[str, ...], generation: int
+) -> tuple[tuple[Entry, ...], str]:
     """The games of a split, and how their source is called."""
     if data is None or data == "made":
         if split not in ("train", "eval"):
-            raise ConfigError(f"Expected split train or eval of made games, got {split!r}; give data= or set ALFWORLD_DATA for files")
+            raise ConfigError(
+                f"Expected split train or eval of made games, got {split!r}; give data= or set"
+                " ALFWORLD_DATA for files"
+            )
         wanted = number or MADE[split]
         entries = [
-            entry for entry in made_games(split, wanted * 6 if kinds else wanted, generation) if not kinds or entry.task_type in kinds
+            entry
+            for entry in made_games(split, wanted * 6 if kinds else wanted, generation)
+            if not kinds or entry.task_type in kinds
         ]
         return tuple(entries[:wanted]), f"alfworld-made-{split}"
-    found = tuple(entry for entry in open_games(data, split) if not kinds or entry.task_type in kinds)[:number]
+    found = tuple(
+        entry for entry in open_games(data, split) if not kinds or entry.task_type in kinds
+    )[:number]
     if not found:
-        raise ConfigError(f"Expected games of type {', '.join(kinds)} in split {split} of {data}, got none")
+        raise ConfigError(
+            f"Expected games of type {', '.join(kinds)} in split {split} of {data}, got none"
+        )
     return found, f"alfworld-{FILES[split]}"

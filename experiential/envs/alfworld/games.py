@@ -25,7 +25,12 @@ TaskType = Literal[
 ]
 TASK_TYPES: tuple[TaskType, ...] = get_args(TaskType)
 """In the order in which ALFWorld numbers them from 1."""
-FILES = {"train": "train", "eval": "valid_seen", "valid_seen": "valid_seen", "valid_unseen": "valid_unseen"}
+FILES = {
+    "train": "train",
+    "eval": "valid_seen",
+    "valid_seen": "valid_seen",
+    "valid_unseen": "valid_unseen",
+}
 """Split to the name that ALFWorld's files give it."""
 _UNKNOWN = "UNKNOWN GOAL."
 _GOAL = re.compile(r"Your task is to: (.*?)\"")
@@ -69,19 +74,25 @@ def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
     """The games of a folder, in the order of their names: a packed one (``common.json``) or ALFWorld's download.
 
     Raises:
-        ConfigError: there is no such folder, it holds no games of this split, or a file of it is damaged.
+        ConfigError: there is no such folder, it holds no games of this split, or a file of it is
+            damaged.
     """
     folder, name = Path(data).expanduser(), FILES[split]
     if (folder / "common.json").is_file():
         path = folder / f"{name}.jsonl.xz"
         if not path.is_file():
-            raise ConfigError(f"Expected {path.name} in {folder} for split {split!r}, got no such file")
+            raise ConfigError(
+                f"Expected {path.name} in {folder} for split {split!r}, got no such file"
+            )
         return _packed(folder, path, path.stat().st_mtime_ns)
-    root = next((known for known in (folder / "json_2.1.1" / name, folder / name) if known.is_dir()), None)
+    root = next(
+        (known for known in (folder / "json_2.1.1" / name, folder / name) if known.is_dir()), None
+    )
     if root is None:
         raise ConfigError(
-            f"Expected {folder / 'json_2.1.1' / name} (as alfworld-download writes it) or {folder / 'common.json'}, got neither; "
-            "run alfworld-download, set ALFWORLD_DATA to its folder, or leave both out for made games"
+            f"Expected {folder / 'json_2.1.1' / name} (as alfworld-download writes it) or"
+            f" {folder / 'common.json'}, got neither; run alfworld-download, set ALFWORLD_DATA to"
+            " its folder, or leave both out for made games"
         )
     return _downloaded(root)
 
@@ -90,7 +101,10 @@ def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
 def _downloaded(root: Path) -> tuple[Entry, ...]:
     found = tuple(sorted(_trials(root), key=lambda entry: entry.id))
     if not found:
-        raise ConfigError(f"Expected solvable games (task/trial/game.tw-pddl) below {root}, got none; run alfworld-download")
+        raise ConfigError(
+            f"Expected solvable games (task/trial/game.tw-pddl) below {root}, got none; run"
+            " alfworld-download"
+        )
     return found
 
 
@@ -125,7 +139,9 @@ def read_game(path: Path, name: str) -> Game:
     beside = path.with_name("traj_data.json")
     if beside.is_file():
         task_type = _text(_object(_bytes(beside), str(beside)), "task_type", str(beside))
-    return Game(name, task_type, goal.group(1), _commands(known.get("walkthrough") or [], str(path)), data)
+    return Game(
+        name, task_type, goal.group(1), _commands(known.get("walkthrough") or [], str(path)), data
+    )
 
 
 @lru_cache(maxsize=4)
@@ -136,7 +152,10 @@ def _packed(folder: Path, path: Path, stamp: int) -> tuple[Entry, ...]:
     domain, grammar = (_text(common, key, source) for key in ("pddl_domain", "grammar"))
     if _UNKNOWN not in grammar:
         raise ConfigError(f"Expected {_UNKNOWN!r} in field grammar of {source}, got none")
-    return tuple(_row(line, f"{path}, line {number}", domain, grammar) for number, line in enumerate(_lines(path), 1))
+    return tuple(
+        _row(line, f"{path}, line {number}", domain, grammar)
+        for number, line in enumerate(_lines(path), 1)
+    )
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -144,7 +163,9 @@ def _lines(path: Path) -> Iterator[bytes]:
         with lzma.open(path) as file:
             yield from (line for line in file if line.strip())
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise ConfigError(f"Expected lines of JSON compressed by xz in {path}, got {error}") from error
+        raise ConfigError(
+            f"Expected lines of JSON compressed by xz in {path}, got {error}"
+        ) from error
 
 
 def _row(line: bytes, place: str, domain: str, grammar: str) -> Entry:
@@ -154,7 +175,11 @@ def _row(line: bytes, place: str, domain: str, grammar: str) -> Entry:
     walkthrough = _commands(row.get("walkthrough") or [], place)
 
     def load() -> Game:
-        data = {"pddl_domain": domain, "grammar": with_goal(grammar, goal), "pddl_problem": zlib.decompress(problem).decode()}
+        data = {
+            "pddl_domain": domain,
+            "grammar": with_goal(grammar, goal),
+            "pddl_problem": zlib.decompress(problem).decode(),
+        }
         return Game(name, task_type_of(name), goal, walkthrough, data)
 
     return Entry(name, task_type_of(name), load)
@@ -178,21 +203,28 @@ def _object(text: bytes, place: str) -> dict[str, Any]:
 def _text(known: dict[str, Any], key: str, place: str) -> str:
     value = known.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"Expected a text in field {key} of {place}, got {type(value).__name__ if key in known else 'no such field'}")
+        raise ConfigError(
+            f"Expected a text in field {key} of {place}, got"
+            f" {type(value).__name__ if key in known else 'no such field'}"
+        )
     return value
 
 
 def _commands(value: Any, place: str) -> tuple[str, ...]:
     commands: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [None]
     if not all(isinstance(command, str) for command in commands):
-        raise ConfigError(f"Expected a list of commands in field walkthrough of {place}, got {commands or value!r}")
+        raise ConfigError(
+            f"Expected a list of commands in field walkthrough of {place}, got"
+            f" {commands or value!r}"
+        )
     return tuple(commands)
 
 
 def default_folder() -> str | None:
     """The folder that ``ALFWORLD_DATA`` names, else ``~/.cache/alfworld`` where alfworld-download puts the games; None without games.
 
-    Importing alfworld sets the variable to that folder, whether it holds games or not, so only another one counts as asked for.
+    Importing alfworld sets the variable to that folder, whether it holds games or not, so only
+    another one counts as asked for.
     """
     usual = Path("~/.cache/alfworld").expanduser()
     named = Path(os.environ.get("ALFWORLD_DATA") or usual).expanduser()

@@ -14,7 +14,8 @@ class GrammarCache:
     """Parses ``.twl2`` texts as TextWorld does, the common part of each only once; the last few are kept.
 
     Args:
-        parse: ``textworld.envs.pddl.logic._parse_and_convert``: text to actions by name and a grammar.
+        parse: ``textworld.envs.pddl.logic._parse_and_convert``: text to actions by name and a
+            grammar.
         rules: ``ContextSensitiveGrammar.parse``: a JSON object of rules to a grammar.
     """
 
@@ -29,9 +30,15 @@ class GrammarCache:
             return self.parse(text, **options)
         common = _TASK.sub(r'\1""', text)
         if common not in self._known:
-            self._known = dict([*self._known.items(), (common, self.parse(_TASK.sub(r'\1"?"', text), **options))][-4:])
+            self._known = dict(
+                [*self._known.items(), (common, self.parse(_TASK.sub(r'\1"?"', text), **options))][
+                    -4:
+                ]
+            )
         actions, shared = self._known[common]
         grammar = self.rules("{}")
         grammar.update(shared)
-        grammar._rules["task"] = self.rules(json.dumps({"task": [{"rhs": json.loads(f'"{found[0][1]}"')}]}))._rules["task"]
+        grammar._rules["task"] = self.rules(
+            json.dumps({"task": [{"rhs": json.loads(f'"{found[0][1]}"')}]})
+        )._rules["task"]
         return actions, grammar

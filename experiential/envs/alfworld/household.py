@@ -21,8 +21,14 @@ STATES = {
 """Task type to verb, where it is done, what can be so treated, and what it then is."""
 _WORDS = {
     "pick_and_place_simple": ("put a {o} in {r}.", "put some {o} on {r}."),
-    "look_at_obj_in_light": ("look at {o} under the desklamp.", "examine the {o} with the desklamp."),
-    "pick_clean_then_place_in_recep": ("put a clean {o} in {r}.", "clean some {o} and put it in {r}."),
+    "look_at_obj_in_light": (
+        "look at {o} under the desklamp.",
+        "examine the {o} with the desklamp.",
+    ),
+    "pick_clean_then_place_in_recep": (
+        "put a clean {o} in {r}.",
+        "clean some {o} and put it in {r}.",
+    ),
     "pick_heat_then_place_in_recep": ("put a hot {o} in {r}.", "heat some {o} and put it in {r}."),
     "pick_cool_then_place_in_recep": ("put a cool {o} in {r}.", "cool some {o} and put it in {r}."),
     "pick_two_obj_and_place": ("put two {o} in {r}.", "find two {o} and put them in {r}."),
@@ -41,9 +47,21 @@ class Room:
 
 
 KITCHEN = Room(
-    {"Fridge": 1, "Microwave": 1, "Sink": 1, "CounterTop": 2, "DiningTable": 1, "Cabinet": 4, "Drawer": 3, "GarbageCan": 1},
     {
-        **dict.fromkeys(("Mug", "Plate", "Bowl", "Cup", "Apple", "Tomato", "Potato", "Egg"), "cleanable heatable coolable"),
+        "Fridge": 1,
+        "Microwave": 1,
+        "Sink": 1,
+        "CounterTop": 2,
+        "DiningTable": 1,
+        "Cabinet": 4,
+        "Drawer": 3,
+        "GarbageCan": 1,
+    },
+    {
+        **dict.fromkeys(
+            ("Mug", "Plate", "Bowl", "Cup", "Apple", "Tomato", "Potato", "Egg"),
+            "cleanable heatable coolable",
+        ),
         **dict.fromkeys(("Lettuce", "Pan", "Pot"), "cleanable coolable"),
         **dict.fromkeys(("Fork", "Spoon", "Knife", "Spatula"), "cleanable"),
         **dict.fromkeys(("SaltShaker", "PepperShaker"), ""),
@@ -51,8 +69,32 @@ KITCHEN = Room(
     frozenset({"Fridge", "Microwave"}),
 )
 BEDROOM = Room(
-    {"Bed": 1, "Desk": 1, "SideTable": 2, "Dresser": 1, "Shelf": 3, "Drawer": 4, "Safe": 1, "GarbageCan": 1},
-    dict.fromkeys(("Book", "Pen", "Pencil", "CD", "KeyChain", "CreditCard", "AlarmClock", "CellPhone", "Laptop", "Watch", "Vase"), ""),
+    {
+        "Bed": 1,
+        "Desk": 1,
+        "SideTable": 2,
+        "Dresser": 1,
+        "Shelf": 3,
+        "Drawer": 4,
+        "Safe": 1,
+        "GarbageCan": 1,
+    },
+    dict.fromkeys(
+        (
+            "Book",
+            "Pen",
+            "Pencil",
+            "CD",
+            "KeyChain",
+            "CreditCard",
+            "AlarmClock",
+            "CellPhone",
+            "Laptop",
+            "Watch",
+            "Vase",
+        ),
+        "",
+    ),
 )
 
 
@@ -66,7 +108,9 @@ class Item:
     @property
     def id(self) -> str:
         """Its name in the problem. ALFWorld numbers the sorted names of a type from the last to the first, so they count down here."""
-        return f"{self.kind}_bar_{99 - self.number:02d}" + ("_bar_SinkBasin" if self.kind == "Sink" else "")
+        return f"{self.kind}_bar_{99 - self.number:02d}" + (
+            "_bar_SinkBasin" if self.kind == "Sink" else ""
+        )
 
     @property
     def name(self) -> str:
@@ -99,10 +143,18 @@ class Household:
         self.opened.clear()
         self.at = None
         if self.lamp is not None:
-            return [*self._fetched(self._targets()[0]), *self._gone(self.where[self.lamp]), f"use {self.lamp.name}"]
+            return [
+                *self._fetched(self._targets()[0]),
+                *self._gone(self.where[self.lamp]),
+                f"use {self.lamp.name}",
+            ]
         to = next(place for place in self.places if place.kind == self.goal_place)
         wanted = self._targets()[: 2 if self.task_type == "pick_two_obj_and_place" else 1]
-        return [command for thing in wanted for command in (*self._fetched(thing), *self._treated(thing), *self._brought(thing, to))]
+        return [
+            command
+            for thing in wanted
+            for command in (*self._fetched(thing), *self._treated(thing), *self._brought(thing, to))
+        ]
 
     def _targets(self) -> list[Item]:
         return [thing for thing in self.where if thing.kind == self.target]
@@ -134,25 +186,51 @@ class Household:
         """It in PDDL."""
         things, places = list(self.where), self.places
         kinds = dict.fromkeys(thing.type for thing in things)
-        lines = ["(define (problem household)", "(:domain alfred)", "(:objects", "agent1 - agent", "loc_bar_0 - location"]
-        lines += [f"{thing.id} - object" for thing in things] + [f"{kind} - otype" for kind in kinds]
-        lines += [f"{place.id} - receptacle\nloc_bar_{n} - location" for n, place in enumerate(places, 1)]
+        lines = [
+            "(define (problem household)",
+            "(:domain alfred)",
+            "(:objects",
+            "agent1 - agent",
+            "loc_bar_0 - location",
+        ]
+        lines += [f"{thing.id} - object" for thing in things] + [
+            f"{kind} - otype" for kind in kinds
+        ]
+        lines += [
+            f"{place.id} - receptacle\nloc_bar_{n} - location" for n, place in enumerate(places, 1)
+        ]
         lines += [f"{kind} - rtype" for kind in dict.fromkeys(place.type for place in places)]
-        return "\n".join([*lines, ")", "(:init", *self._facts(), ")", f"(:goal {self._goal()})", ")"])
+        return "\n".join(
+            [*lines, ")", "(:init", *self._facts(), ")", f"(:goal {self._goal()})", ")"]
+        )
 
     def _facts(self) -> list[str]:
         at = {place: f"loc_bar_{n}" for n, place in enumerate(self.places, 1)}
         facts = ["(atLocation agent1 loc_bar_0)"]
         for place, location in at.items():
-            facts += [f"(receptacleType {place.id} {place.type})", f"(receptacleAtLocation {place.id} {location})"]
+            facts += [
+                f"(receptacleType {place.id} {place.type})",
+                f"(receptacleAtLocation {place.id} {location})",
+            ]
             facts += [f"(openable {place.id})"] if place.kind in _OPENABLE else []
         for thing, place in self.where.items():
-            facts += [f"(objectType {thing.id} {thing.type})", f"(inReceptacle {thing.id} {place.id})"]
+            facts += [
+                f"(objectType {thing.id} {thing.type})",
+                f"(inReceptacle {thing.id} {place.id})",
+            ]
             facts += [f"(objectAtLocation {thing.id} {at[place]})"]
-            facts += [f"({can} {thing.id})" for can in ("toggleable" if thing == self.lamp else self._uses(thing.kind)).split()]
+            facts += [
+                f"({can} {thing.id})"
+                for can in ("toggleable" if thing == self.lamp else self._uses(thing.kind)).split()
+            ]
         types = {place.type: place.kind for place in self.places}
         held = {thing.type: thing.kind for thing in self.where if thing != self.lamp}
-        return facts + [f"(canContain {r} {o})" for r, kind in types.items() for o, what in held.items() if fits(self.room, kind, what)]
+        return facts + [
+            f"(canContain {r} {o})"
+            for r, kind in types.items()
+            for o, what in held.items()
+            if fits(self.room, kind, what)
+        ]
 
     def _uses(self, kind: str) -> str:
         return f"pickupable {self.room.things[kind]}"
@@ -161,17 +239,23 @@ class Household:
         kind = f"{self.target}Type"
         if self.lamp is not None:
             return (
-                "(and (exists (?ot - object ?r - receptacle ?a - agent ?l - location) (and (objectType ?ot DeskLampType) (toggleable ?ot) "
-                "(isToggled ?ot) (receptacleAtLocation ?r ?l) (atLocation ?a ?l) (inReceptacle ?ot ?r))) "
-                f"(exists (?o - object ?a - agent) (and (objectType ?o {kind}) (holds ?a ?o))))"
+                "(and (exists (?ot - object ?r - receptacle ?a - agent ?l - location) (and"
+                " (objectType ?ot DeskLampType) (toggleable ?ot) (isToggled ?ot)"
+                " (receptacleAtLocation ?r ?l) (atLocation ?a ?l) (inReceptacle ?ot ?r))) (exists"
+                f" (?o - object ?a - agent) (and (objectType ?o {kind}) (holds ?a ?o))))"
             )
         place = f"(receptacleType ?r {Item(self.goal_place, 1).type})"
         if self.task_type == "pick_two_obj_and_place":
             return (
-                f"(and (exists (?r - receptacle) (exists (?o1 - object) (and (objectType ?o1 {kind}) {place} (inReceptacle ?o1 ?r) "
-                f"(exists (?o2 - object) (and (not (= ?o1 ?o2)) (objectType ?o2 {kind}) {place} (inReceptacle ?o2 ?r)))))))"
+                "(and (exists (?r - receptacle) (exists (?o1 - object) (and (objectType ?o1"
+                f" {kind}) {place} (inReceptacle ?o1 ?r) (exists (?o2 - object) (and (not (= ?o1"
+                f" ?o2)) (objectType ?o2 {kind}) {place} (inReceptacle ?o2 ?r)))))))"
             )
-        state = "".join(f"({word} ?o) " for word in STATES[self.task_type][2:]) if self.task_type in STATES else ""
+        state = (
+            "".join(f"({word} ?o) " for word in STATES[self.task_type][2:])
+            if self.task_type in STATES
+            else ""
+        )
         inside = f"{state}(inReceptacle ?o ?r) (objectType ?o {kind}) {place}"
         return f"(and (exists (?r - receptacle) (exists (?o - object) (and {inside}))))"
 
@@ -185,29 +269,43 @@ def draw(random: Random, task_type: TaskType) -> Household:
     """A household in which the task is not done yet and can be."""
     kitchen = task_type in STATES or (task_type != "look_at_obj_in_light" and random.random() < 0.5)
     room = KITCHEN if kitchen else BEDROOM
-    places = [Item(kind, n) for kind, most in room.places.items() for n in range(1, random.randint(1, most) + 1)]
+    places = [
+        Item(kind, n)
+        for kind, most in room.places.items()
+        for n in range(1, random.randint(1, most) + 1)
+    ]
     able = STATES[task_type][2] if task_type in STATES else ""
     target = random.choice([kind for kind, uses in room.things.items() if able in uses])
     station = STATES[task_type][1] if task_type in STATES else ""
     ends = [kind for kind in room.places if kind != station and fits(room, kind, target)]
     end = random.choice(ends)
-    where = _placed(random, room, places, target, end, least=2 if task_type == "pick_two_obj_and_place" else 1)
+    where = _placed(
+        random, room, places, target, end, least=2 if task_type == "pick_two_obj_and_place" else 1
+    )
     house = Household(task_type, room, places, where, target, end)
     if task_type == "look_at_obj_in_light":
         house.lamp = Item("DeskLamp", 1)
-        where[house.lamp] = random.choice([place for place in places if place.kind in ("Desk", "SideTable")])
+        where[house.lamp] = random.choice(
+            [place for place in places if place.kind in ("Desk", "SideTable")]
+        )
     shown = Item(end, 1).name.rsplit(" ", 1)[0]
     house.words = random.choice(_WORDS[task_type]).format(o=target.lower(), r=shown)
     return house
 
 
-def _placed(random: Random, room: Room, places: list[Item], target: str, end: str, least: int) -> dict[Item, Item]:
+def _placed(
+    random: Random, room: Room, places: list[Item], target: str, end: str, least: int
+) -> dict[Item, Item]:
     """Where objects are: the wanted ones anywhere but where they shall go."""
     others = random.sample([kind for kind in room.things if kind != target], random.randint(4, 7))
     amounts = {target: random.randint(least, 3), **{kind: random.randint(1, 2) for kind in others}}
     where: dict[Item, Item] = {}
     for kind, amount in amounts.items():
-        free = [place for place in places if fits(room, place.kind, kind) and (kind != target or place.kind != end)]
+        free = [
+            place
+            for place in places
+            if fits(room, place.kind, kind) and (kind != target or place.kind != end)
+        ]
         where |= {Item(kind, n): random.choice(free) for n in range(1, amount + 1)}
     return where
 
@@ -216,7 +314,8 @@ def made_games(split: Split, number: int, generation: int = 0) -> tuple[Entry, .
     """Entries of ``number`` made games; the six task types take turns. Splits share no game (by a hash of the problem)."""
     kinds: list[TaskType] = [TASK_TYPES[i % len(TASK_TYPES)] for i in range(number)]
     return tuple(
-        Entry(f"{kind}-made-{generation}-{i}", kind, partial(make_game, split, i, kind, generation)) for i, kind in enumerate(kinds)
+        Entry(f"{kind}-made-{generation}-{i}", kind, partial(make_game, split, i, kind, generation))
+        for i, kind in enumerate(kinds)
     )
 
 
@@ -226,11 +325,20 @@ def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0
     Raises:
         MissingExtraError: alfworld, whose domain it is on, is not installed.
     """
-    drawn = (draw(Random(f"household {split} {generation} {index} {attempt}"), task_type) for attempt in count())
+    drawn = (
+        draw(Random(f"household {split} {generation} {index} {attempt}"), task_type)
+        for attempt in count()
+    )
     house, problem = next((one, text) for one in drawn if split_of(text := one.problem()) == split)
     domain, grammar = bundled()
-    data = {"pddl_domain": domain, "grammar": with_goal(grammar, house.words), "pddl_problem": problem}
-    return Game(f"{task_type}-made-{generation}-{index}", task_type, house.words, tuple(house.plan()), data)
+    data = {
+        "pddl_domain": domain,
+        "grammar": with_goal(grammar, house.words),
+        "pddl_problem": problem,
+    }
+    return Game(
+        f"{task_type}-made-{generation}-{index}", task_type, house.words, tuple(house.plan()), data
+    )
 
 
 @lru_cache

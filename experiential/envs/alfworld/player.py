@@ -69,7 +69,9 @@ class LocalPlayer:
         """
         outcome = attempted(lambda: self._host.start(game))
         if isinstance(outcome, Exception):
-            raise EnvError(f"Expected a game that TextWorld can play, got {type(outcome).__name__}: {outcome}") from outcome
+            raise EnvError(
+                f"Expected a game that TextWorld can play, got {type(outcome).__name__}: {outcome}"
+            ) from outcome
         return outcome
 
     def step(self, command: str) -> Reply:
@@ -88,7 +90,8 @@ class LocalPlayer:
 class WorkerPlayer:
     """Games in a process of its own, which is started with the first game and replaced after ``recycle`` games.
 
-    The process ends when its input does, so it goes with this object and with this process, however that ends.
+    The process ends when its input does, so it goes with this object and with this process, however
+    that ends.
 
     Args:
         recycle: games per process.
@@ -144,9 +147,18 @@ class WorkerPlayer:
 
     def _launch(self) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        command = [sys.executable, "-m", "experiential.envs.alfworld.worker", *([] if self._cached else ["--no-cache"])]
+        command = [
+            sys.executable,
+            "-m",
+            "experiential.envs.alfworld.worker",
+            *([] if self._cached else ["--no-cache"]),
+        ]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": paths}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": paths},
         )
         self._games = 0
         self._end = weakref.finalize(self, _ended, self._process)
@@ -154,17 +166,23 @@ class WorkerPlayer:
     def _asked(self, request: dict[str, Any]) -> Reply:
         process = self._process
         if process is None or process.stdin is None:
-            raise EnvError("Expected a game that was begun, got none: call reset() first", lost=True)
+            raise EnvError(
+                "Expected a game that was begun, got none: call reset() first", lost=True
+            )
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             line = _line(process, self._timeout)
         except (OSError, TimeoutError) as error:
             self.close()
-            ended = f"exit status {process.returncode}" if not isinstance(error, TimeoutError) else str(error)
+            ended = (
+                f"exit status {process.returncode}"
+                if not isinstance(error, TimeoutError)
+                else str(error)
+            )
             raise EnvError(
-                f"Expected an answer of the process that plays ALFWorld, got none ({ended}); reset() starts another, "
-                "in_process=True shows what is wrong",
+                f"Expected an answer of the process that plays ALFWorld, got none ({ended});"
+                " reset() starts another, in_process=True shows what is wrong",
                 lost=True,
             ) from error
         reply = cast(Reply, json.loads(line))

@@ -1,7 +1,7 @@
 """One TextWorld game after another, in this process or in one that reads requests from its standard input.
 
-Run as ``python -m experiential.envs.alfworld.worker`` it answers each line of JSON with one, and ends when its input does, so that it
-never outlives the process that started it.
+Run as ``python -m experiential.envs.alfworld.worker`` it answers each line of JSON with one, and
+ends when its input does, so that it never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ class GameHost:
     def plan(self) -> Reply:
         """The planner's commands from here to the goal; empty when there are none."""
         inner = self._env.unwrapped
-        return {"plan": [" ".join(command.split()) for command in inner._pddl_state.replan(inner._entity_infos)]}
+        return {
+            "plan": [
+                " ".join(command.split())
+                for command in inner._pddl_state.replan(inner._entity_infos)
+            ]
+        }
 
     def close(self) -> None:
         """Let go of the game; TextWorld keeps some 4.5 MB of it."""
@@ -66,7 +71,11 @@ def _new() -> Any:
 
 
 def _reply(state: Any) -> Reply:
-    return {"feedback": state["feedback"], "admissible": list(state["admissible_commands"]), "won": bool(state["won"])}
+    return {
+        "feedback": state["feedback"],
+        "admissible": list(state["admissible_commands"]),
+        "won": bool(state["won"]),
+    }
 
 
 def install_cache(*, cached: bool) -> None:
@@ -75,10 +84,14 @@ def install_cache(*, cached: bool) -> None:
     known = planner.pddl2sas
     translate = known.translate if isinstance(known, TranslationCache) else known
     atom = import_module("fast_downward.translate.pddl.conditions").Atom
-    planner.pddl2sas = TranslationCache(translate, _version(), atom, cache_folder("alfworld") if cached else None)
+    planner.pddl2sas = TranslationCache(
+        translate, _version(), atom, cache_folder("alfworld") if cached else None
+    )
     logic: Any = import_module("textworld.envs.pddl.logic")
     if not isinstance(logic._parse_and_convert, GrammarCache):
-        logic._parse_and_convert = GrammarCache(logic._parse_and_convert, logic.ContextSensitiveGrammar.parse)
+        logic._parse_and_convert = GrammarCache(
+            logic._parse_and_convert, logic.ContextSensitiveGrammar.parse
+        )
 
 
 def _version() -> str:
@@ -103,7 +116,11 @@ def serve() -> None:
     for line in sys.stdin:
         host = host or GameHost(cached=cached)
         outcome = attempted(partial(_answer, host, json.loads(line)))
-        reply = {"error": f"{type(outcome).__name__}: {outcome}"} if isinstance(outcome, Exception) else outcome
+        reply = (
+            {"error": f"{type(outcome).__name__}: {outcome}"}
+            if isinstance(outcome, Exception)
+            else outcome
+        )
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

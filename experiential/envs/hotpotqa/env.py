@@ -26,7 +26,10 @@ Embedder = Callable[[list[str]], Any] | str
 INVENTED = {"train": 600, "eval": 150}
 """Questions of the invented world where none are asked for."""
 USUAL: dict[str, Any] = {"turns": 6, "reward": "em", "style": "brackets"}
-PRESETS: dict[str, dict[str, Any]] = {"erl": {"turns": 5, "reward": "erl"}, "evolver": {"style": "tags"}}
+PRESETS: dict[str, dict[str, Any]] = {
+    "erl": {"turns": 5, "reward": "erl"},
+    "evolver": {"style": "tags"},
+}
 """Settings of papers: Experiential RL, B.3, and EvolveR's form of actions."""
 _NONE = "That is no action."
 _PASSAGE = 1200
@@ -49,8 +52,8 @@ _OPENERS = frozenset(
     """
     a after an and are at both by did do does during for from he her his how if in is it its of on or she since that the their they
     this to was were what when where which who whom whose why with
-    """.split()  # noqa: SIM905  (a list of words is easier to read than a list of texts)
-)
+    """.split()
+)  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 
 
 class Call(NamedTuple):
@@ -97,30 +100,38 @@ def _trimmed(name: str) -> str:
 class HotpotQAEnv(TextEnv):
     """Answer a question after searching a pool of paragraphs.
 
-    Each step is ``search[words]``, which shows the best paragraphs of the pool, or ``answer[text]``, which ends the episode; EvolveR's
-    ``<search_knowledge>`` and ``<answer>`` are read too, and shown as the form to use with ``style="tags"``. The last call in an
-    action counts. An action without one uses up a turn, and the reply says what is legal. When the turns are spent the episode is
-    truncated. The right answer is never shown, not even at the end; the reply to an answer says only whether it is right.
+    Each step is ``search[words]``, which shows the best paragraphs of the pool, or
+    ``answer[text]``, which ends the episode; EvolveR's ``<search_knowledge>`` and ``<answer>`` are
+    read too, and shown as the form to use with ``style="tags"``. The last call in an action counts.
+    An action without one uses up a turn, and the reply says what is legal. When the turns are spent
+    the episode is truncated. The right answer is never shown, not even at the end; the reply to an
+    answer says only whether it is right.
 
-    The pool holds the paragraphs of all questions of the file. ``info["instance"]`` is the question, so a wrapper never shows an
-    entry made from a question while that question is played.
+    The pool holds the paragraphs of all questions of the file. ``info["instance"]`` is the
+    question, so a wrapper never shows an entry made from a question while that question is played.
 
     Args:
-        split: ``train`` or ``eval``, of a file by a hash of the question (one in four is for evaluation), or ``all`` of it.
-        data: a file in HotpotQA's format (see `load_questions`); by default the one that ``HOTPOTQA_DATA`` names, and without that
-            an invented world.
-        questions: how many; of a file the first ones of the split, by default all; of the invented world 600 or 150 by default.
+        split: ``train`` or ``eval``, of a file by a hash of the question (one in four is for
+            evaluation), or ``all`` of it.
+        data: a file in HotpotQA's format (see `load_questions`); by default the one that
+            ``HOTPOTQA_DATA`` names, and without that an invented world.
+        questions: how many; of a file the first ones of the split, by default all; of the invented
+            world 600 or 150 by default.
         turns: searches and answers allowed; 6 if nothing says otherwise.
         k: paragraphs per search.
-        reward: ``em`` (the usual; exact match after SQuAD's normalisation), ``f1`` (of tokens), or ``erl`` (1 for an exact match, F1 from
-            0.3 on, else 0). Success is always the exact match.
-        style: which form of action the text tells and ``choices`` offers: ``brackets`` (the usual) or ``tags``.
-        embedder: search by this embedder's cosine (a callable or name as a bank takes it); None searches by BM25.
-        choices: offer actions in ``info["admissible"]``: searches for names in the question and in what was read, and answers from what
-            was read. They are found in the text alone, so the right answer may be missing among them.
+        reward: ``em`` (the usual; exact match after SQuAD's normalisation), ``f1`` (of tokens), or
+            ``erl`` (1 for an exact match, F1 from 0.3 on, else 0). Success is always the exact
+            match.
+        style: which form of action the text tells and ``choices`` offers: ``brackets`` (the usual)
+            or ``tags``.
+        embedder: search by this embedder's cosine (a callable or name as a bank takes it); None
+            searches by BM25.
+        choices: offer actions in ``info["admissible"]``: searches for names in the question and in
+            what was read, and answers from what was read. They are found in the text alone, so the
+            right answer may be missing among them.
         generation: seed of the invented world.
-        preset: ``erl`` (``reward="erl"``, 5 turns) or ``evolver`` (``style="tags"``); where an argument above is None, the preset's
-            value holds.
+        preset: ``erl`` (``reward="erl"``, 5 turns) or ``evolver`` (``style="tags"``); where an
+            argument above is None, the preset's value holds.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -156,8 +167,16 @@ class HotpotQAEnv(TextEnv):
         one_of("reward", chosen["reward"], SCORES)
         one_of("style", chosen["style"], _FORMS)
         positive(turns=chosen["turns"], k=k, questions=questions)
-        self.split, self.turns, self.k, self.style, self.choices = split, int(chosen["turns"]), k, chosen["style"], choices
-        self.questions, self._library, self._name = _opened(split, data, questions, generation, embedder)
+        self.split, self.turns, self.k, self.style, self.choices = (
+            split,
+            int(chosen["turns"]),
+            k,
+            chosen["style"],
+            choices,
+        )
+        self.questions, self._library, self._name = _opened(
+            split, data, questions, generation, embedder
+        )
         super().__init__(len(self.questions), render_mode=render_mode)
         self._score = SCORES[chosen["reward"]]
         self._search, self._answer = _FORMS[chosen["style"]]
@@ -180,7 +199,9 @@ class HotpotQAEnv(TextEnv):
         self._left -= 1
         if call is not None and call.kind == "answer":
             return self._end(call.text)
-        shown, feedback = self._looked_up(call.text) if call is not None else (_NONE, f"{_NONE} {self._legal()}")
+        shown, feedback = (
+            self._looked_up(call.text) if call is not None else (_NONE, f"{_NONE} {self._legal()}")
+        )
         over = self._left == 0
         tail = "No turns are left." if over else self._rules()
         return f"{shown}\n{tail}", 0.0, False, over, self._info(feedback, invalid=call is None)
@@ -196,7 +217,13 @@ class HotpotQAEnv(TextEnv):
         golds = self._question.answers
         success = exact_match(answer, golds) == 1.0
         feedback = "That is the right answer." if success else "That is not the right answer."
-        return feedback, self._score(answer, golds), True, False, self._info(feedback, success=success)
+        return (
+            feedback,
+            self._score(answer, golds),
+            True,
+            False,
+            self._info(feedback, success=success),
+        )
 
     def _looked_up(self, query: str) -> tuple[str, str]:
         """What is shown of a search, and it in one line."""
@@ -217,16 +244,39 @@ class HotpotQAEnv(TextEnv):
 
     def _admissible(self) -> list[str]:
         """Searches not made yet, and answers from what was read; in the order in which they were met."""
-        names = list(dict.fromkeys([*names_in(self.task), *(name for passage in self._read for name in _names(passage))]))
+        names = list(
+            dict.fromkeys(
+                [
+                    *names_in(self.task),
+                    *(name for passage in self._read for name in _names(passage)),
+                ]
+            )
+        )
         asked = {query.casefold() for query in self._asked}
-        searches = [self._search.format(name) for name in names or [self.task] if name.casefold() not in asked]
+        searches = [
+            self._search.format(name)
+            for name in names or [self.task]
+            if name.casefold() not in asked
+        ]
         answers = [name for passage in self._read for name in (*_names(passage), *_years(passage))]
-        closed = ["yes", "no"] if self._read and re.match(r"(?:are|did|do|does|is|was|were)\b", self.task, re.IGNORECASE) else []
-        offered = [*searches, *(self._answer.format(name) for name in dict.fromkeys([*closed, *answers]))]
-        return [action for action in offered if _is_call(action)] or [self._answer.format("unknown")]
+        closed = (
+            ["yes", "no"]
+            if self._read
+            and re.match(r"(?:are|did|do|does|is|was|were)\b", self.task, re.IGNORECASE)
+            else []
+        )
+        offered = [
+            *searches,
+            *(self._answer.format(name) for name in dict.fromkeys([*closed, *answers])),
+        ]
+        return [action for action in offered if _is_call(action)] or [
+            self._answer.format("unknown")
+        ]
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        known = self._report(f"{self._name}-{self._question.id}", feedback, success=success, invalid=invalid)
+        known = self._report(
+            f"{self._name}-{self._question.id}", feedback, success=success, invalid=invalid
+        )
         return known | {"admissible": self._admissible()} if self.choices else known
 
 
@@ -259,13 +309,21 @@ def _opened(
     file = data or os.environ.get("HOTPOTQA_DATA") or None
     if file is None:
         if split == "all":
-            raise ConfigError("Expected split train or eval of the invented world, got 'all'; give data= for a file")
+            raise ConfigError(
+                "Expected split train or eval of the invented world, got 'all'; give data= for a"
+                " file"
+            )
         known = invented_questions(split, count or INVENTED[split], generation)
         return known.questions, _library(known, embedder), f"invented-{split}"
     known = load_questions(file)
-    chosen = [question for question in known.questions if split in ("all", split_of(question.text))][:count]
+    chosen = [
+        question for question in known.questions if split in ("all", split_of(question.text))
+    ][:count]
     if not chosen:
-        raise ConfigError(f"Expected a file with questions of split {split}, got none in {file}; use split='all' for a small file")
+        raise ConfigError(
+            f"Expected a file with questions of split {split}, got none in {file}; use split='all'"
+            " for a small file"
+        )
     return chosen, _library(known, embedder), Path(file).stem
 
 

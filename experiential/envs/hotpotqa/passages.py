@@ -31,7 +31,8 @@ class Dense:
 
     Args:
         texts: what is searched; embedded when the first query comes.
-        embedder: a callable that gives vectors of texts, a sentence-transformers name or folder, or ``hashing``, as a bank takes it.
+        embedder: a callable that gives vectors of texts, a sentence-transformers name or folder, or
+            ``hashing``, as a bank takes it.
     """
 
     def __init__(self, texts: Sequence[str], embedder: Callable[[list[str]], Any] | str) -> None:
@@ -56,7 +57,9 @@ class Library:
         embedder: None for BM25, else see `Dense`.
     """
 
-    def __init__(self, passages: Sequence[Passage], embedder: Callable[[list[str]], Any] | str | None = None) -> None:
+    def __init__(
+        self, passages: Sequence[Passage], embedder: Callable[[list[str]], Any] | str | None = None
+    ) -> None:
         self.passages = list(dict.fromkeys(passages))
         texts = [f"{passage.title}\n{passage.text}" for passage in self.passages]
         self._ranker: Ranker = BM25(texts) if embedder is None else Dense(texts, embedder)

@@ -25,7 +25,8 @@ class Question:
         id: stable name.
         text: what is asked.
         answers: the right answer first, then other forms of it.
-        hops: titles of the paragraphs that hold the answer, in the order in which they lead to each other where that is known.
+        hops: titles of the paragraphs that hold the answer, in the order in which they lead to each
+            other where that is known.
     """
 
     id: str
@@ -63,10 +64,16 @@ class _Row(BaseModel):
         fields = dict(cast("Mapping[str, Any]", row))
         if "context" not in fields and isinstance(fields.get("paragraphs"), list):
             fields |= _from_musique(fields["paragraphs"])
-        for name, (first, second) in {"context": ("title", "sentences"), "supporting_facts": ("title", "sent_id")}.items():
+        for name, (first, second) in {
+            "context": ("title", "sentences"),
+            "supporting_facts": ("title", "sent_id"),
+        }.items():
             if isinstance(columns := fields.get(name), Mapping):
                 known = cast("Mapping[str, list[Any]]", columns)
-                pair = [column if isinstance(column := known.get(key), list) else [] for key in (first, second)]
+                pair = [
+                    column if isinstance(column := known.get(key), list) else []
+                    for key in (first, second)
+                ]
                 fields[name] = list(zip(*pair, strict=False))
         return fields
 
@@ -81,7 +88,9 @@ class _Row(BaseModel):
         """The question without its paragraphs."""
         name = self.id or hashlib.sha256(self.question.encode()).hexdigest()[:16]
         hops = tuple(dict.fromkeys(title for title, _ in self.supporting_facts))
-        return Question(name, self.question, tuple(dict.fromkeys((self.answer, *self.answer_aliases))), hops)
+        return Question(
+            name, self.question, tuple(dict.fromkeys((self.answer, *self.answer_aliases))), hops
+        )
 
     def passages(self) -> Iterator[Passage]:
         """Its paragraphs."""
@@ -92,24 +101,31 @@ class _Row(BaseModel):
 def _from_musique(paragraphs: list[Any]) -> dict[str, Any]:
     known = [cast("Mapping[str, Any]", one) for one in paragraphs if isinstance(one, Mapping)]
     context = [(one.get("title"), [one.get("paragraph_text")]) for one in known]
-    return {"context": context, "supporting_facts": [(one.get("title"), 0) for one in known if one.get("is_supporting")]}
+    return {
+        "context": context,
+        "supporting_facts": [(one.get("title"), 0) for one in known if one.get("is_supporting")],
+    }
 
 
 def load_questions(file: str | Path) -> QuestionSet:
     """The questions of a file in HotpotQA's format: a JSON list, or one JSON object a line.
 
-    Each has ``question``, ``answer``, ``context`` (title and sentences of each paragraph) and, where known, ``_id`` (or ``id``),
-    ``supporting_facts`` and ``answer_aliases``. A question that comes twice (by its id) is taken once. A file is read once per process
-    and version of it.
+    Each has ``question``, ``answer``, ``context`` (title and sentences of each paragraph) and,
+    where known, ``_id`` (or ``id``), ``supporting_facts`` and ``answer_aliases``. A question that
+    comes twice (by its id) is taken once. A file is read once per process and version of it.
 
     Raises:
-        ConfigError: the file cannot be read, or a question in it lacks a field or has a wrong one; the first one is named.
+        ConfigError: the file cannot be read, or a question in it lacks a field or has a wrong one;
+            the first one is named.
     """
     path = Path(file).expanduser()
     try:
         stamp = path.stat().st_mtime_ns
     except OSError as error:
-        raise ConfigError(f"Expected a file of questions in HotpotQA's format, got {str(file)!r}: {error.strerror}") from error
+        raise ConfigError(
+            f"Expected a file of questions in HotpotQA's format, got {str(file)!r}:"
+            f" {error.strerror}"
+        ) from error
     return _loaded(path, stamp)
 
 
@@ -119,7 +135,10 @@ def _loaded(path: Path, stamp: int) -> QuestionSet:
     if not rows:
         raise ConfigError(f"Expected at least one question in {path}, got none")
     questions = {question.id: question for row in rows if (question := row.asked())}
-    return QuestionSet(tuple(questions.values()), tuple(dict.fromkeys(passage for row in rows for passage in row.passages())))
+    return QuestionSet(
+        tuple(questions.values()),
+        tuple(dict.fromkeys(passage for row in rows for passage in row.passages())),
+    )
 
 
 def _rows(path: Path) -> list[Any]:
@@ -141,12 +160,17 @@ def _lines(text: str, path: Path, whole: ValueError) -> list[Any]:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
             cause = f"line {number}: {error}" if rows else str(whole)
-            raise ConfigError(f"Expected a JSON list of questions, or one a line, in {path}, got {cause}") from error
+            raise ConfigError(
+                f"Expected a JSON list of questions, or one a line, in {path}, got {cause}"
+            ) from error
     return rows
 
 
 def _checked(row: Any, number: int, path: Path) -> _Row:
     if isinstance(row, dict) and "_id" not in row and "id" in row:
         row = cast("dict[str, Any]", row) | {"_id": str(cast("dict[str, Any]", row)["id"])}
-    expected = f"question, answer and context in each question of {path} (files of a test set, which have no answers, cannot be played)"
+    expected = (
+        f"question, answer and context in each question of {path} (files of a test set, which have"
+        " no answers, cannot be played)"
+    )
     return checked(_Row, row, expected, f"question {number}")

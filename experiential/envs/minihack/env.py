@@ -20,7 +20,13 @@ PRESETS: dict[str, str] = {
 }
 """Short names of the four levels that the papers play."""
 
-SOLVED = ("MiniHack-Room-", "MiniHack-MazeWalk-", "MiniHack-KeyRoom-", "MiniHack-Corridor-", "MiniHack-River-Narrow-")
+SOLVED = (
+    "MiniHack-Room-",
+    "MiniHack-MazeWalk-",
+    "MiniHack-KeyRoom-",
+    "MiniHack-Corridor-",
+    "MiniHack-River-Narrow-",
+)
 """Starts of the ids that the oracle is meant for."""
 
 _NONE = "That is no action here."
@@ -28,16 +34,18 @@ _WORLDS = {"train": 10_000, "eval": 100}
 _EVAL = 1_000_000
 """Game seeds from here on belong to the evaluation split."""
 _LISTED = 24
-"""Words of an action set that the text lists; of more it lists so many and says how many there are."""
+"""Words of an action set that the text lists; of more it lists so many and says how many there are.
+"""
 
 
 class MiniHackEnv(TextEnv):
     """Play a MiniHack level by words.
 
-    The observation is the map around the agent, a legend, NetHack's messages, hit points, position, inventory and the words that can
-    be said now. Where NetHack asks a question (which item, which direction, yes or no, an entry of a menu), the answers are the words
-    of that turn. Reward is 1.0 when the level's goal is reached, else 0.0. A word that is not known uses a turn and leaves the game as
-    it is. The episode is truncated at the step limit of the id.
+    The observation is the map around the agent, a legend, NetHack's messages, hit points, position,
+    inventory and the words that can be said now. Where NetHack asks a question (which item, which
+    direction, yes or no, an entry of a menu), the answers are the words of that turn. Reward is 1.0
+    when the level's goal is reached, else 0.0. A word that is not known uses a turn and leaves the
+    game as it is. The episode is truncated at the step limit of the id.
 
     An episode is a function of the world, which is the seed of the game, and of the words said.
 
@@ -47,10 +55,11 @@ class MiniHackEnv(TextEnv):
         env_id: any id that MiniHack registers, instead of a preset.
         worlds: how many game seeds; by default 10,000 in train and 100 in eval.
         crop: rows and columns of the map around the agent, odd; None for the whole map.
-        prompts: answer NetHack's questions; False declines them as MiniHack's navigation levels do, and lets ``apply`` beside a locked
-            door do all of KeyRoom's unlocking.
+        prompts: answer NetHack's questions; False declines them as MiniHack's navigation levels do,
+            and lets ``apply`` beside a locked door do all of KeyRoom's unlocking.
         max_steps: turns of an episode; None for the limit of the id.
-        instruction: what is asked, in words; by default to reach the stairs, or to complete the task of that name.
+        instruction: what is asked, in words; by default to reach the stairs, or to complete the
+            task of that name.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -73,7 +82,10 @@ class MiniHackEnv(TextEnv):
     ) -> None:
         one_of("split", split, _WORLDS)
         if preset is not None and (preset not in PRESETS or env_id is not None):
-            raise ConfigError(f"Expected preset to be one of {', '.join(PRESETS)} and no env_id beside it, got {preset!r} and {env_id!r}")
+            raise ConfigError(
+                f"Expected preset to be one of {', '.join(PRESETS)} and no env_id beside it, got"
+                f" {preset!r} and {env_id!r}"
+            )
         count = _WORLDS[split] if worlds is None else worlds
         inside("worlds", count, 1, _EVAL)
         positive(max_steps=max_steps)
@@ -117,7 +129,11 @@ class MiniHackEnv(TextEnv):
         success = ending == "won"
         late = ending == "limit" or (ending is None and self.turn >= self._game.limit)
         feedback = self._said() if key is not None else f"{_NONE} {self._legal()}"
-        observation = self._closing() if late or ending is not None else self._view("" if key is not None else _NONE)
+        observation = (
+            self._closing()
+            if late or ending is not None
+            else self._view("" if key is not None else _NONE)
+        )
         info = self._info(feedback, success=success, invalid=key is None)
         return observation, float(success), ending is not None and not late, late, info
 
@@ -130,8 +146,14 @@ class MiniHackEnv(TextEnv):
         from experiential.envs.minihack.solver import walkthrough
 
         if not self.env_id.startswith(SOLVED):
-            raise ConfigError(f"Expected an id that the solver knows ({', '.join(SOLVED)}), got {self.env_id}")
-        if self._planned is None or self._keys[: len(self._planned)] != self._planned or not self._follows():
+            raise ConfigError(
+                f"Expected an id that the solver knows ({', '.join(SOLVED)}), got {self.env_id}"
+            )
+        if (
+            self._planned is None
+            or self._keys[: len(self._planned)] != self._planned
+            or not self._follows()
+        ):
             self._copy = self._copy or self._new_game()
             self._planned = list(self._keys)
             self._plan = walkthrough(self._copy, self._seed, self._planned) or []
@@ -186,32 +208,49 @@ class MiniHackEnv(TextEnv):
         return " ".join(self._screen.messages)
 
     def _closing(self) -> str:
-        ending = {"won": "You reached the goal.", "lost": "You lost.", "limit": "No steps are left.", None: "No steps are left."}
+        ending = {
+            "won": "You reached the goal.",
+            "lost": "You lost.",
+            "limit": "No steps are left.",
+            None: "No steps are left.",
+        }
         return f"{self._said()}\n{ending[self._screen.ending]}".strip()
 
     def _view(self, complaint: str = "") -> str:
         screen = self._screen
         rows, legend = window(screen, self.crop)
-        held = "; ".join(f"{letter} - {name}" for letter, name in screen.inventory.items()) or "nothing"
+        held = (
+            "; ".join(f"{letter} - {name}" for letter, name in screen.inventory.items())
+            or "nothing"
+        )
         lines = [
             "Map:",
             *rows,
             f"Legend: {legend}.",
             f"Message: {self._said() or 'none'}",
-            f"HP: {screen.hp}/{screen.max_hp}. Position: x {screen.x}, y {screen.y}. Inventory: {held}.",
+            (
+                f"HP: {screen.hp}/{screen.max_hp}. Position: x {screen.x}, y {screen.y}. Inventory:"
+                f" {held}."
+            ),
             f"{complaint} Steps left: {self._game.limit - self.turn}. {self._legal()}".lstrip(),
         ]
         return "\n".join(lines)
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        known = self._report(f"minihack-{self.name}-{self.split}-{self.world}", feedback, success=success, invalid=invalid)
+        known = self._report(
+            f"minihack-{self.name}-{self.split}-{self.world}",
+            feedback,
+            success=success,
+            invalid=invalid,
+        )
         return known | {"admissible": list(self._words())}
 
 
 def window(screen: Screen, crop: tuple[int, int] | None) -> tuple[list[str], str]:
     """Rows of the map with the agent in the middle, cut to ``crop`` (rows, columns), and what its symbols stand for.
 
-    What lies outside the map is blank. With ``crop`` None the whole map is shown without empty rows.
+    What lies outside the map is blank. With ``crop`` None the whole map is shown without empty
+    rows.
     """
     height, width = screen.chars.shape
     if crop is None:
@@ -224,7 +263,10 @@ def window(screen: Screen, crop: tuple[int, int] | None) -> tuple[list[str], str
     part = (slice(max(0, top), max(0, bottom)), slice(max(0, left), max(0, right)))
     chars = screen.chars[part]
     text, side = chars.tobytes().decode("latin-1"), chars.shape[1]
-    rows = [(" " * before + text[start : start + side]).rstrip() for start in range(0, len(text), side or 1)]
+    rows = [
+        (" " * before + text[start : start + side]).rstrip()
+        for start in range(0, len(text), side or 1)
+    ]
     if crop is None:
         rows = [row for row in rows if row]
     else:
@@ -233,13 +275,20 @@ def window(screen: Screen, crop: tuple[int, int] | None) -> tuple[list[str], str
     drawn = chars != 32
     pairs = set(zip(chars[drawn].tolist(), screen.descriptions[part][drawn].tolist(), strict=True))
     meant = sorted((chr(char), text.decode("latin-1")) for char, text in pairs)
-    return rows, "; ".join(f"{char} {'you' if 'called Agent' in text else text}" for char, text in meant)
+    return rows, "; ".join(
+        f"{char} {'you' if 'called Agent' in text else text}" for char, text in meant
+    )
 
 
 def _checked(crop: Any) -> tuple[int, int] | None:
     if crop is None:
         return None
     sides: Any = (crop, crop) if isinstance(crop, int) else tuple(crop)
-    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 or side % 2 == 0 for side in sides):
-        raise ConfigError(f"Expected crop to be a pair of odd positive numbers (rows, columns) or None, got {crop!r}")
+    if len(sides) != 2 or any(
+        not isinstance(side, int) or side < 1 or side % 2 == 0 for side in sides
+    ):
+        raise ConfigError(
+            "Expected crop to be a pair of odd positive numbers (rows, columns) or None, got"
+            f" {crop!r}"
+        )
     return sides

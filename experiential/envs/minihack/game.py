@@ -33,14 +33,17 @@ _SPACE, _RETURN = 32, 13
 _ASKS, _WAITS = 1, 3  # places in NLE's ``internal``: a question for one key, a wait for a blank
 _MENU_END = re.compile(rb"\(end\)|\(\d+ of \d+\)")
 _REPEATS = ("MiniHack-MazeWalk-", "MiniHack-KeyRoom-", "MiniHack-River-")
-"""Ids whose episodes are the same in a used game as in a new one; all others get a new game for each episode."""
+"""Ids whose episodes are the same in a used game as in a new one; all others get a new game for
+each episode.
+"""
 
 
 @dataclass(frozen=True)
 class Screen:
     """What NetHack shows after a key. Its arrays are NLE's own, which the next key overwrites: a screen is read before that.
 
-    ``chars`` has shape (21, 79), uint8; ``descriptions`` has the same shape and holds bytes without trailing zeros.
+    ``chars`` has shape (21, 79), uint8; ``descriptions`` has the same shape and holds bytes without
+    trailing zeros.
     """
 
     chars: Array
@@ -59,12 +62,13 @@ class Screen:
 class Game:
     """A MiniHack id that is started with a seed and played by keys.
 
-    ``seed`` fixes both random generators of NetHack and the phase of the moon, reseeding is off, and where a used game is not
-    known to repeat its episodes each start gets a new one.
+    ``seed`` fixes both random generators of NetHack and the phase of the moon, reseeding is off,
+    and where a used game is not known to repeat its episodes each start gets a new one.
 
     Args:
         env_id: an id that MiniHack registers.
-        prompts: answer NetHack's questions by keys; False declines them, and ``apply`` beside a door unlocks it (KeyRoom's shortcut).
+        prompts: answer NetHack's questions by keys; False declines them, and ``apply`` beside a
+            door unlocks it (KeyRoom's shortcut).
         limit: steps of an episode; None for the id's own.
 
     Raises:
@@ -74,7 +78,11 @@ class Game:
 
     def __init__(self, env_id: str, *, prompts: bool = True, limit: int | None = None) -> None:
         self.env_id, self.prompts = env_id, prompts
-        self._options: dict[str, Any] = {"observation_keys": _KEYS[:6], "fix_moon_phase": True, "penalty_step": 0.0}
+        self._options: dict[str, Any] = {
+            "observation_keys": _KEYS[:6],
+            "fix_moon_phase": True,
+            "penalty_step": 0.0,
+        }
         if prompts:
             self._options["allow_all_yn_questions"] = True
         self._limit = limit
@@ -157,7 +165,11 @@ class Game:
     def _menu(self) -> dict[str, int] | None:
         last = self._core.last_observation
         waits = self.prompts and bool(last) and bool(self._part(last, "internal")[_WAITS])
-        return menu_entries(_lines(self._part(last, "tty_chars"))) if waits and self._menu_on(last) else None
+        return (
+            menu_entries(_lines(self._part(last, "tty_chars")))
+            if waits and self._menu_on(last)
+            else None
+        )
 
     def _menu_on(self, observation: Any) -> bool:
         return _MENU_END.search(self._part(observation, "tty_chars").tobytes()) is not None
@@ -168,7 +180,9 @@ class Game:
     def _screen(self, ending: Ending) -> Screen:
         now = {name: self._part(self._core.last_observation, name) for name in _KEYS}
         letters = now["inv_letters"].tobytes().rstrip(b"\0").decode("latin-1")
-        inventory = {letter: _text(row) for letter, row in zip(letters, now["inv_strs"], strict=False)}
+        inventory = {
+            letter: _text(row) for letter, row in zip(letters, now["inv_strs"], strict=False)
+        }
         messages = (*self._log, _text(now["message"]))
         stats = now["blstats"]
         described = now["screen_descriptions"]
@@ -202,13 +216,19 @@ def _installed() -> Any:
 
 def _made(env_id: str, options: dict[str, Any]) -> Any:
     if not env_id.startswith("MiniHack-") or env_id not in gym.registry:
-        raise ConfigError(f"Expected env_id to be an id that MiniHack registers, such as MiniHack-River-v0, got {env_id!r}")
+        raise ConfigError(
+            "Expected env_id to be an id that MiniHack registers, such as MiniHack-River-v0, got"
+            f" {env_id!r}"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return make(env_id, **options).unwrapped
     except (SystemExit, TypeError, FileNotFoundError, ImportError) as error:
-        raise ConfigError(f"Expected {env_id} to start, got: {error}; MiniHack's own documentation says what this level needs") from error
+        raise ConfigError(
+            f"Expected {env_id} to start, got: {error}; MiniHack's own documentation says what this"
+            " level needs"
+        ) from error
 
 
 def _text(raw: Array) -> str:

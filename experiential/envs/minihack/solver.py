@@ -1,8 +1,9 @@
 """A way through a MiniHack level, found by playing copies of the game.
 
-An explorer walks over what it has seen, first with an empty map. When an attempt wins, what it saw is the map that is really there,
-and the next attempt starts with that map, so that it goes the short way. An episode is a function of its seed and its keys, so the keys
-of a won attempt win the real game too.
+An explorer walks over what it has seen, first with an empty map. When an attempt wins, what it saw
+is the map that is really there, and the next attempt starts with that map, so that it goes the
+short way. An episode is a function of its seed and its keys, so the keys of a won attempt win the
+real game too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ def walkthrough(game: Game, seed: int, played: list[int]) -> list[int] | None:
         explorer = Explorer(random.Random(attempt), {})
         keys = explorer.play(game, seed, played)
         if keys is not None:
-            again = None if explorer.moved_things else Explorer(random.Random(attempt), explorer.map).play(game, seed, played)
+            again = (
+                None
+                if explorer.moved_things
+                else Explorer(random.Random(attempt), explorer.map).play(game, seed, played)
+            )
             return min((found for found in (keys, again) if found is not None), key=len)
     return None
 
@@ -84,7 +89,12 @@ class Explorer:
             hurt = screen.hp
             screen = game.press(key)
             keys.append(key)
-            if screen.words is None and key in STEPS and (screen.x, screen.y) == before and screen.hp == hurt:
+            if (
+                screen.words is None
+                and key in STEPS
+                and (screen.x, screen.y) == before
+                and screen.hp == hurt
+            ):
                 self._refuse(before, key)
                 self._pushes.clear()
             if screen.ending is None:  # the last screen is empty
@@ -133,26 +143,39 @@ class Explorer:
         return {
             cell
             for cell in self.map
-            if cell not in self._visited and cell in self._free and any(_moved(cell, step) not in self.map for step in STEPS.values())
+            if cell not in self._visited
+            and cell in self._free
+            and any(_moved(cell, step) not in self.map for step in STEPS.values())
         }
 
     def _path(self, start: Cell, targets: set[Cell]) -> list[int] | None:
         """Keys of a shortest way to one of the targets."""
-        return shortest_path(start, self._ways, lambda cell: cell in targets and cell != start) if targets else None
+        return (
+            shortest_path(start, self._ways, lambda cell: cell in targets and cell != start)
+            if targets
+            else None
+        )
 
     def _ways(self, cell: Cell) -> Iterator[tuple[int, Cell]]:
         steps = list(STEPS.items())
         self._rng.shuffle(steps)
         for key, step in steps:
             after = _moved(cell, step)
-            slanted = bool(step[0] and step[1]) and any("door" in self.map.get(one, "") for one in (cell, after))
+            slanted = bool(step[0] and step[1]) and any(
+                "door" in self.map.get(one, "") for one in (cell, after)
+            )
             if after in self._free and not slanted and (cell, key) not in self._refused:
                 yield key, after
 
     def _door(self, here: Cell) -> int | None:
         """Unlock a door beside the agent, or go beside one."""
         doors = [cell for cell, text in self.map.items() if "closed door" in text]
-        straight = {_moved(door, step): (door, key) for door in doors for key, step in STEPS.items() if not (step[0] and step[1])}
+        straight = {
+            _moved(door, step): (door, key)
+            for door in doors
+            for key, step in STEPS.items()
+            if not (step[0] and step[1])
+        }
         if here not in straight:
             path = self._path(here, {cell for cell in straight if cell in self._free})
             return path[0] if path else None
@@ -166,7 +189,14 @@ class Explorer:
         return _APPLY
 
     def _answer(self, words: dict[str, int]) -> int:
-        tool = next((key for word, key in words.items() if "key" in word or "lock pick" in word or "Master" in word), None)
+        tool = next(
+            (
+                key
+                for word, key in words.items()
+                if "key" in word or "lock pick" in word or "Master" in word
+            ),
+            None,
+        )
         if tool is not None:
             return tool
         if set(DIRECTIONS) <= set(words):
@@ -178,14 +208,24 @@ class Explorer:
         if not self._pushes:
             wet = any(_WATER in text for text in self.map.values())
             boulders = [cell for cell, text in self.map.items() if "boulder" in text] if wet else []
-            plans = [plan for boulder in boulders if (plan := self._shove(here, boulder)) is not None]
-            self._pushes = (min(plans, key=len) if self._rng.random() < 0.5 else self._rng.choice(plans)) if plans else []
-            self._patience *= bool(plans) or not wet  # with water before it and no boulder of use, an attempt is lost
+            plans = [
+                plan for boulder in boulders if (plan := self._shove(here, boulder)) is not None
+            ]
+            self._pushes = (
+                (min(plans, key=len) if self._rng.random() < 0.5 else self._rng.choice(plans))
+                if plans
+                else []
+            )
+            self._patience *= (
+                bool(plans) or not wet
+            )  # with water before it and no boulder of use, an attempt is lost
         return self._pushes.pop(0) if self._pushes else None
 
     def _shove(self, here: Cell, boulder: Cell) -> list[int] | None:
         """Keys of a shortest way from ``here`` to push ``boulder`` into water, by breadth over where both stand."""
-        return shortest_path((here, boulder), self._shoves, lambda pair: self._wet(pair[1]) and self._useful(pair[1]))
+        return shortest_path(
+            (here, boulder), self._shoves, lambda pair: self._wet(pair[1]) and self._useful(pair[1])
+        )
 
     def _wet(self, cell: Cell) -> bool:
         return _WATER in self.map.get(cell, "")
@@ -197,11 +237,16 @@ class Explorer:
 
     def _shoves(self, pair: Pair) -> Iterator[tuple[int, Pair]]:
         agent, boulder = pair
-        for key, step in STEPS.items() if not self._wet(boulder) else ():  # a boulder in water stays there
+        for key, step in (
+            STEPS.items() if not self._wet(boulder) else ()
+        ):  # a boulder in water stays there
             after = _moved(agent, step)
             if after == boulder:
                 pushed = _moved(boulder, step)
-                if (pushed in self._free or self._wet(pushed)) and (agent, key) not in self._refused:
+                if (pushed in self._free or self._wet(pushed)) and (
+                    agent,
+                    key,
+                ) not in self._refused:
                     yield key, (after, pushed)
             elif after in self._free and (agent, key) not in self._refused:
                 yield key, (after, boulder)

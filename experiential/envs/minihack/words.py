@@ -6,7 +6,16 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-COMPASS = {"N": "north", "E": "east", "S": "south", "W": "west", "NE": "northeast", "SE": "southeast", "SW": "southwest", "NW": "northwest"}
+COMPASS = {
+    "N": "north",
+    "E": "east",
+    "S": "south",
+    "W": "west",
+    "NE": "northeast",
+    "SE": "southeast",
+    "SW": "southwest",
+    "NW": "northwest",
+}
 DIRECTIONS = {
     "north": "k", "east": "l", "south": "j", "west": "h", "northeast": "u", "southeast": "n", "southwest": "b", "northwest": "y",
 }  # fmt: skip
@@ -20,7 +29,8 @@ _ENTRY = re.compile(r"(?:^|\s)([a-zA-Z]) [-+] (\S.*?)\s*$")
 def action_words(actions: Iterable[Any]) -> dict[str, int]:
     """Words of a MiniHack id's action set and the keys they press, each key and each word once.
 
-    Eight directions are ``north`` … ``northwest``; running is ``far north``; commands have their own names in small letters.
+    Eight directions are ``north`` … ``northwest``; running is ``far north``; commands have their
+    own names in small letters.
 
     Args:
         actions: members of NLE's enumerations.
@@ -52,13 +62,19 @@ def answers(question: str, inventory: Mapping[str, str]) -> dict[str, int]:
         inventory: names of items by letter.
     """
     if "direction" in question:
-        return {word: ord(key) for word, key in DIRECTIONS.items()} | {"up": ord("<"), "down": ord(">"), "self": ord(".")} | CANCEL
+        return (
+            {word: ord(key) for word, key in DIRECTIONS.items()}
+            | {"up": ord("<"), "down": ord(">"), "self": ord(".")}
+            | CANCEL
+        )
     found = _CHOICE.findall(question)
     offered, _, items = (found[-1] if found else "yn").partition(" or ")
     if not items and set(offered) <= set(_ANSWERS):
         return {_ANSWERS[key]: ord(key) for key in offered} | CANCEL
     letters = _RANGE.sub(_spread, offered)
-    held = {f"{letter} - {name}": ord(letter) for letter, name in inventory.items() if letter in letters}
+    held = {
+        f"{letter} - {name}": ord(letter) for letter, name in inventory.items() if letter in letters
+    }
     return held | ({"nothing": ord("-")} if offered.startswith("-") else {}) | CANCEL
 
 

@@ -33,9 +33,10 @@ class Call(NamedTuple):
 def read_call(action: str) -> Call | None:
     r"""The last call in ``action``; None where there is none.
 
-    A call is ``<function=NAME><parameter=KEY>VALUE</parameter>...</function>``, and values stand as they are, nothing is escaped; one line
-    break after the opening and one before the closing tag of a value do not count. Tags that are left open at the end are taken as closed.
-    Without such a call a JSON object ``{"name": NAME, "arguments": {KEY: VALUE}}`` is read, wherever it stands.
+    A call is ``<function=NAME><parameter=KEY>VALUE</parameter>...</function>``, and values stand as
+    they are, nothing is escaped; one line break after the opening and one before the closing tag of
+    a value do not count. Tags that are left open at the end are taken as closed. Without such a
+    call a JSON object ``{"name": NAME, "arguments": {KEY: VALUE}}`` is read, wherever it stands.
 
     >>> read_call("Look. <function=execute_bash>\n<parameter=command>ls</parameter>\n</function>")
     Call(tool='execute_bash', parameters={'command': 'ls'})
@@ -91,4 +92,6 @@ def _called(value: Mapping[str, Any]) -> Call | None:
     given = value.get("arguments", value.get("parameters", {}))
     if not isinstance(tool, str) or not isinstance(given, dict):
         return None
-    return Call(tool.lower(), {key.lower(): entry for key, entry in cast("dict[str, Any]", given).items()})
+    return Call(
+        tool.lower(), {key.lower(): entry for key, entry in cast("dict[str, Any]", given).items()}
+    )

@@ -10,7 +10,11 @@ from typing import cast
 from experiential.envs.swe.call import Call
 
 COMMANDS = ("view", "create", "str_replace", "insert", "undo")
-_NEEDS = {"create": ("file_text",), "str_replace": ("old_str",), "insert": ("insert_line", "new_str")}
+_NEEDS = {
+    "create": ("file_text",),
+    "str_replace": ("old_str",),
+    "insert": ("insert_line", "new_str"),
+}
 _LISTED = 300
 _LARGEST = 2_000_000
 _AROUND = 3
@@ -41,11 +45,14 @@ class Editor:
 
         Raises:
             BadCallError: the command is unknown, or a parameter is missing or of a wrong form.
-            RefusedError: the file is missing, no text, outside the folder, or does not hold what is to be replaced.
+            RefusedError: the file is missing, no text, outside the folder, or does not hold what is
+                to be replaced.
         """
         command = (call.text("command") or "").strip().removesuffix("_edit")
         if command not in COMMANDS:
-            raise BadCallError(f"Expected command to be one of {', '.join(COMMANDS)}, got {command[:40]!r}.")
+            raise BadCallError(
+                f"Expected command to be one of {', '.join(COMMANDS)}, got {command[:40]!r}."
+            )
         for name in ("path", *_NEEDS.get(command, ())):
             if call.text(name) is None:
                 raise BadCallError(f"Expected the parameter {name} with {command}.")
@@ -53,7 +60,9 @@ class Editor:
         try:
             return getattr(self, f"_{command}")(path, call)
         except (OSError, RecursionError) as error:
-            raise RefusedError(f"{self._name(path)}: {getattr(error, 'strerror', None) or 'cannot be used'}.") from error
+            raise RefusedError(
+                f"{self._name(path)}: {getattr(error, 'strerror', None) or 'cannot be used'}."
+            ) from error
 
     def _path(self, given: str) -> Path:
         relative = Path(given)
@@ -64,7 +73,9 @@ class Editor:
         except (OSError, ValueError, RuntimeError) as error:
             raise RefusedError(f"{given[:100]!r} is no path.") from error
         if not path.is_relative_to(self._folder) or ".git" in path.relative_to(self._folder).parts:
-            raise RefusedError(f"{given[:100]} is outside the repository; give paths relative to its root.")
+            raise RefusedError(
+                f"{given[:100]} is outside the repository; give paths relative to its root."
+            )
         return path
 
     def _name(self, path: Path) -> str:
@@ -74,7 +85,9 @@ class Editor:
         if not path.is_file():
             raise RefusedError(f"{self._name(path)} is no file.")
         if path.stat().st_size > _LARGEST:
-            raise RefusedError(f"{self._name(path)} is larger than {_LARGEST} bytes; use execute_bash.")
+            raise RefusedError(
+                f"{self._name(path)} is larger than {_LARGEST} bytes; use execute_bash."
+            )
         data = path.read_bytes()
         if b"\0" in data:
             raise RefusedError(f"{self._name(path)} is no text file.")
@@ -99,8 +112,14 @@ class Editor:
         """Two levels of a folder, without what is hidden."""
         found: list[str] = []
         for entry in sorted(folder.iterdir()):
-            inside = sorted(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(".") else []
-            found += [_entry(one, folder) for one in (entry, *inside) if not one.name.startswith(".")]
+            inside = (
+                sorted(entry.iterdir())
+                if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(".")
+                else []
+            )
+            found += [
+                _entry(one, folder) for one in (entry, *inside) if not one.name.startswith(".")
+            ]
         more = [f"[... {len(found) - _LISTED} more ...]"] if len(found) > _LISTED else []
         return "\n".join([*found[:_LISTED], *more]) or "(The folder is empty.)"
 
@@ -131,7 +150,9 @@ class Editor:
         if line is None:
             raise BadCallError("Expected insert_line to be a whole number.")
         if not 0 <= line <= len(lines):
-            raise RefusedError(f"Expected insert_line between 0 and {len(lines)}: the text goes after that line.")
+            raise RefusedError(
+                f"Expected insert_line between 0 and {len(lines)}: the text goes after that line."
+            )
         ending = "\r\n" if "\r\n" in text else "\n"
         new = "".join(f"{one}{ending}" for one in (call.text("new_str") or "").splitlines() or [""])
         if line and not lines[line - 1].endswith(("\n", "\r")):
@@ -152,7 +173,9 @@ class Editor:
 
     def _edited(self, path: Path, line: int, count: int) -> str:
         lines = _lines(self._read(path))
-        around = _numbered(lines, max(1, line - _AROUND), min(len(lines), line + count - 1 + _AROUND))
+        around = _numbered(
+            lines, max(1, line - _AROUND), min(len(lines), line + count - 1 + _AROUND)
+        )
         return f"{self._name(path)} was edited:\n{around}"
 
 
@@ -194,10 +217,16 @@ def _range(given: str | None, count: int) -> tuple[int, int]:
 
 def _not_once(text: str, old: str, count: int, name: str) -> str:
     if not count:
-        return f"old_str does not stand in {name}; it must be exactly as in the file, blanks and line breaks included."
+        return (
+            f"old_str does not stand in {name}; it must be exactly as in the file, blanks and line"
+            " breaks included."
+        )
     places: list[str] = []
     place = text.find(old)
     while place >= 0 and len(places) < 10:
         places.append(str(text.count("\n", 0, place) + 1))
         place = text.find(old, place + len(old))
-    return f"old_str stands {count} times in {name} (lines {', '.join(places)}); give more of the lines around it."
+    return (
+        f"old_str stands {count} times in {name} (lines {', '.join(places)}); give more of the"
+        " lines around it."
+    )

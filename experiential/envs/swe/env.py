@@ -40,26 +40,29 @@ _PASS, _FAIL = "The hidden tests pass.", "The hidden tests do not pass."
 class SWEEnv(TextEnv):
     """Mend a bug in a real project: a shell, an editor, and hidden tests that decide after ``submit``.
 
-    Each step is one tool call as text (see `experiential.envs.swe.call.read_call`); the last call in an action counts. An action without a
-    legal one uses up a turn, and the reply says what is legal. The files are a throw-away copy in the cache folder, with a virtual
-    environment for each task, made at the first reset of the task; what isolates commands from the machine and what does not is
-    said in the environment's page. The right change and the hidden tests are never shown.
+    Each step is one tool call as text (see `experiential.envs.swe.call.read_call`); the last call
+    in an action counts. An action without a legal one uses up a turn, and the reply says what is
+    legal. The files are a throw-away copy in the cache folder, with a virtual environment for each
+    task, made at the first reset of the task; what isolates commands from the machine and what does
+    not is said in the environment's page. The right change and the hidden tests are never shown.
 
-    Caveat: making a task ready needs pip and the package index once. POSIX only, and bash and git must be installed.
+    Caveat: making a task ready needs pip and the package index once. POSIX only, and bash and git
+    must be installed.
 
     Args:
         split: ``train`` or ``eval``, by the task's own field or a hash of its name, or ``all``.
-        tasks: a file with one JSON object a line with SWE-bench's fields; by default the one that ``SWE_TASKS`` names, and without that the
-            bundled tasks.
+        tasks: a file with one JSON object a line with SWE-bench's fields; by default the one that
+            ``SWE_TASKS`` names, and without that the bundled tasks.
         sources: folder with the source archives of these tasks; see `Task.source`.
         cache: folder for all that is made; by default ``swe`` in this package's cache folder.
-        turns: tool calls allowed; when they are spent without ``submit`` the episode is truncated, with reward 0.
+        turns: tool calls allowed; when they are spent without ``submit`` the episode is truncated,
+            with reward 0.
         seconds: wall time of one command.
         test_seconds: wall time of the hidden tests.
         memory: MiB of address space of each process.
         output: characters of an observation's output; the middle of a longer one is left out.
-        isolation: ``auto`` runs commands behind namespaces where the platform allows it, ``required`` fails where it does not,
-            ``off`` never does.
+        isolation: ``auto`` runs commands behind namespaces where the platform allows it,
+            ``required`` fails where it does not, ``off`` never does.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -83,10 +86,13 @@ class SWEEnv(TextEnv):
     ) -> None:
         one_of("split", split, ("train", "eval", "all"))
         one_of("isolation", isolation, ("auto", "required", "off"))
-        positive(turns=turns, seconds=seconds, test_seconds=test_seconds, memory=memory, output=output)
+        positive(
+            turns=turns, seconds=seconds, test_seconds=test_seconds, memory=memory, output=output
+        )
         if missing := [name for name in ("bash", "git") if shutil.which(name) is None]:
             raise ConfigError(
-                f"Expected the programs bash and git, got no {' and no '.join(missing)}; install them with the system's packages"
+                f"Expected the programs bash and git, got no {' and no '.join(missing)}; install"
+                " them with the system's packages"
             )
         file = Path(tasks or os.environ.get("SWE_TASKS") or BUNDLED).expanduser().resolve()
         self.tasks = _chosen(split, file)
@@ -95,7 +101,11 @@ class SWEEnv(TextEnv):
         self._shop = Workshop(kept.expanduser().resolve(), file, folder, isolated(isolation))
         super().__init__(len(self.tasks), longest_action=LONGEST, render_mode=render_mode)
         self.split, self.turns = split, turns
-        self._limits, self._test_limits, self._output = Limits(seconds, memory), Limits(test_seconds, memory), output
+        self._limits, self._test_limits, self._output = (
+            Limits(seconds, memory),
+            Limits(test_seconds, memory),
+            output,
+        )
         self._space: Workspace | None = None
         self._patch = ""
 
@@ -110,7 +120,10 @@ class SWEEnv(TextEnv):
         self._space = self._shop.open(self._task)
         self._editor = Editor(self._space.repo, self._space.place.root / "repo")
         self._left, self._patch = self.turns, ""
-        said = f"Repository: {self._task.repo}\n{escape(self.task.strip())}\n\n{self._rules()}\nTurns left: {self._left}."
+        said = (
+            f"Repository: {self._task.repo}\n{escape(self.task.strip())}\n\n{self._rules()}\nTurns"
+            f" left: {self._left}."
+        )
         return said, self._info("")
 
     def _turn(self, action: str) -> Step:
@@ -148,13 +161,19 @@ class SWEEnv(TextEnv):
     def prediction(self, model: str) -> Prediction:
         """What was changed in this episode, until now or until its end, as SWE-bench's harness reads it."""
         patch = self._patch if self._space is None else _patch_of(self._space)
-        return {"instance_id": self._task.instance_id, "model_name_or_path": model, "model_patch": patch}
+        return {
+            "instance_id": self._task.instance_id,
+            "model_name_or_path": model,
+            "model_patch": patch,
+        }
 
     @property
     def _open(self) -> Workspace:
         """The work folder of the episode."""
         if self._space is None:
-            raise gym.error.ResetNeeded("Expected reset() before this: the episode is over or was never begun")
+            raise gym.error.ResetNeeded(
+                "Expected reset() before this: the episode is over or was never begun"
+            )
         return self._space
 
     def _rules(self) -> str:
@@ -165,7 +184,10 @@ class SWEEnv(TextEnv):
             success = space.passes(self._test_limits)
             feedback = _PASS if success else _FAIL
         except GitError:
-            success, feedback = False, "What was submitted cannot be read as a change of the repository."
+            success, feedback = (
+                False,
+                "What was submitted cannot be read as a change of the repository.",
+            )
         self._leave(space)
         return feedback, float(success), True, False, self._info(feedback, success=success)
 
@@ -194,7 +216,11 @@ class SWEEnv(TextEnv):
         if command is None or not command.strip():
             raise BadCallError("Expected the parameter command with execute_bash.")
         result = space.place.run(command, self._limits)
-        ending = f"[stopped after {self._limits.seconds:g} seconds]" if result.timed_out else f"[exit status {result.status}]"
+        ending = (
+            f"[stopped after {self._limits.seconds:g} seconds]"
+            if result.timed_out
+            else f"[exit status {result.status}]"
+        )
         return f"{shortened(result.text.rstrip(), self._output - 100)}\n{ending}".lstrip("\n")
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
@@ -213,5 +239,8 @@ def _patch_of(space: Workspace) -> str:
 def _chosen(split: Split, file: Path) -> tuple[Task, ...]:
     tasks = tuple(task for task in load_tasks(file) if split in ("all", task.belongs))
     if not tasks:
-        raise ConfigError(f"Expected a file with tasks of split {split}, got none in {file}; use split='all' for a small file")
+        raise ConfigError(
+            f"Expected a file with tasks of split {split}, got none in {file}; use split='all' for"
+            " a small file"
+        )
     return tasks

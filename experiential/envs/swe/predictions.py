@@ -27,6 +27,9 @@ def write_predictions(file: str | Path, predictions: Iterable[Prediction]) -> in
     1
     """
     known = {(one["instance_id"], one["model_name_or_path"]): one for one in predictions}
-    lines = [json.dumps({name: one[name] for name in Prediction.__annotations__}) for one in known.values()]
+    lines = [
+        json.dumps({name: one[name] for name in Prediction.__annotations__})
+        for one in known.values()
+    ]
     Path(file).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return len(lines)

@@ -31,7 +31,9 @@ class GitError(ExperientialError):
     """Git did not do what was asked: the work tree or the patch is not in order."""
 
 
-def git(*words: str, cwd: Path, text: str = "", store: Path | None = None, own: Path | None = None) -> str:
+def git(
+    *words: str, cwd: Path, text: str = "", store: Path | None = None, own: Path | None = None
+) -> str:
     """What git prints.
 
     Args:
@@ -46,9 +48,20 @@ def git(*words: str, cwd: Path, text: str = "", store: Path | None = None, own: 
     """
     settings = [word for name, value in _PLAIN.items() for word in ("-c", f"{name}={value}")]
     placed = [f"--git-dir={store}", f"--work-tree={cwd}"] if store else []
-    known = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "HOME": str(cwd)}
+    known = {
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_TERMINAL_PROMPT": "0",
+        "LC_ALL": "C",
+        "HOME": str(cwd),
+    }
     dates = {f"GIT_{who}_DATE": "2000-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
-    env = {"PATH": os.environ.get("PATH", os.defpath)} | known | dates | (_apart(store, own) if store and own else {})
+    env = (
+        {"PATH": os.environ.get("PATH", os.defpath)}
+        | known
+        | dates
+        | (_apart(store, own) if store and own else {})
+    )
     try:
         done = subprocess.run(
             ["git", *settings, *placed, *words],
@@ -57,7 +70,10 @@ def git(*words: str, cwd: Path, text: str = "", store: Path | None = None, own: 
     except (OSError, subprocess.TimeoutExpired) as error:
         raise GitError(f"Expected git {_verb(words)} to run, got: {error}") from error
     if done.returncode:
-        raise GitError(f"Expected git {_verb(words)} to succeed, got: {done.stderr.decode('utf-8', 'replace').strip()[-600:]}")
+        raise GitError(
+            f"Expected git {_verb(words)} to succeed, got:"
+            f" {done.stderr.decode('utf-8', 'replace').strip()[-600:]}"
+        )
     return done.stdout.decode("utf-8", "surrogateescape")
 
 
@@ -69,7 +85,11 @@ def _apart(store: Path, own: Path) -> dict[str, str]:
     """What makes git write beside a store, not into it."""
     objects = own / "objects"
     objects.mkdir(exist_ok=True)
-    known = {"GIT_INDEX_FILE": own / "index", "GIT_OBJECT_DIRECTORY": objects, "GIT_ALTERNATE_OBJECT_DIRECTORIES": store / "objects"}
+    known = {
+        "GIT_INDEX_FILE": own / "index",
+        "GIT_OBJECT_DIRECTORY": objects,
+        "GIT_ALTERNATE_OBJECT_DIRECTORIES": store / "objects",
+    }
     return {name: str(path) for name, path in known.items()}
 
 
@@ -89,8 +109,18 @@ def apply(folder: Path, patch: str, *, undo: bool = False) -> None:
         GitError: it does not fit.
     """
     if patch.strip():
-        inside = folder.parent / ".nowhere"  # no repository is looked for, neither the folder's nor one around it
-        git("apply", "--whitespace=nowarn", *(["--reverse"] if undo else []), "-", cwd=folder, text=_ended(patch), store=inside)
+        inside = (
+            folder.parent / ".nowhere"
+        )  # no repository is looked for, neither the folder's nor one around it
+        git(
+            "apply",
+            "--whitespace=nowarn",
+            *(["--reverse"] if undo else []),
+            "-",
+            cwd=folder,
+            text=_ended(patch),
+            store=inside,
+        )
 
 
 def _ended(patch: str) -> str:
@@ -114,7 +144,8 @@ def _flatten(folder: Path) -> None:
 class WorkTree:
     """Files that began as the one commit of a repository whose data lies elsewhere.
 
-    Repositories that were made inside ``folder`` since then are undone before it is read; their files stay.
+    Repositories that were made inside ``folder`` since then are undone before it is read; their
+    files stay.
 
     Args:
         folder: the files.
@@ -132,7 +163,15 @@ class WorkTree:
             GitError: the files cannot be read.
         """
         self._look()
-        words = ("diff", "--cached", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+        words = (
+            "diff",
+            "--cached",
+            "--no-renames",
+            "--no-ext-diff",
+            "--no-textconv",
+            "--no-color",
+            "HEAD",
+        )
         names = self._git(*words, "--name-only", "-z")
         return self._git(*words, "--binary"), tuple(name for name in names.split("\0") if name)
 
@@ -145,7 +184,14 @@ class WorkTree:
         self._look()
         if without:
             listed = "\0".join(without)
-            self._git("reset", "--quiet", "--pathspec-from-file=-", "--pathspec-file-nul", "HEAD", text=listed)
+            self._git(
+                "reset",
+                "--quiet",
+                "--pathspec-from-file=-",
+                "--pathspec-file-nul",
+                "HEAD",
+                text=listed,
+            )
         self._git("checkout-index", "--all", f"--prefix={target}/")
 
     def _look(self) -> None:
@@ -160,4 +206,11 @@ class WorkTree:
         return self._own / "index"
 
     def _git(self, *words: str, text: str = "") -> str:
-        return git("--literal-pathspecs", *words, cwd=self.folder, text=text, store=self._store, own=self._own)
+        return git(
+            "--literal-pathspecs",
+            *words,
+            cwd=self.folder,
+            text=text,
+            store=self._store,
+            own=self._own,
+        )

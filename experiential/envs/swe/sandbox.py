@@ -52,10 +52,13 @@ class Place:
     """Where commands run.
 
     Attributes:
-        folder: the throw-away folder; ``repo`` and ``tmp`` in it are the only places that a command may write to.
-        box: an empty folder at which ``folder`` is shown to commands behind namespaces, the same for every episode.
+        folder: the throw-away folder; ``repo`` and ``tmp`` in it are the only places that a command
+            may write to.
+        box: an empty folder at which ``folder`` is shown to commands behind namespaces, the same
+            for every episode.
         private: files and folders that are hidden behind namespaces.
-        variables: of the environment, in which ``{root}`` stands for the folder as the command sees it.
+        variables: of the environment, in which ``{root}`` stands for the folder as the command sees
+            it.
         isolated: run behind namespaces; see `isolated`.
     """
 
@@ -73,8 +76,8 @@ class Place:
     def run(self, command: str, limits: Limits) -> Result:
         """Run ``command`` with bash in ``repo``; when it ends or its time is up all processes that it started are killed.
 
-        What the command reads from its standard input is empty. Behind namespaces there is no network, nothing but ``folder`` can be
-        written, and a process that left its group dies too.
+        What the command reads from its standard input is empty. Behind namespaces there is no
+        network, nothing but ``folder`` can be written, and a process that left its group dies too.
         """
         for name in ("repo", "tmp"):
             assure_folder(self.folder / name)
@@ -108,7 +111,16 @@ class Place:
         layers = "namespaces" if self.isolated else "limits"
         private = "\n".join(str(path) for path in self.private)
         numbers = (limits.memory * 1024, _FILE_MIB * 2048, max(1, round(limits.seconds) + 1))
-        enter = ("sh", str(_ENTER), layers, str(self.folder), str(self.box), private, "", *map(str, numbers))
+        enter = (
+            "sh",
+            str(_ENTER),
+            layers,
+            str(self.folder),
+            str(self.box),
+            private,
+            "",
+            *map(str, numbers),
+        )
         return (*_UNSHARE, *enter) if self.isolated else enter
 
     def _environment(self) -> dict[str, str]:
@@ -122,7 +134,9 @@ class Place:
             "PAGER": "cat",
             "GIT_PAGER": "cat",
         }
-        return known | {name: value.replace("{root}", root) for name, value in self.variables.items()}
+        return known | {
+            name: value.replace("{root}", root) for name, value in self.variables.items()
+        }
 
 
 def assure_folder(path: Path) -> None:
@@ -142,7 +156,10 @@ def isolated(wanted: Isolation) -> bool:
         return False
     reason = _refusal()
     if reason and wanted == "required":
-        raise ConfigError(f"Expected a platform with namespaces for isolation='required', got: {reason}; isolation='auto' does without")
+        raise ConfigError(
+            f"Expected a platform with namespaces for isolation='required', got: {reason};"
+            " isolation='auto' does without"
+        )
     return not reason
 
 
@@ -155,8 +172,14 @@ def _refusal() -> str:
     with tempfile.TemporaryDirectory() as folder:
         box = Path(folder) / "box"
         box.mkdir()
-        result = Place(Path(folder) / "work", box, (), {}, True).run("touch here && ! touch /nowhere 2>/dev/null && echo works", Limits(20))
-    return "" if result.text.strip() == "works" else " ".join(result.text.split())[:300] or f"exit status {result.status}"
+        result = Place(Path(folder) / "work", box, (), {}, True).run(
+            "touch here && ! touch /nowhere 2>/dev/null && echo works", Limits(20)
+        )
+    return (
+        ""
+        if result.text.strip() == "works"
+        else " ".join(result.text.split())[:300] or f"exit status {result.status}"
+    )
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:
@@ -183,4 +206,7 @@ def shortened(text: str, budget: int) -> str:
     if len(text) <= budget:
         return text
     half = budget // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[len(text) - half :]}"
+    return (
+        f"{text[:half]}\n[... {len(text) - 2 * half} characters left out"
+        f" ...]\n{text[len(text) - half :]}"
+    )

@@ -27,12 +27,23 @@ def pip(*words: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=_PIP_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_PIP_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"Expected `pip {' '.join(words)}` to end within {_PIP_SECONDS} seconds") from error
+        raise ConfigError(
+            f"Expected `pip {' '.join(words)}` to end within {_PIP_SECONDS} seconds"
+        ) from error
     if done.returncode:
-        raise ConfigError(f"Expected `pip {' '.join(words)}` to succeed (it needs the package index once): {done.stderr.strip()[-600:]}")
+        raise ConfigError(
+            f"Expected `pip {' '.join(words)}` to succeed (it needs the package index once):"
+            f" {done.stderr.strip()[-600:]}"
+        )
 
 
 def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -> Path:
@@ -45,27 +56,39 @@ def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -
         kept: folder for archives that pip fetches.
 
     Raises:
-        ConfigError: there is none, it cannot be fetched, or it is not the one that the task was made with.
+        ConfigError: there is none, it cannot be fetched, or it is not the one that the task was
+            made with.
     """
     if task.source.startswith("pip:"):
         archive = _fetched(task.source.removeprefix("pip:"), kept)
     else:
-        archive = _found(task, [folder for folder in (sources, tasks_file.parent) if folder is not None])
+        archive = _found(
+            task, [folder for folder in (sources, tasks_file.parent) if folder is not None]
+        )
     if task.sha256 and (got := hashlib.sha256(archive.read_bytes()).hexdigest()) != task.sha256:
         raise ConfigError(
-            f"Expected {archive} with the SHA-256 {task.sha256} for {task.instance_id}, got {got}; remove it to fetch it again"
+            f"Expected {archive} with the SHA-256 {task.sha256} for {task.instance_id}, got {got};"
+            " remove it to fetch it again"
         )
     return archive
 
 
 def archives_in(folder: Path) -> list[Path]:
     """The archives that lie in a folder."""
-    return sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS)) if folder.is_dir() else []
+    return (
+        sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS))
+        if folder.is_dir()
+        else []
+    )
 
 
 def _found(task: Task, folders: list[Path]) -> Path:
     stems = (task.instance_id, f"{task.repo.replace('/', '__')}-{task.base_commit}")
-    names = (task.source,) if task.source else tuple(f"{stem}{ending}" for stem in stems for ending in _ENDINGS)
+    names = (
+        (task.source,)
+        if task.source
+        else tuple(f"{stem}{ending}" for stem in stems for ending in _ENDINGS)
+    )
     for folder in folders:
         for name in names:
             if (folder / name).is_file():
@@ -73,8 +96,8 @@ def _found(task: Task, folders: list[Path]) -> Path:
     wanted = task.source or f"{stems[0]}.tar.gz or {stems[1]}.tar.gz"
     places = " or ".join(str(folder) for folder in folders)
     raise ConfigError(
-        f"Expected the source of {task.instance_id} as {wanted} in {places}, got no such file; "
-        f"make it with: git archive --prefix=src/ -o {stems[0]}.tar.gz {task.base_commit or 'COMMIT'}"
+        f"Expected the source of {task.instance_id} as {wanted} in {places}, got no such file; make"
+        f" it with: git archive --prefix=src/ -o {stems[0]}.tar.gz {task.base_commit or 'COMMIT'}"
     )
 
 
@@ -84,7 +107,16 @@ def _fetched(requirement: str, kept: Path) -> Path:
     if not folder.is_dir():
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept) as fresh:
-            pip("download", "--quiet", "--no-binary", ":all:", "--no-deps", "--dest", f"{fresh}/got", requirement)
+            pip(
+                "download",
+                "--quiet",
+                "--no-binary",
+                ":all:",
+                "--no-deps",
+                "--dest",
+                f"{fresh}/got",
+                requirement,
+            )
             Path(fresh, "got").replace(folder)
     return next(path for path in sorted(folder.iterdir()) if path.name.endswith(_ENDINGS))
 
@@ -99,7 +131,9 @@ def unpack(archive: Path, target: Path) -> None:
         try:
             _extract(archive, fresh)
         except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
-            raise ConfigError(f"Expected a source archive ({', '.join(_ENDINGS)}), got {archive}: {error}") from error
+            raise ConfigError(
+                f"Expected a source archive ({', '.join(_ENDINGS)}), got {archive}: {error}"
+            ) from error
         inside = list(Path(fresh).iterdir())
         top = inside[0] if len(inside) == 1 and inside[0].is_dir() else Path(fresh)
         shutil.copytree(top, target, symlinks=True, ignore=shutil.ignore_patterns(".git"))

@@ -26,17 +26,21 @@ class Task(BaseModel):
     Attributes:
         instance_id: stable name.
         repo: owner and name of the project.
-        base_commit: the commit that the source is at; any stable text where the source is no repository.
+        base_commit: the commit that the source is at; any stable text where the source is no
+            repository.
         problem_statement: what is asked.
         patch: the right change, as a diff in git's form. Never shown.
         test_patch: the change of the tests. Never shown.
         version: of the project.
-        FAIL_TO_PASS: names of tests (``file::name``, as pytest gives them) that the change must make pass.
+        FAIL_TO_PASS: names of tests (``file::name``, as pytest gives them) that the change must
+            make pass.
         PASS_TO_PASS: names of tests that must go on passing.
-        source: archive (``.tar.gz``, ``.zip``, …) in the folder of sources or beside the file of tasks, or ``pip:NAME==VERSION`` for a
-            source archive of the package index; empty for an archive that is called after the instance, or after repository and commit.
+        source: archive (``.tar.gz``, ``.zip``, …) in the folder of sources or beside the file of
+            tasks, or ``pip:NAME==VERSION`` for a source archive of the package index; empty for an
+            archive that is called after the instance, or after repository and commit.
         sha256: of the archive; empty to take any.
-        solved: the archive holds the mended state: both patches are undone first, which brings the bug back.
+        solved: the archive holds the mended state: both patches are undone first, which brings the
+            bug back.
         requirements: what pip installs into the task's virtual environment.
         pythonpath: folders of the repository that Python imports from.
         test_command: words that run the tests; the files of the tests come after them.
@@ -59,7 +63,15 @@ class Task(BaseModel):
     solved: bool = False
     requirements: tuple[str, ...] = ("pytest",)
     pythonpath: tuple[str, ...] = (".", "src")
-    test_command: tuple[str, ...] = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rfEp")
+    test_command: tuple[str, ...] = (
+        "python",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+        "-rfEp",
+    )
     split: Literal["train", "eval", ""] = ""
 
     @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
@@ -71,7 +83,9 @@ class Task(BaseModel):
         try:
             return json.loads(value)
         except ValueError as error:
-            raise ValueError(f"Input should be a list of names, or one as JSON, not {value[:60]!r}") from error
+            raise ValueError(
+                f"Input should be a list of names, or one as JSON, not {value[:60]!r}"
+            ) from error
 
     @field_validator("FAIL_TO_PASS", "PASS_TO_PASS")
     @classmethod
@@ -79,14 +93,19 @@ class Task(BaseModel):
         for name in names:
             file = name.partition("::")[0]
             if "::" not in name or file.startswith(("/", "-")) or ".." in Path(file).parts:
-                raise ValueError(f"Input should name tests as pytest does (tests/test_x.py::test_y), not {name[:60]!r}")
+                raise ValueError(
+                    "Input should name tests as pytest does (tests/test_x.py::test_y), not"
+                    f" {name[:60]!r}"
+                )
         return names
 
     @field_validator("patch", "test_patch")
     @classmethod
     def _diff(cls, text: str) -> str:
         if text and not _TOUCHED.search(text):
-            raise ValueError("Input should be a diff in git's form, with lines --- a/file and +++ b/file")
+            raise ValueError(
+                "Input should be a diff in git's form, with lines --- a/file and +++ b/file"
+            )
         return text
 
     @property
@@ -98,7 +117,11 @@ class Task(BaseModel):
     @property
     def test_files(self) -> tuple[str, ...]:
         """Files that hold the tests which decide."""
-        return tuple(dict.fromkeys(name.partition("::")[0] for name in (*self.FAIL_TO_PASS, *self.PASS_TO_PASS)))
+        return tuple(
+            dict.fromkeys(
+                name.partition("::")[0] for name in (*self.FAIL_TO_PASS, *self.PASS_TO_PASS)
+            )
+        )
 
     @property
     def belongs(self) -> str:
@@ -119,13 +142,16 @@ def load_tasks(file: str | Path = BUNDLED) -> tuple[Task, ...]:
     """The tasks of a file with one JSON object a line, in its order. A file is read once per process and version of it.
 
     Raises:
-        ConfigError: the file cannot be read, or a line of it is no task; the first such line and its field are named.
+        ConfigError: the file cannot be read, or a line of it is no task; the first such line and
+            its field are named.
     """
     path = Path(file).expanduser().resolve()
     try:
         stamp = path.stat().st_mtime_ns
     except OSError as error:
-        raise ConfigError(f"Expected a file of tasks with SWE-bench's fields, got {str(file)!r}: {error.strerror}") from error
+        raise ConfigError(
+            f"Expected a file of tasks with SWE-bench's fields, got {str(file)!r}: {error.strerror}"
+        ) from error
     return _loaded(path, stamp)
 
 
@@ -135,7 +161,12 @@ def _loaded(path: Path, stamp: int) -> tuple[Task, ...]:
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Expected a file of tasks in UTF-8, got {path}: {error}") from error
-    tasks = {task.instance_id: task for number, line in enumerate(lines, 1) if line.strip() for task in [_checked(line, number, path)]}
+    tasks = {
+        task.instance_id: task
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+        for task in [_checked(line, number, path)]
+    }
     if not tasks:
         raise ConfigError(f"Expected at least one task in {path}, got none")
     return tuple(tasks.values())
@@ -145,5 +176,9 @@ def _checked(line: str, number: int, path: Path) -> Task:
     try:
         row = cast(object, json.loads(line))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"Expected one JSON object a line in {path}, got line {number}: {error}") from error
-    return checked(Task, row, f"a task with SWE-bench's fields in each line of {path}", f"line {number}")
+        raise ConfigError(
+            f"Expected one JSON object a line in {path}, got line {number}: {error}"
+        ) from error
+    return checked(
+        Task, row, f"a task with SWE-bench's fields in each line of {path}", f"line {number}"
+    )

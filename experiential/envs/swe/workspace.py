@@ -30,7 +30,8 @@ class Workshop:
     """The folder in which tasks are made ready.
 
     Attributes:
-        cache: holds archives, base trees, virtual environments and the work folders of running episodes.
+        cache: holds archives, base trees, virtual environments and the work folders of running
+            episodes.
         tasks_file: the file that the tasks stand in; hidden from commands.
         sources: folder of archives, hidden too.
         isolated: commands run behind namespaces.
@@ -89,10 +90,16 @@ class Workshop:
         yield self.tasks_file
         for folder in (self.tasks_file.parent, self.sources):
             yield from archives_in(folder) if folder else ()
-        yield from [self.sources] if self.sources and not self.cache.is_relative_to(self.sources) else []
+        yield from (
+            [self.sources] if self.sources and not self.cache.is_relative_to(self.sources) else []
+        )
         yield Path.home() / ".cache" / "pip"
         base = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
-        yield from (path for path in map(Path, (sysconfig.get_path("purelib"), base)) if not self.cache.is_relative_to(path))
+        yield from (
+            path
+            for path in map(Path, (sysconfig.get_path("purelib"), base))
+            if not self.cache.is_relative_to(path)
+        )
 
     def _fresh(self) -> Path:
         (self.cache / "work").mkdir(parents=True, exist_ok=True)
@@ -132,13 +139,20 @@ class Workshop:
                 for patch in patches:
                     apply(repo, patch, undo=True)
         except GitError as error:
-            raise ConfigError(f"Expected patch and test_patch of {task.instance_id} to fit its source: {error}") from error
+            raise ConfigError(
+                f"Expected patch and test_patch of {task.instance_id} to fit its source: {error}"
+            ) from error
 
     def _make_venv(self, task: Task, venv: Path) -> None:
         if (venv / ".ready").is_file():
             return
         shutil.rmtree(venv, ignore_errors=True)
-        made = subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], capture_output=True, text=True, check=False)
+        made = subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(venv)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if made.returncode:
             raise ConfigError(f"Expected `python -m venv` to succeed: {made.stderr.strip()[-600:]}")
         if task.requirements:
@@ -191,13 +205,16 @@ class Workspace:
     def passes(self, limits: Limits) -> bool:
         """Whether all tests that decide pass: those of the task, on a fresh copy of the files.
 
-        Files of tests are put back to what they were, then ``test_patch`` is applied, so that what was done to them does not count.
+        Files of tests are put back to what they were, then ``test_patch`` is applied, so that what
+        was done to them does not count.
 
         Raises:
             GitError: the files cannot be read.
         """
         passed = self.passed(limits)
-        return all(_holds(name, passed) for name in (*self._task.FAIL_TO_PASS, *self._task.PASS_TO_PASS))
+        return all(
+            _holds(name, passed) for name in (*self._task.FAIL_TO_PASS, *self._task.PASS_TO_PASS)
+        )
 
     def passed(self, limits: Limits) -> frozenset[str]:
         """Names of the tests that pass in the files of tests that decide.
@@ -235,8 +252,17 @@ def _passed(result: Result) -> frozenset[str]:
     """Names after PASSED in pytest's short summary."""
     summary = result.text.rpartition("short test summary info")[2]
     lines = summary.splitlines()
-    failed = {line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))}
-    return frozenset(line.removeprefix("PASSED ").strip() for line in lines if line.startswith("PASSED ")) - failed
+    failed = {
+        line.partition(" ")[2].partition(" - ")[0]
+        for line in lines
+        if line.startswith(("FAILED ", "ERROR "))
+    }
+    return (
+        frozenset(
+            line.removeprefix("PASSED ").strip() for line in lines if line.startswith("PASSED ")
+        )
+        - failed
+    )
 
 
 def _holds(name: str, passed: Iterable[str]) -> bool:

@@ -40,7 +40,8 @@ class Product:
         options: names and values of what a buyer chooses, in lower case.
         attributes: what is known of it beside its text; never shown.
         rating: mean rating in words.
-        wish: words of the instruction that asks for it, without options and price; None when nobody asks for it.
+        wish: words of the instruction that asks for it, without options and price; None when nobody
+            asks for it.
         wished: the attributes which that instruction asks for.
     """
 
@@ -67,7 +68,9 @@ class Product:
     def indexed(self) -> str:
         """What the search engine reads of it: title, description, first feature and options."""
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options)
-        return " ".join([self.title, self.description, self.bullets[0] if self.bullets else "", options]).lower()
+        return " ".join(
+            [self.title, self.description, self.bullets[0] if self.bullets else "", options]
+        ).lower()
 
 
 def _clickable(value: str) -> str:
@@ -131,11 +134,19 @@ def read_products(folder: str | Path) -> list[Product]:
     """The products of a folder that holds WebShop's two files of 1,000 products.
 
     Raises:
-        ConfigError: a file is missing or cannot be read, a product or an instruction lacks a field or has a wrong one, or something is
-            asked of a product that is not there; file and field are named.
+        ConfigError: a file is missing or cannot be read, a product or an instruction lacks a field
+            or has a wrong one, or something is asked of a product that is not there; file and field
+            are named.
     """
-    rows, asked = (_read(_file(Path(folder).expanduser(), name)) for name in (PRODUCTS, INSTRUCTIONS))
-    return make_products(rows, asked, str(_file(Path(folder).expanduser(), PRODUCTS)), str(_file(Path(folder).expanduser(), INSTRUCTIONS)))
+    rows, asked = (
+        _read(_file(Path(folder).expanduser(), name)) for name in (PRODUCTS, INSTRUCTIONS)
+    )
+    return make_products(
+        rows,
+        asked,
+        str(_file(Path(folder).expanduser(), PRODUCTS)),
+        str(_file(Path(folder).expanduser(), INSTRUCTIONS)),
+    )
 
 
 def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Product]:
@@ -147,8 +158,14 @@ def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Produ
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"Expected a JSON list of products in {source}, got none in it")
     if not isinstance(asked, Mapping):
-        raise ConfigError(f"Expected a JSON object from asin to instruction in {asking}, got {type(asked).__name__}")
-    listed = [checked(_Row, row, f"{_fields(_Row)} in {source}", f"product {i}") for i, row in enumerate(cast("list[Any]", rows), 1)]
+        raise ConfigError(
+            f"Expected a JSON object from asin to instruction in {asking}, got"
+            f" {type(asked).__name__}"
+        )
+    listed = [
+        checked(_Row, row, f"{_fields(_Row)} in {source}", f"product {i}")
+        for i, row in enumerate(cast("list[Any]", rows), 1)
+    ]
     wishes = {
         name: checked(_Asked, row, f"{_fields(_Asked)} in {asking}", f"entry {name!r}")
         for name, row in cast("Mapping[str, Any]", asked).items()
@@ -158,14 +175,24 @@ def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Produ
         unique.setdefault(one.asin, one)
     for name, wish in wishes.items():
         if name not in unique and wish.instruction:
-            raise ConfigError(f"Expected products for all instructions of {asking} in {source}, got none with asin {name!r}")
+            raise ConfigError(
+                f"Expected products for all instructions of {asking} in {source}, got none with"
+                f" asin {name!r}"
+            )
         if wish.instruction and not wish.instruction_attributes:
-            raise ConfigError(f"Expected instruction_attributes beside the instruction of {name!r} in {asking}, got none")
+            raise ConfigError(
+                f"Expected instruction_attributes beside the instruction of {name!r} in {asking},"
+                " got none"
+            )
     return [_product(row, wishes.get(row.asin)) for row in unique.values()]
 
 
 def _product(row: _Row, wish: _Asked | None) -> Product:
-    bullets = row.small_description if isinstance(row.small_description, list) else [row.small_description]
+    bullets = (
+        row.small_description
+        if isinstance(row.small_description, list)
+        else [row.small_description]
+    )
     return Product(
         asin=row.asin,
         title=row.name,
@@ -188,7 +215,8 @@ def _file(folder: Path, name: str) -> Path:
         if path.is_file():
             return path
     raise ConfigError(
-        f"Expected {name} (or {name}.xz) in {folder}, got no such file; WebShop's repository tells where to download its small data set"
+        f"Expected {name} (or {name}.xz) in {folder}, got no such file; WebShop's repository tells"
+        " where to download its small data set"
     )
 
 
@@ -197,7 +225,9 @@ def _read(path: Path) -> Any:
         raw = path.read_bytes()
         return json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
     except (OSError, EOFError, lzma.LZMAError, ValueError, RecursionError) as error:
-        raise ConfigError(f"Expected JSON in {path}, got a file that cannot be read: {error}") from error
+        raise ConfigError(
+            f"Expected JSON in {path}, got a file that cannot be read: {error}"
+        ) from error
 
 
 def _fields(model: type[BaseModel]) -> str:

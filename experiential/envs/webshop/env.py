@@ -13,7 +13,19 @@ from experiential.envs.arguments import one_of, positive, settled
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.envs.webshop.catalogue import Product
 from experiential.envs.webshop.goals import Goal
-from experiential.envs.webshop.pages import BACK, BUY, DETAILS, FIXED, NEXT, PREVIOUS, WINDOW, Visit, buttons, one_line, page_text
+from experiential.envs.webshop.pages import (
+    BACK,
+    BUY,
+    DETAILS,
+    FIXED,
+    NEXT,
+    PREVIOUS,
+    WINDOW,
+    Visit,
+    buttons,
+    one_line,
+    page_text,
+)
 from experiential.envs.webshop.score import require_fuzzy, score
 from experiential.envs.webshop.shop import PARTS, Shop, Split, open_shop
 from experiential.errors import ConfigError
@@ -72,24 +84,29 @@ def _words(text: str) -> str:
 class WebShopEnv(TextEnv):
     """Buy what an instruction asks for.
 
-    On the search page ``search[words]`` lists at most 50 products, ten a page; elsewhere ``click[text]`` follows what a page shows in
-    brackets: a product, an option, ``Next >``, ``< Prev``, ``Back to Search``, ``Description``, ``Features``, ``Reviews``, or ``Buy Now``,
-    which ends the episode. The last call in an action counts. Any other action uses up a turn, and the reply says what is legal. When
-    the turns are spent the episode is truncated and rewards nothing.
+    On the search page ``search[words]`` lists at most 50 products, ten a page; elsewhere
+    ``click[text]`` follows what a page shows in brackets: a product, an option, ``Next >``, ``<
+    Prev``, ``Back to Search``, ``Description``, ``Features``, ``Reviews``, or ``Buy Now``, which
+    ends the episode. The last call in an action counts. Any other action uses up a turn, and the
+    reply says what is legal. When the turns are spent the episode is truncated and rewards nothing.
 
-    The reward for buying is the one of the WebShop paper, a fraction (see `score`). What the goal was made from, its attributes and its
-    product, stands in no observation and no ``info`` but as the instruction words it.
+    The reward for buying is the one of the WebShop paper, a fraction (see `score`). What the goal
+    was made from, its attributes and its product, stands in no observation and no ``info`` but as
+    the instruction words it.
 
     Args:
-        split: of WebShop's files by index of the goal: ``test`` 0 to 499, ``eval`` 500 to 1499, ``train`` the others, or ``all``;
-            of the invented shop ``train`` or ``eval``, which share no product.
-        data: a folder with ``items_shuffle_1000.json`` and ``items_ins_v2_1000.json`` (``.xz`` may follow); by default the one that
-            ``WEBSHOP_DATA`` names, and without that an invented shop.
+        split: of WebShop's files by index of the goal: ``test`` 0 to 499, ``eval`` 500 to 1499,
+            ``train`` the others, or ``all``; of the invented shop ``train`` or ``eval``, which
+            share no product.
+        data: a folder with ``items_shuffle_1000.json`` and ``items_ins_v2_1000.json`` (``.xz`` may
+            follow); by default the one that ``WEBSHOP_DATA`` names, and without that an invented
+            shop.
         turns: actions allowed; 15 if nothing says otherwise.
         threshold: reward from which the episode is a success.
         binary: reward 1 for a success and 0 otherwise, in place of the fraction.
         generation: seed of drawn prices and price bounds, and of the invented shop.
-        preset: ``complementary`` (``binary=True``); where an argument above is None, the preset's value holds.
+        preset: ``complementary`` (``binary=True``); where an argument above is None, the preset's
+            value holds.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -109,7 +126,9 @@ class WebShopEnv(TextEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        chosen = settled(preset, PRESETS, {"turns": 15, "binary": False}, turns=turns, binary=binary)
+        chosen = settled(
+            preset, PRESETS, {"turns": 15, "binary": False}, turns=turns, binary=binary
+        )
         one_of("split", split, PARTS)
         positive(turns=chosen["turns"])
         if not 0 < threshold <= 1:
@@ -117,7 +136,12 @@ class WebShopEnv(TextEnv):
         require_fuzzy()
         self._source = data or os.environ.get("WEBSHOP_DATA") or None
         self.split: Split = split
-        self.turns, self.threshold, self.binary, self.generation = int(chosen["turns"]), threshold, bool(chosen["binary"]), generation
+        self.turns, self.threshold, self.binary, self.generation = (
+            int(chosen["turns"]),
+            threshold,
+            bool(chosen["binary"]),
+            generation,
+        )
         self._open()
         super().__init__(len(self._goals), render_mode=render_mode)
 
@@ -129,7 +153,11 @@ class WebShopEnv(TextEnv):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the shop, which another process opens itself."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_shop", "_goals", "_shares")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_shop", "_goals", "_shares")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -179,8 +207,14 @@ class WebShopEnv(TextEnv):
 
     def _best_query(self) -> str:
         product = self._shop.products[self._goal.asin]
-        queries = [_words(text)[:2000] for text in (product.title, product.indexed, self._goal.wish)]
-        ranks = {query: found.index(product.asin) for query in queries if product.asin in (found := self._shop.search(query))}
+        queries = [
+            _words(text)[:2000] for text in (product.title, product.indexed, self._goal.wish)
+        ]
+        ranks = {
+            query: found.index(product.asin)
+            for query in queries
+            if product.asin in (found := self._shop.search(query))
+        }
         return min(ranks, key=lambda query: ranks[query]) if ranks else queries[0]
 
     def _towards(self) -> str:
@@ -198,7 +232,9 @@ class WebShopEnv(TextEnv):
             return None
         if call.kind == "search":
             return call
-        known = {_plain(text): text for text in sorted(self._buttons(), key=lambda text: text in FIXED)}
+        known = {
+            _plain(text): text for text in sorted(self._buttons(), key=lambda text: text in FIXED)
+        }
         return Call("click", known[_plain(call.text)]) if _plain(call.text) in known else None
 
     def _follow(self, call: Call) -> None:
@@ -231,7 +267,9 @@ class WebShopEnv(TextEnv):
 
     def _buy(self) -> Step:
         wanted, asin = self._shop.products[self._goal.asin], self._visit.asin
-        value = score(self._product, wanted, self._goal, self._visit.chosen.values(), self._shop.prices[asin]).value
+        value = score(
+            self._product, wanted, self._goal, self._visit.chosen.values(), self._shop.prices[asin]
+        ).value
         success = value >= self.threshold
         observation = f"Thank you for shopping with us!\nYour score (min 0.0, max 1.0): {value:.3f}"
         info = self._info(observation.replace("\n", " "), success=success)
@@ -245,11 +283,22 @@ class WebShopEnv(TextEnv):
         return buttons(self._visit, self._shop.products.get(self._visit.asin))
 
     def _page(self) -> str:
-        tail = "No turns are left." if self._left == 0 else f"Turns left: {self._left}. {self._rules()}"
-        return f"WebShop\nInstruction: {self.task}\n{page_text(self._visit, self._shop.products)}\n{tail}"
+        tail = (
+            "No turns are left."
+            if self._left == 0
+            else f"Turns left: {self._left}. {self._rules()}"
+        )
+        return (
+            "WebShop\nInstruction:"
+            f" {self.task}\n{page_text(self._visit, self._shop.products)}\n{tail}"
+        )
 
     def _rules(self) -> str:
-        form = "search[words]" if self._visit.kind == "search" else "click[text], where text is one that stands in brackets above"
+        form = (
+            "search[words]"
+            if self._visit.kind == "search"
+            else "click[text], where text is one that stands in brackets above"
+        )
         return f"Reply: {form}."
 
     def _admissible(self) -> list[str]:
@@ -258,7 +307,9 @@ class WebShopEnv(TextEnv):
         return clicks or [f"search[{_words(self.task.split(', and price lower than')[0])}]"]
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        known = self._report(f"{self._shop.name}-{self._goal.index}", feedback, success=success, invalid=invalid)
+        known = self._report(
+            f"{self._shop.name}-{self._goal.index}", feedback, success=success, invalid=invalid
+        )
         return known | {"admissible": self._admissible()}
 
 

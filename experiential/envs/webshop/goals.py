@@ -29,7 +29,8 @@ class Goal:
         attributes: what the product must be.
         options: option names and values that must be chosen.
         bound: highest price, in dollars.
-        weight: how often it is drawn, relative to others: the mean over its attributes of 1 / (goals that ask for the attribute).
+        weight: how often it is drawn, relative to others: the mean over its attributes of 1 /
+            (goals that ask for the attribute).
     """
 
     index: int
@@ -51,11 +52,17 @@ def draw_prices(products: Sequence[Product], seed: int) -> dict[str, float]:
 def make_goals(products: Sequence[Product], prices: Mapping[str, float], seed: int) -> list[Goal]:
     """A goal for every product that is asked for and every combination of its options, in a shuffled order.
 
-    The price bound is the larger of two draws from the next four multiples of ten dollars above the product's price. The order is that
-    of Python's ``random.seed(233); random.shuffle(goals)``, as WebShop has it; ``seed`` draws the bounds only.
+    The price bound is the larger of two draws from the next four multiples of ten dollars above the
+    product's price. The order is that of Python's ``random.seed(233); random.shuffle(goals)``, as
+    WebShop has it; ``seed`` draws the bounds only.
     """
     rng = random.Random(f"bounds:{seed}")
-    goals = [goal for product in products if product.wish is not None for goal in _asked_of(product, prices[product.asin], rng)]
+    goals = [
+        goal
+        for product in products
+        if product.wish is not None
+        for goal in _asked_of(product, prices[product.asin], rng)
+    ]
     counts = Counter(attribute for goal in goals for attribute in goal.attributes)
     random.Random(ORDER).shuffle(goals)
     return [replace(goal, index=i, weight=_weight(goal, counts)) for i, goal in enumerate(goals)]

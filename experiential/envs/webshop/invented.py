@@ -17,7 +17,12 @@ _STARTS: dict[Part, tuple[str, ...]] = {
 }
 _ENDS = ("andi", "ero", "ique", "ona", "usto", "ivia", "ant", "emo", "inor", "yra", "opta", "elle")
 _COLOURS = ("black", "blue", "brown", "green", "grey", "pink", "purple", "red", "white", "yellow")
-_FEATURES = ("It comes in a plain box.", "It was tested for a year.", "Returns are accepted within 30 days.", "It is sold one by one.")
+_FEATURES = (
+    "It comes in a plain box.",
+    "It was tested for a year.",
+    "Returns are accepted within 30 days.",
+    "It is sold one by one.",
+)
 
 
 class _Kind(NamedTuple):
@@ -36,7 +41,16 @@ _KINDS = (
         "shampoo & conditioner",
         "Beauty & Personal Care \u203a Hair Care \u203a Shampoo & Conditioner",
         ("Shampoo", "Conditioner", "Hair Wash"),
-        ("paraben free", "sulfate free", "dry hair", "tea tree", "coconut oil", "cruelty free", "argan oil", "damaged hair"),
+        (
+            "paraben free",
+            "sulfate free",
+            "dry hair",
+            "tea tree",
+            "coconut oil",
+            "cruelty free",
+            "argan oil",
+            "damaged hair",
+        ),
         "size",
         ("8 ounce", "12 ounce", "16 ounce", "32 ounce"),
     ),
@@ -45,7 +59,16 @@ _KINDS = (
         "toothbrushes",
         "Beauty & Personal Care \u203a Oral Care \u203a Toothbrushes & Accessories",
         ("Toothbrush", "Toothbrush Set", "Brush Heads"),
-        ("bpa free", "sensitive teeth", "easy clean", "oral hygiene", "bad breath", "travel size", "eco friendly", "non slip"),
+        (
+            "bpa free",
+            "sensitive teeth",
+            "easy clean",
+            "oral hygiene",
+            "bad breath",
+            "travel size",
+            "eco friendly",
+            "non slip",
+        ),
         "size",
         ("2 pack", "4 pack", "6 pack", "10 pack"),
     ),
@@ -54,7 +77,16 @@ _KINDS = (
         "men's hoodies",
         "Clothing, Shoes & Jewelry \u203a Men \u203a Clothing \u203a Hoodies",
         ("Hoodie", "Pullover", "Zip Jacket"),
-        ("machine wash", "long sleeve", "hand wash", "slim fit", "cotton spandex", "quick drying", "drawstring closure", "dry clean"),
+        (
+            "machine wash",
+            "long sleeve",
+            "hand wash",
+            "slim fit",
+            "cotton spandex",
+            "quick drying",
+            "drawstring closure",
+            "dry clean",
+        ),
         "size",
         ("small", "medium", "large", "x-large"),
     ),
@@ -63,7 +95,16 @@ _KINDS = (
         "women's sandals",
         "Clothing, Shoes & Jewelry \u203a Women \u203a Shoes \u203a Sandals",
         ("Sandals", "Slides", "Clogs"),
-        ("memory foam", "open toe", "rubber sole", "ankle strap", "arch support", "vegan leather", "slip resistant", "low heel"),
+        (
+            "memory foam",
+            "open toe",
+            "rubber sole",
+            "ankle strap",
+            "arch support",
+            "vegan leather",
+            "slip resistant",
+            "low heel",
+        ),
         "size",
         ("6.5", "7.5", "8.5", "9.5"),
     ),
@@ -90,7 +131,16 @@ _KINDS = (
         "tablet cases",
         "Electronics \u203a Computers \u203a Tablet Accessories \u203a Cases",
         ("Tablet Case", "Tablet Cover", "Tablet Sleeve"),
-        ("heavy duty", "wireless charging", "shock proof", "easy install", "tempered glass", "dust proof", "pencil holder", "auto sleep"),
+        (
+            "heavy duty",
+            "wireless charging",
+            "shock proof",
+            "easy install",
+            "tempered glass",
+            "dust proof",
+            "pencil holder",
+            "auto sleep",
+        ),
         "size",
         ("8 inch", "10 inch", "11 inch", "13 inch"),
     ),
@@ -99,7 +149,16 @@ _KINDS = (
         "console tables",
         "Home & Kitchen \u203a Furniture \u203a Living Room Furniture \u203a Tables",
         ("Console Table", "Sofa Table", "Entry Table"),
-        ("solid wood", "easy assemble", "storage space", "steel frame", "space saving", "living room", "metal legs", "water resistant"),
+        (
+            "solid wood",
+            "easy assemble",
+            "storage space",
+            "steel frame",
+            "space saving",
+            "living room",
+            "metal legs",
+            "water resistant",
+        ),
         "size",
         ("30 inches", "40 inches", "50 inches", "60 inches"),
     ),
@@ -124,7 +183,9 @@ _KINDS = (
 )
 
 
-def invented_rows(part: Part, generation: int = 0, size: int = SIZE) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def invented_rows(
+    part: Part, generation: int = 0, size: int = SIZE
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of the two files: products, and what is asked of each by its id; the parts share no brand and no id.
 
     Args:
@@ -141,29 +202,50 @@ def invented_rows(part: Part, generation: int = 0, size: int = SIZE) -> tuple[li
         asin = f"B0{letter}{np.base_repr(number, 36):0>7}"
         kind = _KINDS[i % len(_KINDS)]
         attributes = rng.sample(kind.attributes, 4)
-        rows.append(_row(asin, kind, attributes, f"{rng.choice(_STARTS[part])}{rng.choice(_ENDS)}", rng))
+        rows.append(
+            _row(asin, kind, attributes, f"{rng.choice(_STARTS[part])}{rng.choice(_ENDS)}", rng)
+        )
         wished = sorted(rng.sample(attributes, 2))
         wish = f"Find me {', '.join(wished)} {kind.query}"
-        asked[asin] = {"attributes": attributes, "instruction": wish, "instruction_attributes": wished}
+        asked[asin] = {
+            "attributes": attributes,
+            "instruction": wish,
+            "instruction_attributes": wished,
+        }
     return rows, asked
 
 
-def _row(asin: str, kind: _Kind, attributes: Sequence[str], brand: str, rng: random.Random) -> dict[str, Any]:
+def _row(
+    asin: str, kind: _Kind, attributes: Sequence[str], brand: str, rng: random.Random
+) -> dict[str, Any]:
     noun = rng.choice(kind.nouns)
     low = rng.randint(600, 9000) / 100
-    pricing = f"${low}" if rng.random() < 0.8 else f"${low} - ${round(low * rng.uniform(1.1, 1.5), 2)}"
-    colours, values = rng.sample(_COLOURS, rng.randint(2, 3)), sorted(rng.sample(kind.values, 2), key=kind.values.index)
+    pricing = (
+        f"${low}" if rng.random() < 0.8 else f"${low} - ${round(low * rng.uniform(1.1, 1.5), 2)}"
+    )
+    colours, values = (
+        rng.sample(_COLOURS, rng.randint(2, 3)),
+        sorted(rng.sample(kind.values, 2), key=kind.values.index),
+    )
     return {
         "asin": asin,
-        "name": f"{brand} {noun}, {attributes[0].title()}, {attributes[1].title()}, Model {rng.randint(100, 999)}",
+        "name": (
+            f"{brand} {noun}, {attributes[0].title()}, {attributes[1].title()}, Model"
+            f" {rng.randint(100, 999)}"
+        ),
         "category": kind.category,
         "query": kind.query,
         "product_category": kind.path,
-        "full_description": f"A {noun.lower()} by {brand}: {attributes[2]}. {rng.choice(_FEATURES)}",
+        "full_description": (
+            f"A {noun.lower()} by {brand}: {attributes[2]}. {rng.choice(_FEATURES)}"
+        ),
         "small_description": [f"With {attributes[3]}.", rng.choice(_FEATURES)],
         "pricing": pricing,
         "average_rating": rng.randint(20, 50) / 10,
-        "customization_options": {"Color": [{"value": v} for v in colours], kind.option.title(): [{"value": v} for v in values]},
+        "customization_options": {
+            "Color": [{"value": v} for v in colours],
+            kind.option.title(): [{"value": v} for v in values],
+        },
         "images": [],
         "page": 1,
     }

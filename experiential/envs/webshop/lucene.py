@@ -14,15 +14,18 @@ from experiential.errors import MissingExtraError
 STOP_WORDS = frozenset(
     """
     a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was will with
-    """.split()  # noqa: SIM905  (a list of words is easier to read than a list of texts)
-)
+    """.split()
+)  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 """English words that Lucene's analyser drops."""
 
 _IDEOGRAPH = "\u3040-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _NO_LETTER = "\xb2\xb3\xb9\xbc-\xbe\u2070-\u209c\u2150-\u2189\u2460-\u249b\u2776-\u2793"
 _LETTER = rf"[^\W\d_{_IDEOGRAPH}{_NO_LETTER}]"
 _EXTEND = "[\u0300-\u036f\u200d\ufe00-\ufe0f]*"
-_IN_WORD, _IN_NUMBER = r".:'\xb7\u2018\u2019\u2024\ufe55\uff1a", r".,;'\u2018\u2019\ufe50\uff0c\uff1b"
+_IN_WORD, _IN_NUMBER = (
+    r".:'\xb7\u2018\u2019\u2024\ufe55\uff1a",
+    r".,;'\u2018\u2019\ufe50\uff0c\uff1b",
+)
 _PICTURE = (
     "\xa9\xae\u203c\u2049\u2122\u2139\u2194-\u2199\u21a9\u21aa\u231a\u231b\u2328\u2388\u23cf\u23e9-\u23f3\u23f8-\u23fa\u24c2\u25aa\u25ab"
     "\u25b6\u25c0\u25fb-\u25fe\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2714\u2716\u271d\u2721\u2728\u2733\u2734"
@@ -36,7 +39,8 @@ _TOKEN = re.compile(
 )
 _POSSESSIVE = ("'s", "\u2019s", "\uff07s")
 _EXACT = 24
-"""Lengths below this are kept as they are; longer ones keep four bits (``SmallFloat.intToByte4``)."""
+"""Lengths below this are kept as they are; longer ones keep four bits (``SmallFloat.intToByte4``).
+"""
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +56,8 @@ def _porter() -> Callable[[str], str]:
 def stem(word: str) -> str:
     """The stem of a word in lower case, as Lucene's ``PorterStemFilter`` gives it.
 
-    That is Porter's algorithm with its author's later rules: ``bli`` as ``ble``, ``logi`` as ``log``, words of one or two letters stay.
+    That is Porter's algorithm with its author's later rules: ``bli`` as ``ble``, ``logi`` as
+    ``log``, words of one or two letters stay.
 
     >>> [stem(word) for word in ("technologies", "possibly", "us", "ponies")]
     ['technolog', 'possibl', 'us', 'poni']

@@ -80,12 +80,18 @@ def page_text(visit: Visit, products: Mapping[str, Product]) -> str:
 def _results(visit: Visit, products: Mapping[str, Product]) -> str:
     above = [f"[{button}]" for button in buttons(visit, None) if button not in visit.listed]
     lines = [f"Page {visit.page} (Total results: {len(visit.found)})"]
-    shown = [f"[{asin}]\n{one_line(products[asin].title)}\n{products[asin].price_tag}" for asin in visit.listed]
+    shown = [
+        f"[{asin}]\n{one_line(products[asin].title)}\n{products[asin].price_tag}"
+        for asin in visit.listed
+    ]
     return "\n".join([" ".join(above), *lines, *shown])
 
 
 def _item(visit: Visit, product: Product) -> str:
-    options = [f"{one_line(name)}: {''.join(_option(visit, name, value) for value in values)}" for name, values in product.options]
+    options = [
+        f"{one_line(name)}: {''.join(_option(visit, name, value) for value in values)}"
+        for name, values in product.options
+    ]
     return "\n".join(
         [
             f"[{BACK}] [{PREVIOUS}]",

@@ -22,8 +22,8 @@ COLOURS = tuple(
     magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum
     purple rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger
     turquoise violet walnut wheat white wine yellow
-    """.split()  # noqa: SIM905  (a list of words is easier to read than a list of texts)
-)
+    """.split()
+)  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 """Colour words; an option that contains one counts as that colour, the first in this order."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _NOT_NOUNS = frozenset(
@@ -35,8 +35,8 @@ _NOT_NOUNS = frozenset(
     portable premium quick rechargeable removable same sexy short simple slim small so soft some stylish such super than that the their
     them then these they thick thin this those through to too ultra under universal up use used very vintage was washable waterproof we
     were what when which while who will wireless with without you your
-    """.split()  # noqa: SIM905  (a list of words is easier to read than a list of texts)
-)
+    """.split()
+)  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 
 
 class Score(NamedTuple):
@@ -97,7 +97,8 @@ def nouns(title: str) -> frozenset[str]:
 def type_factor(bought: Product, wanted: Product) -> float:
     """How far the kind of product is right: 1 when shelf, two categories or over a fifth of the title's nouns agree, else 0.5.
 
-    With less than a tenth of the nouns it is 0.1, with none of them 0, whatever else agrees (r_type of the WebShop paper).
+    With less than a tenth of the nouns it is 0.1, with none of them 0, whatever else agrees (r_type
+    of the WebShop paper).
     """
     wished = nouns(wanted.title)
     share = len(nouns(bought.title) & wished) / len(wished) if wished else 0.2
@@ -110,7 +111,11 @@ def type_factor(bought: Product, wanted: Product) -> float:
 def matched_attributes(bought: Product, wished: Iterable[str]) -> int:
     """How many of the wished attributes agree with an attribute of the product, or stand in its title, features or description."""
     texts = (bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower())
-    return sum(any(agree(known, wish) for known in bought.attributes) or any(wish in text for text in texts) for wish in wished)
+    return sum(
+        any(agree(known, wish) for known in bought.attributes)
+        or any(wish in text for text in texts)
+        for wish in wished
+    )
 
 
 def matched_options(chosen: Iterable[str], wished: Iterable[str]) -> int:
@@ -129,7 +134,9 @@ def plain_colour(value: str) -> str:
     return next((colour for colour in COLOURS if colour in value), value)
 
 
-def score(bought: Product, wanted: Product, goal: Goal, chosen: Iterable[str], price: float) -> Score:
+def score(
+    bought: Product, wanted: Product, goal: Goal, chosen: Iterable[str], price: float
+) -> Score:
     """The reward for buying a product: (attributes + options + [price within bound]) / (their numbers + 1) times the type factor.
 
     Args:

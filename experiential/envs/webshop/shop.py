@@ -8,7 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from experiential.envs.webshop.catalogue import INSTRUCTIONS, PRODUCTS, Product, make_products, read_products
+from experiential.envs.webshop.catalogue import (
+    INSTRUCTIONS,
+    PRODUCTS,
+    Product,
+    make_products,
+    read_products,
+)
 from experiential.envs.webshop.goals import Goal, draw_prices, make_goals
 from experiential.envs.webshop.invented import invented_rows
 from experiential.envs.webshop.lucene import LuceneBM25
@@ -18,7 +24,12 @@ Split = Literal["train", "eval", "test", "all"]
 
 FOUND = 50
 """Most products that a search gives."""
-PARTS: dict[Split, slice] = {"test": slice(0, 500), "eval": slice(500, 1500), "train": slice(1500, None), "all": slice(None)}
+PARTS: dict[Split, slice] = {
+    "test": slice(0, 500),
+    "eval": slice(500, 1500),
+    "train": slice(1500, None),
+    "all": slice(None),
+}
 """Goals of a split by their index, as WebShop's own baselines take them."""
 
 
@@ -83,12 +94,25 @@ def _read(folder: Path, generation: int, stamp: tuple[int, ...]) -> Shop:
 @lru_cache(maxsize=4)
 def _invented(split: Split, generation: int) -> Shop:
     if split not in ("train", "eval"):
-        raise ConfigError(f"Expected split train or eval of the invented shop, got {split!r}; give data= for WebShop's own files")
+        raise ConfigError(
+            f"Expected split train or eval of the invented shop, got {split!r}; give data= for"
+            " WebShop's own files"
+        )
     rows, asked = invented_rows(split, generation)
-    return _shop(f"webshop-invented-{split}-{generation}", make_products(rows, asked, "invented", "invented"), generation)
+    return _shop(
+        f"webshop-invented-{split}-{generation}",
+        make_products(rows, asked, "invented", "invented"),
+        generation,
+    )
 
 
 def _shop(name: str, products: list[Product], generation: int) -> Shop:
     prices = draw_prices(products, generation)
     engine = LuceneBM25([product.indexed for product in products])
-    return Shop(name, {p.asin: p for p in products}, prices, tuple(make_goals(products, prices, generation)), engine)
+    return Shop(
+        name,
+        {p.asin: p for p in products},
+        prices,
+        tuple(make_goals(products, prices, generation)),
+        engine,
+    )

@@ -1,7 +1,8 @@
 """What the policy learns from reflections and second attempts: algorithm 2 of Experiential RL, lines 16 to 24.
 
-The loss of a step is the mean over first attempts of what the algorithm sums for one of them: its own policy loss and, where a second
-attempt was made, those of the reflection and of the second attempt, and the internalisation.
+The loss of a step is the mean over first attempts of what the algorithm sums for one of them: its
+own policy loss and, where a second attempt was made, those of the reflection and of the second
+attempt, and the internalisation.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from experiential.types import Turn
 def reinforced_samples(episodes: Sequence[Episode], settings: ActorSettings) -> list[Sample]:
     """Samples of the policy loss of reflections and second attempts; those of first attempts are `actor_samples`, as without a second.
 
-    Advantages are relative to the members of a group that are of the same kind: reflections, second attempts with a reflection, and
-    those without one because it could not be read. So first attempts, which alone are on-policy with respect to what is deployed, are
-    compared with first attempts only. A cell of one, or one whose rewards are all equal, teaches nothing. The reward of a reflection is
-    its second attempt's (`SecondAttempt.reflection_reward`); where that failed for a technical reason there is none, and no sample.
+    Advantages are relative to the members of a group that are of the same kind: reflections, second
+    attempts with a reflection, and those without one because it could not be read. So first
+    attempts, which alone are on-policy with respect to what is deployed, are compared with first
+    attempts only. A cell of one, or one whose rewards are all equal, teaches nothing. The reward of
+    a reflection is its second attempt's (`SecondAttempt.reflection_reward`); where that failed for
+    a technical reason there is none, and no sample.
 
     Args:
-        episodes: what `Attempts.play` gave, first attempts too: each sample weighs as much as the first attempt that it belongs to.
+        episodes: what `Attempts.play` gave, first attempts too: each sample weighs as much as the
+            first attempt that it belongs to.
         settings: how advantages are made and aggregated.
     """
     firsts, seconds = split_attempts(episodes)
@@ -36,20 +40,30 @@ def reinforced_samples(episodes: Sequence[Episode], settings: ActorSettings) -> 
     bare = [e for e in seconds if e.reflection.block is None]
     whole = len(trainable(firsts))
     kinds: list[Sequence[Episode]] = [_reflections(seconds), shown, bare]
-    return [s.weighted(len(trainable(kind)) / whole) for kind in kinds if whole for s in actor_samples(kind, settings)]
+    return [
+        s.weighted(len(trainable(kind)) / whole)
+        for kind in kinds
+        if whole
+        for s in actor_samples(kind, settings)
+    ]
 
 
 async def internalised_samples(
-    episodes: Sequence[Episode], settings: ReflectionSettings, agent: ActorAgent, policy: PolicyRuntime
+    episodes: Sequence[Episode],
+    settings: ReflectionSettings,
+    agent: ActorAgent,
+    policy: PolicyRuntime,
 ) -> list[Sample]:
     """Samples that move what succeeded with a reflection into the policy without one: 1[r2 > 0], line 24 of algorithm 2.
 
-    ``sft`` imitates second attempts after prompts without the reflection, L_distill = -log pi(y2 | x); ``reverse_kl`` is appendix A's.
+    ``sft`` imitates second attempts after prompts without the reflection, L_distill = -log pi(y2 |
+    x); ``reverse_kl`` is appendix A's.
 
     Args:
         episodes: what `Attempts.play` gave.
         settings: which of the two, and its weight.
-        agent: an agent with the settings of the one that played, to rebuild prompts; its conversation is replaced.
+        agent: an agent with the settings of the one that played, to rebuild prompts; its
+            conversation is replaced.
         policy: asked for the teacher's log-probabilities, with ``reverse_kl`` alone.
     """
     firsts, seconds = split_attempts(episodes)
@@ -62,12 +76,15 @@ async def internalised_samples(
     return await reverse_kl_samples(better, agent, policy, weight)
 
 
-async def reverse_kl_samples(better: Sequence[SecondAttempt], agent: ActorAgent, policy: PolicyRuntime, weight: float) -> list[Sample]:
+async def reverse_kl_samples(
+    better: Sequence[SecondAttempt], agent: ActorAgent, policy: PolicyRuntime, weight: float
+) -> list[Sample]:
     """On-policy distillation (appendix A): the first attempts' own tokens, with the same policy as teacher once it sees the reflection.
 
-    The paper prints KL(pi(.|x, reflection) || pi(.|x)) inside an expectation over y ~ pi(.|x), and calls it reverse. On draws of the
-    student pi(.|x) the divergence that can be estimated, and the one that on-policy distillation minimises, is
-    KL(pi(.|x) || pi(.|x, reflection)): that is the loss here (`experiential.training.losses.reverse_kl_loss`).
+    The paper prints KL(pi(.|x, reflection) || pi(.|x)) inside an expectation over y ~ pi(.|x), and
+    calls it reverse. On draws of the student pi(.|x) the divergence that can be estimated, and the
+    one that on-policy distillation minimises, is KL(pi(.|x) || pi(.|x, reflection)): that is the
+    loss here (`experiential.training.losses.reverse_kl_loss`).
 
     Args:
         better: second attempts with r2 > 0, the indicator of the objective.
@@ -82,9 +99,14 @@ async def reverse_kl_samples(better: Sequence[SecondAttempt], agent: ActorAgent,
         observations = [turn.observation for turn in pair.first.trajectory.turns]
         taught = agent.replay(observations, played, advice=pair.reflection.block)
         scores = await policy.score([sample_from_generation(g, 0.0) for g in taught])
-        own = [replace(sample_from_generation(g, 0.0), teacher=t, kind="reverse_kl") for g, t in zip(played, scores, strict=True)]
+        own = [
+            replace(sample_from_generation(g, 0.0), teacher=t, kind="reverse_kl")
+            for g, t in zip(played, scores, strict=True)
+        ]
         total = sum(len(s.positions) for s in own)
-        samples += [s.weighted(weight / len(pairs) * len(s.positions) / total) for s in own if s.positions]
+        samples += [
+            s.weighted(weight / len(pairs) * len(s.positions) / total) for s in own if s.positions
+        ]
     return samples
 
 
@@ -95,5 +117,10 @@ def _reflections(seconds: Sequence[SecondAttempt]) -> list[Episode]:
         generation, reward = second.reflection.generation, second.reflection_reward
         if generation is not None and second.trajectory.error is None:
             turn = Turn(observation="", action=generation.text, reward=reward)
-            made.append(Episode(second.trajectory.model_copy(update={"turns": (turn,), "reward": reward}), (generation,)))
+            made.append(
+                Episode(
+                    second.trajectory.model_copy(update={"turns": (turn,), "reward": reward}),
+                    (generation,),
+                )
+            )
     return made

@@ -41,7 +41,9 @@ class SecondAttempt(Episode):
 class AsyncReflector(Protocol):
     """What is asked between the attempts: `Reflector` or `Retry`."""
 
-    async def areflect(self, trajectory: Trajectory, memory: Sequence[str] = (), *, seed: int | None = None) -> Reflection:
+    async def areflect(
+        self, trajectory: Trajectory, memory: Sequence[str] = (), *, seed: int | None = None
+    ) -> Reflection:
         """Guidance for another attempt."""
         ...
 
@@ -49,24 +51,39 @@ class AsyncReflector(Protocol):
 class Attempts:
     """Plays first attempts, reflects on those below the threshold, and plays second ones on the same instances.
 
-    All first attempts are played at once, then all reflections are drawn at once, then all second attempts are played. So every
-    reflection of a step sees the memory as it was when the step began; those that pass are kept in the order of their jobs, and the
-    last one is what a private memory holds after the step. A reflection that cannot be read, or whose backend fails, is counted by its
-    reason, and its second attempt is played without one. Attempts that failed for a technical reason are not reflected on. An environment
-    that does not come back to the same instance for the same seed and options fails the second attempt, with that reason.
+    All first attempts are played at once, then all reflections are drawn at once, then all second
+    attempts are played. So every reflection of a step sees the memory as it was when the step
+    began; those that pass are kept in the order of their jobs, and the last one is what a private
+    memory holds after the step. A reflection that cannot be read, or whose backend fails, is
+    counted by its reason, and its second attempt is played without one. Attempts that failed for a
+    technical reason are not reflected on. An environment that does not come back to the same
+    instance for the same seed and options fails the second attempt, with that reason.
 
     Args:
         rollout: plays jobs.
         reflector: a `Reflector`, or a `Retry` for the ablation without reflection.
         memory: where reflections that pass are kept; None keeps none.
-        threshold: tau: a first attempt whose return is lower is reflected on, a reflection whose second attempt reaches it is kept.
+        threshold: tau: a first attempt whose return is lower is reflected on, a reflection whose
+            second attempt reaches it is kept.
 
     Attributes:
         memory_errors: how often the memory failed, by reason.
     """
 
-    def __init__(self, rollout: Rollout, reflector: AsyncReflector, memory: ReflectionMemory | None, *, threshold: float) -> None:
-        self._rollout, self._reflector, self._memory, self._threshold = rollout, reflector, memory, threshold
+    def __init__(
+        self,
+        rollout: Rollout,
+        reflector: AsyncReflector,
+        memory: ReflectionMemory | None,
+        *,
+        threshold: float,
+    ) -> None:
+        self._rollout, self._reflector, self._memory, self._threshold = (
+            rollout,
+            reflector,
+            memory,
+            threshold,
+        )
         self.memory_errors: Counter[str] = Counter()
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
@@ -74,9 +91,15 @@ class Attempts:
         firsts = await self._rollout.play(jobs)
         failed = [(job, e) for job, e in zip(jobs, firsts, strict=True) if self._gate(e)]
         reflections = await asyncio.gather(*(self._reflect(job, e.trajectory) for job, e in failed))
-        again = [_again(job, reflection) for (job, _), reflection in zip(failed, reflections, strict=True)]
+        again = [
+            _again(job, reflection)
+            for (job, _), reflection in zip(failed, reflections, strict=True)
+        ]
         played = await self._rollout.play(again)
-        seconds = [_second(e, first, made) for e, (_, first), made in zip(played, failed, reflections, strict=True)]
+        seconds = [
+            _second(e, first, made)
+            for e, (_, first), made in zip(played, failed, reflections, strict=True)
+        ]
         for second in seconds:
             if self._passed(second):
                 await self._keep(str(second.reflection.text), second.trajectory)
@@ -87,7 +110,9 @@ class Attempts:
         firsts, seconds = split_attempts(episodes)
         ended = [e for e in firsts if e.trajectory.error is None]
         pairs = [e for e in seconds if e.trajectory.error is None]
-        unread = Counter(shortened(e.reflection.reason) for e in seconds if e.reflection.reason is not None)
+        unread = Counter(
+            shortened(e.reflection.reason) for e in seconds if e.reflection.reason is not None
+        )
         means = {
             "gated": _mean([float(self._gate(e)) for e in ended]),
             "r1": _mean([e.first.trajectory.reward for e in pairs]),
@@ -96,8 +121,16 @@ class Attempts:
             "success_second": _mean([float(e.trajectory.success) for e in pairs]),
         }
         read = sum(e.reflection.text is not None for e in seconds)
-        counts = {"reflections": read, "unread": dict(unread), "memory_writes": sum(map(self._passed, seconds))}
-        return means | counts | ({"memory_errors": dict(self.memory_errors)} if self.memory_errors else {})
+        counts = {
+            "reflections": read,
+            "unread": dict(unread),
+            "memory_writes": sum(map(self._passed, seconds)),
+        }
+        return (
+            means
+            | counts
+            | ({"memory_errors": dict(self.memory_errors)} if self.memory_errors else {})
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the bank: the private memory."""
@@ -119,18 +152,29 @@ class Attempts:
     async def _reflect(self, job: Job, first: Trajectory) -> Reflection:
         memory: Sequence[str] = ()
         try:
-            memory = await asyncio.to_thread(self._memory.recall, first) if self._memory is not None else ()
+            memory = (
+                await asyncio.to_thread(self._memory.recall, first)
+                if self._memory is not None
+                else ()
+            )
         except BankError as error:
             self.memory_errors[shortened(str(error))] += 1
         try:
-            return await self._reflector.areflect(first, memory, seed=derived_seed(job.sampling_seed, "reflection"))
+            return await self._reflector.areflect(
+                first, memory, seed=derived_seed(job.sampling_seed, "reflection")
+            )
         except BackendError as error:
             return Reflection(reason=f"backend: {error}")
 
     def _passed(self, second: SecondAttempt) -> bool:
         """Whether a reflection is remembered: r2 >= tau (line 18 of algorithm 2, see `ReflectionMemory`)."""
         trajectory, text = second.trajectory, second.reflection.text
-        return self._memory is not None and text is not None and trajectory.error is None and passes(trajectory.reward, self._threshold)
+        return (
+            self._memory is not None
+            and text is not None
+            and trajectory.error is None
+            and passes(trajectory.reward, self._threshold)
+        )
 
     async def _keep(self, text: str, second: Trajectory) -> None:
         if self._memory is None:
@@ -143,19 +187,28 @@ class Attempts:
 
 def split_attempts(episodes: Sequence[Episode]) -> tuple[list[Episode], list[SecondAttempt]]:
     """First and second attempts apart."""
-    return [e for e in episodes if not isinstance(e, SecondAttempt)], [e for e in episodes if isinstance(e, SecondAttempt)]
+    return [e for e in episodes if not isinstance(e, SecondAttempt)], [
+        e for e in episodes if isinstance(e, SecondAttempt)
+    ]
 
 
 def _again(job: Job, reflection: Reflection) -> Job:
     """The second attempt at a job: same task, same condition, other draws."""
-    return replace(job, sampling_seed=derived_seed(job.sampling_seed, "second"), advice=reflection.block, attempt=2)
+    return replace(
+        job,
+        sampling_seed=derived_seed(job.sampling_seed, "second"),
+        advice=reflection.block,
+        attempt=2,
+    )
 
 
 def _second(episode: Episode, first: Episode, reflection: Reflection) -> SecondAttempt:
     known = {field.name: getattr(episode, field.name) for field in fields(Episode)}
     before, now = first.trajectory.instance, episode.trajectory
     if now.error is None and now.instance != before:
-        known["trajectory"] = now.model_copy(update={"error": f"env: came back as {now.instance}, not as {before}"})
+        known["trajectory"] = now.model_copy(
+            update={"error": f"env: came back as {now.instance}, not as {before}"}
+        )
     return SecondAttempt(**known, first=first, reflection=reflection)
 
 

@@ -39,8 +39,13 @@ class Demonstration(BaseModel):
         said = roles[1:] if roles[0] == "system" else roles
         if "system" in said:
             raise ValueError("a system message can only be the first")
-        if len(said) % 2 or any((role == "assistant") != bool(i % 2) for i, role in enumerate(said)):
-            raise ValueError(f"user (or tool) and assistant must take turns and the assistant must be last, got {', '.join(roles)}")
+        if len(said) % 2 or any(
+            (role == "assistant") != bool(i % 2) for i, role in enumerate(said)
+        ):
+            raise ValueError(
+                "user (or tool) and assistant must take turns and the assistant must be last, got"
+                f" {', '.join(roles)}"
+            )
         return self
 
 
@@ -48,16 +53,22 @@ def read_demonstrations(file: str | Path) -> list[Demonstration]:
     """The demonstrations of a JSON Lines file; blank lines do not count.
 
     Raises:
-        ConfigError: the file cannot be read or holds none, or a line is no demonstration; the message names the line.
+        ConfigError: the file cannot be read or holds none, or a line is no demonstration; the
+            message names the line.
     """
     path = Path(file).expanduser()
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Expected demonstrations in cold_start.demonstrations, got {str(file)!r}: {error}") from error
+        raise ConfigError(
+            f"Expected demonstrations in cold_start.demonstrations, got {str(file)!r}: {error}"
+        ) from error
     found = [_read(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise ConfigError(f"Expected at least one demonstration in {path}, got none; make some with python -m benchmarks.demonstrations")
+        raise ConfigError(
+            f"Expected at least one demonstration in {path}, got none; make some with python -m"
+            " benchmarks.demonstrations"
+        )
     return found
 
 
@@ -68,19 +79,28 @@ def _read(line: str, number: int, path: Path) -> Demonstration:
         cause = first_problem(error)
     except ValueError as error:
         cause = str(error)
-    raise ConfigError(f'Expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} in line {number} of {path}, got: {cause}')
+    raise ConfigError(
+        f'Expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} in line {number} of'
+        f" {path}, got: {cause}"
+    )
 
 
 def demonstration_samples(demonstration: Demonstration, tokenizer: Any) -> list[Sample]:
     """What to imitate: the assistant's tokens, each reply with the token that ends it; all else is context.
 
-    The chat is rendered as an actor's own dialogue is, so that prompts are token by token those that it will meet.
+    The chat is rendered as an actor's own dialogue is, so that prompts are token by token those
+    that it will meet.
     """
     dialogue = Dialogue(tokenizer)
     for message in demonstration.messages:
         if message.role == "assistant":
-            ids = (*tokenizer(message.content, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-            dialogue.append(Generation(text=message.content, response_ids=ids, logprobs=(0.0,) * len(ids)))
+            ids = (
+                *tokenizer(message.content, add_special_tokens=False)["input_ids"],
+                tokenizer.eos_token_id,
+            )
+            dialogue.append(
+                Generation(text=message.content, response_ids=ids, logprobs=(0.0,) * len(ids))
+            )
         else:
             dialogue.add(Message(role=message.role, content=message.content))
     return [_sample(sequence) for sequence in dialogue.sequences()]
@@ -89,16 +109,22 @@ def demonstration_samples(demonstration: Demonstration, tokenizer: Any) -> list[
 def _sample(sequence: TokenSequence) -> Sample:
     positions = tuple(i for i, learnt in enumerate(sequence.mask) if learnt)
     zeros = (0.0,) * len(positions)
-    return Sample(tokens=tuple(sequence.tokens), positions=positions, logprobs=zeros, advantages=zeros)
+    return Sample(
+        tokens=tuple(sequence.tokens), positions=positions, logprobs=zeros, advantages=zeros
+    )
 
 
 async def cold_start(
-    policy: PolicyRuntime, settings: ColdStartSettings | None, seed: int, emit: Callable[[dict[str, Any]], None] = lambda event: None
+    policy: PolicyRuntime,
+    settings: ColdStartSettings | None,
+    seed: int,
+    emit: Callable[[dict[str, Any]], None] = lambda event: None,
 ) -> TrainStats:
     """Train a policy on demonstrations, and take the weights it then has as the reference of a KL penalty.
 
-    Each chat counts equally, each of its tokens equally within it. An epoch takes every chat once, in an order drawn from ``seed``.
-    Full weights or LoRA adapters are trained, whichever the policy has, with its optimiser.
+    Each chat counts equally, each of its tokens equally within it. An epoch takes every chat once,
+    in an order drawn from ``seed``. Full weights or LoRA adapters are trained, whichever the policy
+    has, with its optimiser.
 
     Args:
         policy: what learns.
@@ -115,8 +141,14 @@ async def cold_start(
     if settings is None:
         return TrainStats(version=policy.version)
     if policy.tokenizer is None:
-        raise ConfigError("Expected a policy that shows its tokenizer for a cold start, got one that does not")
-    samples = [sample for one in read_demonstrations(settings.demonstrations) for sample in demonstration_samples(one, policy.tokenizer)]
+        raise ConfigError(
+            "Expected a policy that shows its tokenizer for a cold start, got one that does not"
+        )
+    samples = [
+        sample
+        for one in read_demonstrations(settings.demonstrations)
+        for sample in demonstration_samples(one, policy.tokenizer)
+    ]
     rng = np.random.default_rng(seed)
     losses: list[float] = []
     whole = TrainStats()

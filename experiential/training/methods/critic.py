@@ -17,7 +17,8 @@ from experiential.types import Trajectory, Use
 class SuccessRates:
     """Accumulated success of an actor, by task: r_theta(q) of appendix B.1.
 
-    A task that was not played yet has the rate of all tasks together; with none played at all the rate is 0.
+    A task that was not played yet has the rate of all tasks together; with none played at all the
+    rate is 0.
     """
 
     def __init__(self) -> None:
@@ -50,9 +51,9 @@ class SuccessRates:
 class ActorCritic:
     """Stands between retrieval and the first move of an episode.
 
-    Rejected entries are not shown, refined ones are shown as the actor rewrote them. Each use carries the verdict, from which
-    ``rewards.critic_reward`` makes eq. 8; an answer that names no verdict leaves the entry as it is, adds nothing to its reward and is
-    counted.
+    Rejected entries are not shown, refined ones are shown as the actor rewrote them. Each use
+    carries the verdict, from which ``rewards.critic_reward`` makes eq. 8; an answer that names no
+    verdict leaves the entry as it is, adds nothing to its reward and is counted.
 
     Args:
         agent: asks the actor.
@@ -77,15 +78,22 @@ class ActorCritic:
             return info
         task = str(info.get("task", ""))
         rate = self._rates.rate(str(info.get("task_id") or task))
-        critiques = await asyncio.gather(*(self._agent.ajudge(task, hit["text"], rate) for hit in hits))
+        critiques = await asyncio.gather(
+            *(self._agent.ajudge(task, hit["text"], rate) for hit in hits)
+        )
         self.verdicts.update(critique.verdict or "unreadable" for critique in critiques)
         running = env.get_wrapper_attr("episode")
         running.uses[:] = _judged(running.uses, critiques)
-        block = experience_block([critique.text for critique in critiques if critique.text is not None])
+        block = experience_block(
+            [critique.text for critique in critiques if critique.text is not None]
+        )
         rest = {name: value for name, value in info.items() if name != "experience_prompt"}
         return rest | {"experience_prompt": block} if block else rest
 
 
 def _judged(uses: Sequence[Use], critiques: Sequence[Critique]) -> list[Use]:
     """The uses of an episode's start, in the order of the hits, with their verdicts."""
-    return [use.model_copy(update={"verdict": critique.verdict}) for use, critique in zip(uses, critiques, strict=True)]
+    return [
+        use.model_copy(update={"verdict": critique.verdict})
+        for use, critique in zip(uses, critiques, strict=True)
+    ]

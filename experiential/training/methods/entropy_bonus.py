@@ -19,9 +19,10 @@ Pair = tuple[str, str | None]
 class EntropyBonus:
     """Measures by how much entries lower the actor's entropy over the task, and turns it into bonuses.
 
-    H(q) is the mean over the tokens of the first observation of the entropy of what the actor expects in their place, in nats; H(q, m) is
-    the same with the entry in the system message. Both are taken with the weights of now, for entries that were shown at the start of
-    an episode; each pair of observation and entry is computed once.
+    H(q) is the mean over the tokens of the first observation of the entropy of what the actor
+    expects in their place, in nats; H(q, m) is the same with the entry in the system message. Both
+    are taken with the weights of now, for entries that were shown at the start of an episode; each
+    pair of observation and entry is computed once.
 
     Args:
         runtime: the actor's policy.
@@ -30,19 +31,38 @@ class EntropyBonus:
         settings: how an entropy reduction becomes a bonus.
     """
 
-    def __init__(self, runtime: PolicyRuntime, actor: ActorAgent, bank: ExperienceBank, settings: EntropyBonusSettings) -> None:
+    def __init__(
+        self,
+        runtime: PolicyRuntime,
+        actor: ActorAgent,
+        bank: ExperienceBank,
+        settings: EntropyBonusSettings,
+    ) -> None:
         self._runtime, self._actor, self._bank, self._settings = runtime, actor, bank, settings
         self.mean = 0.0
 
     async def bonuses(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """The bonus of each use, by its id; uses that came in the middle of an episode have none."""
-        shown = [(t.turns[0].observation, use) for t in trajectories if t.turns and t.error is None for use in _opening_uses(t)]
+        shown = [
+            (t.turns[0].observation, use)
+            for t in trajectories
+            if t.turns and t.error is None
+            for use in _opening_uses(t)
+        ]
         texts = self._texts([use for _, use in shown])
-        pairs: set[Pair] = {(observation, text) for observation, use in shown if (text := texts.get(_key(use))) is not None}
-        found = await self._entropies([*pairs, *dict.fromkeys((observation, None) for observation, _ in pairs)])
+        pairs: set[Pair] = {
+            (observation, text)
+            for observation, use in shown
+            if (text := texts.get(_key(use))) is not None
+        }
+        found = await self._entropies(
+            [*pairs, *dict.fromkeys((observation, None) for observation, _ in pairs)]
+        )
         options = self._settings.model_dump()
         made = {pair: entropy_bonus(found[pair[0], None], found[pair], **options) for pair in pairs}
-        known: list[tuple[Use, Pair]] = [(use, (observation, texts.get(_key(use)))) for observation, use in shown]
+        known: list[tuple[Use, Pair]] = [
+            (use, (observation, texts.get(_key(use)))) for observation, use in shown
+        ]
         given = {use.id: made[pair] for use, pair in known if pair in made}
         self.mean = sum(given.values()) / max(1, len(given))
         return given
@@ -58,14 +78,22 @@ class EntropyBonus:
 
     def _sample(self, observation: str, text: str | None) -> Sample:
         """The prompt, with the tokens of the observation as the positions to look at."""
-        tokens, kinds = self._actor.opening(observation, None if text is None else experience_block([text]))
+        tokens, kinds = self._actor.opening(
+            observation, None if text is None else experience_block([text])
+        )
         positions = tuple(i for i, kind in enumerate(kinds) if kind == "user" and i)
         nothing = (0.0,) * len(positions)
-        return Sample(tokens=tuple(tokens), positions=positions, logprobs=nothing, advantages=nothing)
+        return Sample(
+            tokens=tuple(tokens), positions=positions, logprobs=nothing, advantages=nothing
+        )
 
 
 def _opening_uses(trajectory: Trajectory) -> list[Use]:
-    return [use for use in trajectory.uses if use.how == "episode_start"] if trajectory.condition is Condition.GUIDED else []
+    return (
+        [use for use in trajectory.uses if use.how == "episode_start"]
+        if trajectory.condition is Condition.GUIDED
+        else []
+    )
 
 
 def _key(use: Use) -> Key:

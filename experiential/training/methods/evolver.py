@@ -31,14 +31,18 @@ def worth(settings: ActorSettings) -> RewardOf:
 
 def form(episode: Episode, settings: ActorSettings) -> float:
     """The format reward of an episode's responses."""
-    return format_reward([generation.text for generation in episode.generations], settings.format_parts)
+    return format_reward(
+        [generation.text for generation in episode.generations], settings.format_parts
+    )
 
 
-async def prune(bank: ExperienceBank, below: float, step: int, emit: Callable[[dict[str, Any]], None]) -> None:
+async def prune(
+    bank: ExperienceBank, below: float, step: int, emit: Callable[[dict[str, Any]], None]
+) -> None:
     """Take out the entries whose Laplace score is below ``below``, and note in the metrics how many.
 
-    The bank is asked in a thread. An entry that was never used has a score of 0.5 and stays; at 0.3, the value of EvolveR's script, so does
-    one whose only use was in a failure.
+    The bank is asked in a thread. An entry that was never used has a score of 0.5 and stays; at
+    0.3, the value of EvolveR's script, so does one whose only use was in a failure.
     """
     gone = await asyncio.to_thread(partial(bank.prune, score=below, min_uses=0, author="run"))
     emit({"event": "prune", "step": step, "pruned": len(gone), "entries": len(bank)})

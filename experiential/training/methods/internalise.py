@@ -19,8 +19,8 @@ from experiential.types import Condition, Generation
 def without_help(episode: Episode, actor: ActorAgent) -> list[Generation]:
     """The responses of an episode that stepped its environment, after prompts that hold neither advice nor questions to the bank.
 
-    Prompts are rebuilt as token ids by ``actor``, from the environment's own observations; the responses keep the ids that were sampled,
-    and they alone are trained on.
+    Prompts are rebuilt as token ids by ``actor``, from the environment's own observations; the
+    responses keep the ids that were sampled, and they alone are trained on.
 
     Args:
         episode: a finished episode.
@@ -32,7 +32,9 @@ def without_help(episode: Episode, actor: ActorAgent) -> list[Generation]:
     return actor.replay([turn.observation for turn in episode.trajectory.turns], episode.acts())
 
 
-def imitation_samples(episodes: Sequence[Episode], actor: ActorAgent, weight: float) -> list[Sample]:
+def imitation_samples(
+    episodes: Sequence[Episode], actor: ActorAgent, weight: float
+) -> list[Sample]:
     """Samples of kind ``sft`` that imitate these episodes without their help, every episode equally: weights sum to ``weight``.
 
     Args:
@@ -41,28 +43,35 @@ def imitation_samples(episodes: Sequence[Episode], actor: ActorAgent, weight: fl
         weight: of the imitation loss beside the other losses of its batch.
     """
     share = weight / max(1, len(episodes))
-    return [replace(sample, kind="sft") for e in episodes for sample in trajectory_samples(without_help(e, actor), 0.0, share)]
+    return [
+        replace(sample, kind="sft")
+        for e in episodes
+        for sample in trajectory_samples(without_help(e, actor), 0.0, share)
+    ]
 
 
 def beyond_free(episodes: Sequence[Episode]) -> list[Episode]:
     """Guided episodes with a reward above the mean of the free members of their group (section 4.3 of Complementary RL).
 
-    Episodes that failed for a technical reason do not count, on either side; a group without free members gives none.
+    Episodes that failed for a technical reason do not count, on either side; a group without free
+    members gives none.
     """
     played = [e for e in episodes if e.trajectory.error is None and e.generations]
     if not played:
         return []
     guided = [e.trajectory.condition is Condition.GUIDED for e in played]
-    gains = relative_rewards([e.trajectory.reward for e in played], [e.trajectory.group for e in played], guided)
+    gains = relative_rewards(
+        [e.trajectory.reward for e in played], [e.trajectory.group for e in played], guided
+    )
     return [e for e, gain in zip(played, gains.tolist(), strict=True) if gain > 1e-9]
 
 
 class CollapseGuard:
     """Pauses imitation while the actor plays much worse on its own than it once did.
 
-    Imitation of its own successes narrows a policy; the paper saw early gains and a collapse later. The guard follows the running mean of
-    the free members' success and stops imitation as long as that is more than ``margin`` below its best. Plain reinforcement learning
-    goes on meanwhile.
+    Imitation of its own successes narrows a policy; the paper saw early gains and a collapse later.
+    The guard follows the running mean of the free members' success and stops imitation as long as
+    that is more than ``margin`` below its best. Plain reinforcement learning goes on meanwhile.
 
     Args:
         margin: in [0, 1].
@@ -81,7 +90,11 @@ class CollapseGuard:
     def allows(self, success: float | None) -> bool:
         """Take in the success rate of a step's free members (None: there were none), and say whether to imitate."""
         if success is not None:
-            self._mean = success if self._mean is None else self._memory * self._mean + (1 - self._memory) * success
+            self._mean = (
+                success
+                if self._mean is None
+                else self._memory * self._mean + (1 - self._memory) * success
+            )
             self._best = max(self._best, self._mean)
         return self._mean is None or self._mean >= self._best - self._margin
 
@@ -111,12 +124,20 @@ class SelfDistillation:
 
     def samples(self, episodes: Sequence[Episode], actor: ActorAgent, step: int) -> list[Sample]:
         """What to imitate beside learning from these episodes."""
-        free = [e.trajectory.success for e in episodes if e.trajectory.error is None and e.trajectory.condition is Condition.FREE]
+        free = [
+            e.trajectory.success
+            for e in episodes
+            if e.trajectory.error is None and e.trajectory.condition is Condition.FREE
+        ]
         allowed = self._guard.allows(float(np.mean(free)) if free else None)
         if (step + 1) % self._settings.every:
             return []
         self.paused += not allowed
-        return imitation_samples(beyond_free(episodes), actor, self._settings.weight) if allowed else []
+        return (
+            imitation_samples(beyond_free(episodes), actor, self._settings.weight)
+            if allowed
+            else []
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs."""

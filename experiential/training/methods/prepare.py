@@ -12,13 +12,17 @@ from experiential.training.tasks import TaskSource
 _SEED = 0x0FF11E  # added to the seed of a run, so that other episodes are collected than training will play
 
 
-async def fill_bank(experiment: Experiment, manager: ExperienceManager, rollout: Rollout, worlds: int | None) -> dict[str, Any]:
+async def fill_bank(
+    experiment: Experiment, manager: ExperienceManager, rollout: Rollout, worlds: int | None
+) -> dict[str, Any]:
     """Play, distil, deduplicate and merge, with the weights of now; gives an event for the metrics.
 
-    The actor plays alone, on training tasks; nothing is learnt from these episodes but what the extractor writes.
+    The actor plays alone, on training tasks; nothing is learnt from these episodes but what the
+    extractor writes.
 
     Args:
-        experiment: ``bank.prepare_steps`` says how many steps of ``actor.groups`` times ``actor.group_size`` episodes.
+        experiment: ``bank.prepare_steps`` says how many steps of ``actor.groups`` times
+            ``actor.group_size`` episodes.
         manager: of the bank to fill.
         rollout: plays training tasks.
         worlds: how many worlds the environment lists, None when it lists none.
@@ -38,4 +42,10 @@ async def fill_bank(experiment: Experiment, manager: ExperienceManager, rollout:
     await manager.adeduplicate()
     if bank.merge_every:
         await manager.amerge()
-    return {"event": "prepared", "step": 0, "episodes": played, "successes": won, "entries": len(manager.bank)}
+    return {
+        "event": "prepared",
+        "step": 0,
+        "episodes": played,
+        "successes": won,
+        "entries": len(manager.bank),
+    }

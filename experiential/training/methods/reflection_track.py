@@ -27,13 +27,31 @@ class ReflectionTrack:
         attempts: plays both attempts.
     """
 
-    def __init__(self, settings: ReflectionSettings, actor: ActorSettings, roles: Roles, policy: PolicyRuntime, attempts: Attempts) -> None:
-        self._settings, self._actor, self._roles, self._policy, self._attempts = settings, actor, roles, policy, attempts
+    def __init__(
+        self,
+        settings: ReflectionSettings,
+        actor: ActorSettings,
+        roles: Roles,
+        policy: PolicyRuntime,
+        attempts: Attempts,
+    ) -> None:
+        self._settings, self._actor, self._roles, self._policy, self._attempts = (
+            settings,
+            actor,
+            roles,
+            policy,
+            attempts,
+        )
         self._learnt: Counter[str] = Counter()
 
     @classmethod
     def of(
-        cls, experiment: Experiment, roles: Roles, policy: PolicyRuntime, rollout: Rollout, bank: ExperienceBank | None
+        cls,
+        experiment: Experiment,
+        roles: Roles,
+        policy: PolicyRuntime,
+        rollout: Rollout,
+        bank: ExperienceBank | None,
     ) -> ReflectionTrack | None:
         """The track of an experiment; None where one attempt is all.
 
@@ -47,7 +65,9 @@ class ReflectionTrack:
         settings = experiment.reflection
         if settings is None:
             return None
-        attempts = Attempts(rollout, roles.reflector(), memory_of(settings, bank), threshold=settings.threshold)
+        attempts = Attempts(
+            rollout, roles.reflector(), memory_of(settings, bank), threshold=settings.threshold
+        )
         return cls(settings, experiment.actor, roles, policy, attempts)
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
@@ -57,13 +77,17 @@ class ReflectionTrack:
     async def samples(self, episodes: Sequence[Episode]) -> list[Sample]:
         """What a step learns beside its first attempts."""
         reinforced = reinforced_samples(episodes, self._actor)
-        internalised = await internalised_samples(episodes, self._settings, self._roles.actor(), self._policy)
+        internalised = await internalised_samples(
+            episodes, self._settings, self._roles.actor(), self._policy
+        )
         self._learnt = Counter(reinforced=len(reinforced), internalised=len(internalised))
         return reinforced + internalised
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         """What the step's record says of both attempts and of what was learnt from them last."""
-        return self._attempts.event(episodes) | {f"{name}_samples": count for name, count in self._learnt.items()}
+        return self._attempts.event(episodes) | {
+            f"{name}_samples": count for name, count in self._learnt.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs, as JSON."""

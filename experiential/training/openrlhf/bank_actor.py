@@ -69,7 +69,8 @@ class BankHost:
 
         Args:
             serving: what, and where.
-            patience: seconds to wait for port and folder, which a killed writer may hold for a moment.
+            patience: seconds to wait for port and folder, which a killed writer may hold for a
+                moment.
 
         Raises:
             BankError: the folder cannot be opened, or another process writes it.
@@ -82,7 +83,9 @@ class BankHost:
             shelf = self._shelf = _patiently(partial(_opened, serving), patience)
             failed.pop_all()
         self._server = _server(shelf, serving.token)
-        threading.Thread(target=self._run, args=(listener,), name="bank-server", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(listener,), name="bank-server", daemon=True
+        ).start()
         return host, int(listener.getsockname()[1])
 
     def _run(self, listener: socket.socket) -> None:
@@ -124,7 +127,12 @@ def _opened(serving: Serving) -> Shelf:
     from experiential.bank.http.shelf import Shelf
 
     settings = serving.settings
-    shelf = Shelf(serving.folder, namespaces=(settings.namespace,), embedder=settings.embedder, chroma=settings.chroma)
+    shelf = Shelf(
+        serving.folder,
+        namespaces=(settings.namespace,),
+        embedder=settings.embedder,
+        chroma=settings.chroma,
+    )
     shelf.get(settings.namespace).bank.text_limit = settings.text_limit
     return shelf
 
@@ -154,14 +162,22 @@ def _server(shelf: Shelf, token: str) -> Any:
 
     from experiential.bank.http.service import create_app
 
-    return uvicorn.Server(uvicorn.Config(create_app(shelf, token), log_level="warning", access_log=False, timeout_graceful_shutdown=10))
+    return uvicorn.Server(
+        uvicorn.Config(
+            create_app(shelf, token),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=10,
+        )
+    )
 
 
 class BankActor:
     """Runs the bank's one writer as a Ray actor on this node, and starts it again when it dies or does not answer.
 
-    It is served at the address of this node with a random token. A bank that is started again has the same folder, token and
-    port, so clients just try again; each write carries a key and is carried out once. What was acknowledged is in the journal.
+    It is served at the address of this node with a random token. A bank that is started again has
+    the same folder, token and port, so clients just try again; each write carries a key and is
+    carried out once. What was acknowledged is in the journal.
 
     >>> with BankActor("bank", BankSettings(), ClusterSettings()) as actor:  # doctest: +SKIP
     ...     actor.bank().add("The red door needs the brass key.")
@@ -182,7 +198,9 @@ class BankActor:
         MissingExtraError: Ray or the packages of the server are not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], settings: BankSettings, cluster: ClusterSettings) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], settings: BankSettings, cluster: ClusterSettings
+    ) -> None:
         joined_ray()
         _check_server_packages()
         self._cluster = cluster
@@ -199,7 +217,12 @@ class BankActor:
     def __enter__(self) -> BankActor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __str__(self) -> str:
@@ -225,16 +248,27 @@ class BankActor:
 
     def bank(self) -> ActorBank:
         """A client that can also be forked; close it before this."""
-        return ActorBank(self, timeout=self._cluster.call_timeout, patience=min(_PATIENCE, self._cluster.start_timeout))
+        return ActorBank(
+            self,
+            timeout=self._cluster.call_timeout,
+            patience=min(_PATIENCE, self._cluster.start_timeout),
+        )
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> None:
         """Copy the bank into another folder on this node's disk, as ``ExperienceBank.fork`` does; the copy is closed.
 
         Raises:
-            BankError: the folder holds a bank already, the actor died meanwhile, or gave no answer in time.
+            BankError: the folder holds a bank already, the actor died meanwhile, or gave no answer
+                in time.
         """
         with self._starting:  # a restart under way is waited for
-            self._ask("fork", self.settings.namespace, str(Path(path).resolve()), keep_queue, seconds=self._cluster.call_timeout)
+            self._ask(
+                "fork",
+                self.settings.namespace,
+                str(Path(path).resolve()),
+                keep_queue,
+                seconds=self._cluster.call_timeout,
+            )
 
     def close(self) -> None:
         """Close the bank and end the actor; safe to call twice, and after Ray was shut down."""
@@ -250,22 +284,35 @@ class BankActor:
         try:
             self._ask("close", seconds=min(_CLOSE_SECONDS, self._cluster.call_timeout))
         except ExperientialError as error:
-            _log.warning("%s was not closed cleanly; what it acknowledged is in the journal: %s", self, error)
+            _log.warning(
+                "%s was not closed cleanly; what it acknowledged is in the journal: %s", self, error
+            )
         joined_ray().kill(self._host)
 
     def _start(self, patience: float) -> None:
         """Begin a life; one that cannot serve the bank is ended at once."""
         ray = joined_ray()
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": _CALLS}
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        options = {
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": _CALLS,
+        }
         self._host = ray.remote(BankHost).options(scheduling_strategy=here, **options).remote()
         try:
-            self._node, port = self._ask("serve", self._serving, patience, seconds=self._cluster.start_timeout)
+            self._node, port = self._ask(
+                "serve", self._serving, patience, seconds=self._cluster.start_timeout
+            )
         except ExperientialError:
             ray.kill(self._host)
             raise
         self._serving = replace(self._serving, port=port)
-        self.url = f"http://[{self._node}]:{port}" if ":" in self._node else f"http://{self._node}:{port}"
+        self.url = (
+            f"http://[{self._node}]:{port}" if ":" in self._node else f"http://{self._node}:{port}"
+        )
         self._life: Any = self._host.until_ended.remote()
 
     def _ask(self, method: str, *arguments: Any, seconds: float) -> Any:
@@ -277,11 +324,18 @@ class BankActor:
             cause = cause_of(error)
             if isinstance(cause, ExperientialError):
                 raise cause from None
-            raise BankError(f"Expected {method} of the {self} to succeed, got {type(cause).__name__}: {told(cause)}") from None
+            raise BankError(
+                f"Expected {method} of the {self} to succeed, got {type(cause).__name__}:"
+                f" {told(cause)}"
+            ) from None
         except ray.exceptions.GetTimeoutError:
-            raise BankError(f"Expected an answer to {method} from the {self} within {seconds:g} s, got none") from None
+            raise BankError(
+                f"Expected an answer to {method} from the {self} within {seconds:g} s, got none"
+            ) from None
         except ray.exceptions.RayError as error:
-            raise BankError(f"Expected an answer to {method} from the {self}, but it died: {told(error)}") from None
+            raise BankError(
+                f"Expected an answer to {method} from the {self}, but it died: {told(error)}"
+            ) from None
 
     def _watching(self) -> None:
         """Until closed: wait for the end of a life, note why, start the next."""
@@ -307,7 +361,12 @@ class BankActor:
         """A complaint when the server does not answer, whatever it says."""
         try:
             headers = {"Authorization": f"Bearer {self.token}"}
-            httpx.get(f"{self.url}{wire.PREFIX}health", headers=headers, timeout=self._cluster.call_timeout, trust_env=False)
+            httpx.get(
+                f"{self.url}{wire.PREFIX}health",
+                headers=headers,
+                timeout=self._cluster.call_timeout,
+                trust_env=False,
+            )
         except httpx.TransportError as error:
             return f"did not answer within {self._cluster.call_timeout:g} s: {type(error).__name__}"
         return None
@@ -321,7 +380,9 @@ class BankActor:
         if not self._restartable():
             _log.error("%s; no restart is left of %d", self.failures[-1], self._cluster.restarts)
             return None
-        _log.warning("%s; restart %d of %d", self.failures[-1], len(self.failures), self._cluster.restarts)
+        _log.warning(
+            "%s; restart %d of %d", self.failures[-1], len(self.failures), self._cluster.restarts
+        )
         try:
             self._start(_LOCK_SECONDS)
         except ExperientialError as error:
@@ -335,20 +396,34 @@ class ActorBank(RemoteBank):
     Args:
         actor: where the bank is written.
         timeout: seconds to wait for one answer.
-        patience: seconds during which a lost connection is tried again; a restart of the actor should fit in.
+        patience: seconds during which a lost connection is tried again; a restart of the actor
+            should fit in.
     """
 
-    def __init__(self, actor: BankActor, *, timeout: float = 60.0, patience: float = _PATIENCE) -> None:
+    def __init__(
+        self, actor: BankActor, *, timeout: float = 60.0, patience: float = _PATIENCE
+    ) -> None:
         self._actor = actor
-        super().__init__(actor.url, namespace=actor.settings.namespace, token=actor.token, timeout=timeout, patience=patience)
+        super().__init__(
+            actor.url,
+            namespace=actor.settings.namespace,
+            token=actor.token,
+            timeout=timeout,
+            patience=patience,
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name != "text_limit" or value != self._actor.settings.text_limit:  # the actor was opened with it
+        if (
+            name != "text_limit" or value != self._actor.settings.text_limit
+        ):  # the actor was opened with it
             super().__setattr__(name, value)
 
     def __len__(self) -> int:
         if not self._actor.alive:
-            raise BankError(f"Expected a bank that is served, got one that is not: {'; '.join(self._actor.failures) or 'it was closed'}")
+            raise BankError(
+                "Expected a bank that is served, got one that is not:"
+                f" {'; '.join(self._actor.failures) or 'it was closed'}"
+            )
         return super().__len__()
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> ExperienceBank:

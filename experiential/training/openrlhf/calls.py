@@ -25,7 +25,10 @@ def joined_ray() -> Any:
     except ImportError:
         raise MissingExtraError("ray", "openrlhf") from None
     if not ray.is_initialized():
-        raise ConfigError("Expected a process that has joined a Ray cluster, got one that has not; call ray.init() first")
+        raise ConfigError(
+            "Expected a process that has joined a Ray cluster, got one that has not; call"
+            " ray.init() first"
+        )
     return ray
 
 
@@ -54,7 +57,11 @@ def told(error: BaseException) -> str:
     >>> told(ValueError("The actor died.\n\tclass_name: Host\nIt was killed by `ray.kill`."))
     'The actor died. It was killed by `ray.kill`.'
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
+    lines = [
+        line.strip()
+        for line in str(error).splitlines()
+        if line.strip() and not line.startswith("\t")
+    ]
     text = " ".join(lines).partition(_GUESSES)[0] or type(error).__name__
     return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"
 

@@ -38,7 +38,8 @@ class Engines:
         call_timeout: seconds that a request may take; an engine that takes longer is held for dead.
         start_timeout: seconds that an engine may take to start.
         restarts: times that each may be started again.
-        replaced: awaited after an engine was started again: connects it and gives it the weights of now.
+        replaced: awaited after an engine was started again: connects it and gives it the weights of
+            now.
         fixed: why an engine that is lost is not started again, for the error; None starts it again.
     """
 
@@ -76,7 +77,9 @@ class Engines:
     @property
     def busy(self) -> float:
         """Seconds in which at least one request was running."""
-        return self._busy + (0.0 if self._busy_since is None else time.perf_counter() - self._busy_since)
+        return self._busy + (
+            0.0 if self._busy_since is None else time.perf_counter() - self._busy_since
+        )
 
     async def ready(self) -> None:
         """Wait until all engines have started.
@@ -90,7 +93,8 @@ class Engines:
         """The finished request of one prompt; an engine that is lost is replaced and the request made again.
 
         Raises:
-            BackendError: the engine refused it, or was lost more often than it may be started again.
+            BackendError: the engine refused it, or was lost more often than it may be started
+                again.
         """
         while True:
             await self._serving.wait()
@@ -98,7 +102,9 @@ class Engines:
             handle = engine.seat.handle
             self._count(engine, +1)
             try:
-                return await answer(handle.generate.remote(list(ids), params), engine.name, self._call_timeout)
+                return await answer(
+                    handle.generate.remote(list(ids), params), engine.name, self._call_timeout
+                )
             except LostActorError as error:
                 await self._replace(engine, handle, error)
             finally:
@@ -119,7 +125,8 @@ class Engines:
     async def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Give sleeping engines back what is named; they answer once they have both.
 
-        Weights alone are enough to send new ones. An engine with weights alone cannot be put to sleep: vLLM takes it for asleep.
+        Weights alone are enough to send new ones. An engine with weights alone cannot be put to
+            sleep: vLLM takes it for asleep.
         """
         await self._each("wake_up", self._call_timeout, list(parts))
         if "kv_cache" in parts:
@@ -136,7 +143,9 @@ class Engines:
         for engine in list(self._engines):
             handle = engine.seat.handle
             try:
-                await answer(handle.get_num_unfinished_requests.remote(), engine.name, self._call_timeout)
+                await answer(
+                    handle.get_num_unfinished_requests.remote(), engine.name, self._call_timeout
+                )
             except LostActorError as error:
                 await self._replace(engine, handle, error)
 
@@ -152,7 +161,10 @@ class Engines:
             if self._fixed is not None:
                 raise BackendError(f"{reason}; {self._fixed}") from reason
             if engine.restarts >= self._restarts:
-                raise BackendError(f"{reason}; it was started again {engine.restarts} times already (cluster.restarts)") from reason
+                raise BackendError(
+                    f"{reason}; it was started again {engine.restarts} times already"
+                    " (cluster.restarts)"
+                ) from reason
             self._serving.clear()
             try:
                 engine.restarts += 1

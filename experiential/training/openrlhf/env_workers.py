@@ -33,7 +33,8 @@ _STUCK = _THREADS // 2
 """Calls that never came back after which a worker is started again."""
 _CLOSE_SECONDS = 10.0
 _SHARE_OF_CPU = 0.01
-"""What Ray reserves for a worker: environments mostly wait, and a node without CPUs is not asked."""
+"""What Ray reserves for a worker: environments mostly wait, and a node without CPUs is not asked.
+"""
 
 
 class Spaces(NamedTuple):
@@ -48,7 +49,8 @@ class Spaces(NamedTuple):
 class EnvHost:
     """The inside of a Ray actor: environments by number, each call in a thread of its pool.
 
-    What an environment raises is an answer, not an exception: methods give ``(value, None)`` or ``(None, reason)``.
+    What an environment raises is an answer, not an exception: methods give ``(value, None)`` or
+    ``(None, reason)``.
 
     Args:
         index: number of this worker, for Ray's logs.
@@ -71,20 +73,29 @@ class EnvHost:
             await self.describe(settings, kwargs)
         return str(joined_ray().util.get_node_ip_address())
 
-    async def describe(self, settings: EnvSettings, kwargs: dict[str, Any]) -> tuple[Spaces | None, str | None]:
+    async def describe(
+        self, settings: EnvSettings, kwargs: dict[str, Any]
+    ) -> tuple[Spaces | None, str | None]:
         """The spaces of an environment, from one that is made and closed."""
 
         def look() -> Spaces:
             env = make_env(settings, kwargs)
             try:
-                return Spaces(env.observation_space, env.action_space, dict(env.metadata), env.render_mode)
+                return Spaces(
+                    env.observation_space, env.action_space, dict(env.metadata), env.render_mode
+                )
             finally:
                 env.close()
 
         return await self._outcome(look)
 
     async def reset(
-        self, number: int, settings: EnvSettings, kwargs: dict[str, Any], seed: int | None, options: dict[str, Any] | None
+        self,
+        number: int,
+        settings: EnvSettings,
+        kwargs: dict[str, Any],
+        seed: int | None,
+        options: dict[str, Any] | None,
     ) -> tuple[Start | None, str | None]:
         """Start an episode in the environment of this number, which is made where there is none: at first, and after a failure."""
 
@@ -125,7 +136,9 @@ class EnvHost:
 
     def _known(self, number: int) -> gym.Env[str, str]:
         if number not in self._envs:
-            raise gym.error.ResetNeeded("Expected reset() before this call, which starts an environment here; there is none")
+            raise gym.error.ResetNeeded(
+                "Expected reset() before this call, which starts an environment here; there is none"
+            )
         return self._envs[number]
 
     async def _call(self, number: int, work: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -142,7 +155,11 @@ class EnvHost:
 
     async def _outcome(self, work: Callable[[], T]) -> tuple[T | None, str | None]:
         result = await awaited(asyncio.get_running_loop().run_in_executor(self._pool, work))
-        return (None, f"{type(result).__name__}: {result}") if isinstance(result, Exception) else (result, None)
+        return (
+            (None, f"{type(result).__name__}: {result}")
+            if isinstance(result, Exception)
+            else (result, None)
+        )
 
 
 class Life(NamedTuple):
@@ -159,14 +176,20 @@ class EnvWorker:
     Args:
         index: number of this worker.
         cluster: time-outs, and how often it is started again.
-        known: the kinds of environments asked for so far; a new life makes one of each before it is used.
+        known: the kinds of environments asked for so far; a new life makes one of each before it is
+            used.
 
     Attributes:
         failures: why each life that is over ended, oldest first.
         alive: whether there is a life to ask; one that has only begun counts.
     """
 
-    def __init__(self, index: int, cluster: ClusterSettings, known: Sequence[tuple[EnvSettings, dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        index: int,
+        cluster: ClusterSettings,
+        known: Sequence[tuple[EnvSettings, dict[str, Any]]],
+    ) -> None:
         self.index, self._cluster, self._known = index, cluster, known
         self.failures: list[str] = []
         self.alive = True
@@ -179,8 +202,18 @@ class EnvWorker:
         return f"env worker {self.index} on {self._node}"
 
     def _born(self) -> Life:
-        options = {"num_cpus": _SHARE_OF_CPU, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": _CALLS}
-        handle: Any = joined_ray().remote(EnvHost).options(scheduling_strategy="SPREAD", **options).remote(self.index)
+        options = {
+            "num_cpus": _SHARE_OF_CPU,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": _CALLS,
+        }
+        handle: Any = (
+            joined_ray()
+            .remote(EnvHost)
+            .options(scheduling_strategy="SPREAD", **options)
+            .remote(self.index)
+        )
         return Life(len(self.failures), handle, handle.begin.remote(list(self._known)))
 
     async def started(self) -> Life:
@@ -195,7 +228,9 @@ class EnvWorker:
             self._started = life
         return life
 
-    async def ask(self, life: Life, method: str, *arguments: Any, seconds: float | None = None) -> Any:
+    async def ask(
+        self, life: Life, method: str, *arguments: Any, seconds: float | None = None
+    ) -> Any:
         """What a method of the host gives, in the life that it belongs to.
 
         Args:
@@ -205,17 +240,22 @@ class EnvWorker:
             seconds: time-out; ``cluster.call_timeout`` by default.
 
         Raises:
-            EnvError: the environment raised, did not answer in time, or its worker died; the message names worker and node.
+            EnvError: the environment raised, did not answer in time, or its worker died; the
+                message names worker and node.
         """
         if life is not self._life or not self.alive:
             raise EnvError(self._end_of(life), lost=True)
         reference = getattr(life.handle, method).remote(*arguments)
-        value, reason = await self._asked(life, reference, seconds or self._cluster.call_timeout, method, arguments[0])
+        value, reason = await self._asked(
+            life, reference, seconds or self._cluster.call_timeout, method, arguments[0]
+        )
         if reason is not None:
             raise EnvError(f"{self}: {method} failed: {reason}")
         return value
 
-    async def _asked(self, life: Life, reference: Any, seconds: float, method: str, number: object = None) -> Any:
+    async def _asked(
+        self, life: Life, reference: Any, seconds: float, method: str, number: object = None
+    ) -> Any:
         exceptions = joined_ray().exceptions
         try:
             return await answer(reference, seconds)
@@ -234,7 +274,9 @@ class EnvWorker:
             return
         ray = joined_ray()
         try:
-            stuck = await answer(life.handle.abandon.remote(number), min(_PING_SECONDS, self._cluster.call_timeout))
+            stuck = await answer(
+                life.handle.abandon.remote(number), min(_PING_SECONDS, self._cluster.call_timeout)
+            )
         except (TimeoutError, ray.exceptions.RayError):
             self._end(life, f"hangs: {complaint}, and the worker did not answer either")
             return
@@ -242,7 +284,9 @@ class EnvWorker:
             self._end(life, f"holds {stuck} environments that hang; of the last one {complaint}")
             return
         _log.warning("%s: %s; its environment is given up", self, complaint)
-        raise EnvError(f"{self}: {complaint}; the worker answers, so its environment hangs and is given up")
+        raise EnvError(
+            f"{self}: {complaint}; the worker answers, so its environment hangs and is given up"
+        )
 
     def _end(self, life: Life, reason: str) -> None:
         """Note that a life is over, once, and begin the next one if any is left."""
@@ -258,7 +302,9 @@ class EnvWorker:
                 self._life = self._born()
 
     def _end_of(self, life: Life) -> str:
-        return self.failures[life.number] if life.number < len(self.failures) else f"{self} was closed"
+        return (
+            self.failures[life.number] if life.number < len(self.failures) else f"{self} was closed"
+        )
 
     def release(self, life: Life, number: int) -> None:
         """Let the environment of this number close, and wait for nothing; a life that is over is not told."""
@@ -269,7 +315,11 @@ class EnvWorker:
         """Let the environments close, for 10 seconds at most, and end the present life for good."""
         life = self._life
         if self._started is life and self.alive:
-            await awaited(answer(life.handle.close_all.remote(), min(_CLOSE_SECONDS, self._cluster.call_timeout)))
+            await awaited(
+                answer(
+                    life.handle.close_all.remote(), min(_CLOSE_SECONDS, self._cluster.call_timeout)
+                )
+            )
         with self._lock:
             if self.alive:
                 self.alive = False
@@ -279,10 +329,11 @@ class EnvWorker:
 class EnvWorkers:
     """A pool of Ray actors that hold environments, spread over the nodes of the cluster.
 
-    Every worker is an asyncio actor with threads of its own: a call holds a thread there only while an environment really
-    works, and none here. A worker that dies or no longer answers is started again ``cluster.restarts`` times; the episodes
-    that ran there end with an ``EnvError`` that names the worker, its node and the reason, and the next ones run in the new one, or in
-    another worker when none is left of this one.
+    Every worker is an asyncio actor with threads of its own: a call holds a thread there only while
+    an environment really works, and none here. A worker that dies or no longer answers is started
+    again ``cluster.restarts`` times; the episodes that ran there end with an ``EnvError`` that
+    names the worker, its node and the reason, and the next ones run in the new one, or in another
+    worker when none is left of this one.
 
     >>> workers = EnvWorkers(ClusterSettings(env_workers=2))  # doctest: +SKIP
     >>> env = workers.make(EnvSettings(), {"worlds": 2})  # doctest: +SKIP
@@ -300,13 +351,17 @@ class EnvWorkers:
 
     def __init__(self, cluster: ClusterSettings) -> None:
         if cluster.env_workers < 1:
-            raise ValueError(f"Expected cluster.env_workers of at least 1, got {cluster.env_workers}")
+            raise ValueError(
+                f"Expected cluster.env_workers of at least 1, got {cluster.env_workers}"
+            )
         joined_ray()
         self.settings = cluster
         self._known: list[tuple[EnvSettings, dict[str, Any]]] = []
         self._spaces: dict[str, Spaces] = {}
         self._numbers = count()
-        self.workers = [EnvWorker(index, cluster, self._known) for index in range(cluster.env_workers)]
+        self.workers = [
+            EnvWorker(index, cluster, self._known) for index in range(cluster.env_workers)
+        ]
         try:
             shared_loop().run(self._start())
         except EnvError:
@@ -316,7 +371,12 @@ class EnvWorkers:
     def __enter__(self) -> EnvWorkers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     async def _start(self) -> None:
@@ -325,7 +385,8 @@ class EnvWorkers:
     def make(self, settings: EnvSettings, kwargs: dict[str, Any]) -> RemoteEnv:
         """An environment in one of the workers, in turn; a drop-in for ``rollout.make_env``.
 
-        The first one of a kind waits until a worker has made one, to learn its spaces; the others are made at their first reset.
+        The first one of a kind waits until a worker has made one, to learn its spaces; the others
+        are made at their first reset.
 
         Raises:
             EnvError: the environment cannot be made.
@@ -339,7 +400,9 @@ class EnvWorkers:
     async def _describe(self, settings: EnvSettings, kwargs: dict[str, Any]) -> Spaces:
         worker = self.worker_of(0)
         life = await worker.started()
-        return await worker.ask(life, "describe", settings, kwargs, seconds=self.settings.start_timeout)
+        return await worker.ask(
+            life, "describe", settings, kwargs, seconds=self.settings.start_timeout
+        )
 
     def worker_of(self, number: int) -> EnvWorker:
         """The worker that the environment of this number lives in: its own, or the next one that still has a life.
@@ -350,8 +413,14 @@ class EnvWorkers:
         alive = [worker for worker in self.workers if worker.alive]
         own = self.workers[number % len(self.workers)]
         if not alive:
-            ends = "; ".join(worker.failures[-1] for worker in self.workers if worker.failures) or "they were closed"
-            raise ExperientialError(f"Expected an env worker that lives, got none after {self.settings.restarts} restarts each: {ends}")
+            ends = (
+                "; ".join(worker.failures[-1] for worker in self.workers if worker.failures)
+                or "they were closed"
+            )
+            raise ExperientialError(
+                f"Expected an env worker that lives, got none after {self.settings.restarts}"
+                f" restarts each: {ends}"
+            )
         return own if own.alive else alive[number % len(alive)]
 
     def failures(self) -> list[str]:
@@ -370,10 +439,12 @@ class EnvWorkers:
 class RemoteEnv(gym.Env[str, str]):
     """A plain Gymnasium environment that lives in a worker.
 
-    ``reset`` and ``step`` wait; ``areset`` and ``astep`` are the same as coroutines and hold no thread. Seeds, options and info
-    go through as they are; they must be picklable. After an ``EnvError`` the next ``reset`` starts anew, elsewhere if need be.
+    ``reset`` and ``step`` wait; ``areset`` and ``astep`` are the same as coroutines and hold no
+    thread. Seeds, options and info go through as they are; they must be picklable. After an
+    ``EnvError`` the next ``reset`` starts anew, elsewhere if need be.
 
-    Caveat: attributes of the environment itself are asked for with ``get_wrapper_attr`` after the first ``reset``, and come as copies.
+    Caveat: attributes of the environment itself are asked for with ``get_wrapper_attr`` after the
+    first ``reset``, and come as copies.
 
     No vector version: the workers of ``EnvWorkers`` are what runs many at once.
 
@@ -387,13 +458,30 @@ class RemoteEnv(gym.Env[str, str]):
         spaces: what such an environment says of itself.
     """
 
-    def __init__(self, workers: EnvWorkers, number: int, settings: EnvSettings, kwargs: dict[str, Any], spaces: Spaces) -> None:
-        self._workers, self._number, self._settings, self._kwargs = workers, number, settings, kwargs
-        self.observation_space, self.action_space = deepcopy(spaces.observation), deepcopy(spaces.action)
+    def __init__(
+        self,
+        workers: EnvWorkers,
+        number: int,
+        settings: EnvSettings,
+        kwargs: dict[str, Any],
+        spaces: Spaces,
+    ) -> None:
+        self._workers, self._number, self._settings, self._kwargs = (
+            workers,
+            number,
+            settings,
+            kwargs,
+        )
+        self.observation_space, self.action_space = (
+            deepcopy(spaces.observation),
+            deepcopy(spaces.action),
+        )
         self.metadata, self.render_mode = dict(spaces.metadata), spaces.render_mode
         self._home: tuple[EnvWorker, Life] | None = None
 
-    async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Start:
         """Start an episode.
 
         Raises:
@@ -415,7 +503,9 @@ class RemoteEnv(gym.Env[str, str]):
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         if self._home is None:
-            raise EnvError(f"Expected reset() before {method}, got a remote environment that was never started")
+            raise EnvError(
+                f"Expected reset() before {method}, got a remote environment that was never started"
+            )
         worker, life = self._home
         return await worker.ask(life, method, self._number, *arguments)
 
@@ -433,11 +523,17 @@ class RemoteEnv(gym.Env[str, str]):
         Raises:
             EnvError: neither has it, or it cannot be sent.
         """
-        return getattr(self, name) if hasattr(self, name) else shared_loop().run(self._ask("attribute", name))
+        return (
+            getattr(self, name)
+            if hasattr(self, name)
+            else shared_loop().run(self._ask("attribute", name))
+        )
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Whether ``get_wrapper_attr`` gives something."""
-        return hasattr(self, name) or not isinstance(shared_loop().run(awaited(self._ask("attribute", name))), Exception)
+        return hasattr(self, name) or not isinstance(
+            shared_loop().run(awaited(self._ask("attribute", name))), Exception
+        )
 
     def close(self) -> None:
         """Close the remote environment; nobody waits for it."""

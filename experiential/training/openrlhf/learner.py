@@ -38,8 +38,8 @@ class RankStats:
 class PluggedLoss(torch.nn.Module):
     """Called where OpenRLHF calls its ``PolicyLoss``, with the same arguments and the same five results.
 
-    OpenRLHF and DeepSpeed average what ranks and accumulated micro-batches return; this loss is a sum over the batch, so it is
-    multiplied by the number of both.
+    OpenRLHF and DeepSpeed average what ranks and accumulated micro-batches return; this loss is a
+    sum over the batch, so it is multiplied by the number of both.
 
     Attributes:
         settings: which loss to minimise; set before each call of ``fit``.
@@ -89,13 +89,14 @@ class PluggedLoss(torch.nn.Module):
 class Learner:
     """One rank's samples, loss and log-probabilities, around OpenRLHF's policy actor.
 
-    It takes the place of three things in OpenRLHF's trainer: the loss function, the forward pass (temperature and constraints are
-    those of each sample, and only trained positions are brought to float32), and, around each training step, the record of
-    which samples the step is about.
+    It takes the place of three things in OpenRLHF's trainer: the loss function, the forward pass
+    (temperature and constraints are those of each sample, and only trained positions are brought to
+    float32), and, around each training step, the record of which samples the step is about.
 
     Args:
         trainer: OpenRLHF's ``ActorPPOTrainer`` of this rank.
-        fit: trains on the trainer's replay buffer and clears it; gives the status of the last epochs.
+        fit: trains on the trainer's replay buffer and clears it; gives the status of the last
+            epochs.
         append: puts an ``Experience`` into the replay buffer.
         make_experience: builds one from its fields.
         accumulated: micro-batches per optimiser step and rank.
@@ -112,7 +113,12 @@ class Learner:
         accumulated: int,
         reference: Any | None = None,
     ) -> None:
-        self._trainer, self._fit, self._append, self._make_experience = trainer, fit, append, make_experience
+        self._trainer, self._fit, self._append, self._make_experience = (
+            trainer,
+            fit,
+            append,
+            make_experience,
+        )
         self._reference = reference
         self._samples: list[Sample] = []
         self._references: list[torch.Tensor] = []
@@ -148,18 +154,25 @@ class Learner:
     def score(self) -> list[tuple[float, ...]]:
         """Log-probabilities of the trained tokens of the samples taken since the last call, under the weights of now."""
         with torch.no_grad():
-            found = [tuple(float(value) for value in part) for part in self._logprobs_of(self._model, self._samples)]
+            found = [
+                tuple(float(value) for value in part)
+                for part in self._logprobs_of(self._model, self._samples)
+            ]
         self._samples.clear()
         return found
 
     @cached_property
     def _schemas(self) -> Schemas:
-        return Schemas(self._trainer.tokenizer, self._model.module.get_output_embeddings().weight.shape[0])
+        return Schemas(
+            self._trainer.tokenizer, self._model.module.get_output_embeddings().weight.shape[0]
+        )
 
     def _experience(self, index: int, sample: Sample) -> Any:
         width = len(sample.tokens)
         places = torch.tensor(sample.positions, dtype=torch.long) - 1
-        mask, old, advantages = (torch.zeros(1, width - 1, dtype=kind) for kind in (torch.long, torch.float, torch.float))
+        mask, old, advantages = (
+            torch.zeros(1, width - 1, dtype=kind) for kind in (torch.long, torch.float, torch.float)
+        )
         mask[0, places] = 1
         old[0, places] = torch.tensor(sample.logprobs, dtype=torch.float)
         advantages[0, places] = torch.tensor(sample.advantages, dtype=torch.float)
@@ -177,32 +190,61 @@ class Learner:
         chosen = [int(i) for i in experience.info["sample"]]
         self.loss.members = [self._samples[i] for i in chosen]
         device = experience.sequences.device
-        self.loss.reference = torch.cat([self._references[i] for i in chosen]).to(device) if self._references else None
+        self.loss.reference = (
+            torch.cat([self._references[i] for i in chosen]).to(device)
+            if self._references
+            else None
+        )
         status = self._step(experience, *rest)
-        status["num_action_tokens"] = max(1.0, status["num_action_tokens"])  # OpenRLHF divides its averages by it; empty ones have none
+        status["num_action_tokens"] = max(
+            1.0, status["num_action_tokens"]
+        )  # OpenRLHF divides its averages by it; empty ones have none
         return status
 
     def _forward(
-        self, sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor, **_: Any
+        self,
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        **_: Any,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """In place of OpenRLHF's ``Actor.forward`` in training: log-probabilities, shape (b, t - 1), and nothing else of note."""
         logp = self._logprobs(self._model, sequences, attention_mask, self.loss.members)
         full = torch.zeros(action_mask.shape, device=logp.device, dtype=logp.dtype)
         return full.masked_scatter(action_mask.bool(), logp), {}
 
-    def _logprobs(self, model: Any, sequences: torch.Tensor, attention_mask: torch.Tensor, members: Sequence[Sample]) -> torch.Tensor:
+    def _logprobs(
+        self,
+        model: Any,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        members: Sequence[Sample],
+    ) -> torch.Tensor:
         """Log-probability of every trained token of ``members``, which are the rows of ``sequences``, shape (n,)."""
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         logits = model(sequences, attention_mask=attention_mask, position_ids=positions).logits
-        rows = torch.tensor([i for i, s in enumerate(members) for _ in s.positions], device=logits.device, dtype=torch.long)
-        columns = torch.tensor([p - 1 for s in members for p in s.positions], device=logits.device, dtype=torch.long)
+        rows = torch.tensor(
+            [i for i, s in enumerate(members) for _ in s.positions],
+            device=logits.device,
+            dtype=torch.long,
+        )
+        columns = torch.tensor(
+            [p - 1 for s in members for p in s.positions], device=logits.device, dtype=torch.long
+        )
         picked = logits[rows, columns].float()
-        blocked = blocked_tokens(members, picked.shape[1], lambda: self._schemas) if len(rows) else None
-        return token_logprobs(picked, members, blocked if blocked is None else blocked.to(picked.device))
+        blocked = (
+            blocked_tokens(members, picked.shape[1], lambda: self._schemas) if len(rows) else None
+        )
+        return token_logprobs(
+            picked, members, blocked if blocked is None else blocked.to(picked.device)
+        )
 
     def _reference_logprobs(self) -> list[torch.Tensor]:
         if self._reference is None:
-            raise ValueError("Expected a reference model for a KL penalty, got none; start the runtime with reference=True")
+            raise ValueError(
+                "Expected a reference model for a KL penalty, got none; start the runtime with"
+                " reference=True"
+            )
         with torch.no_grad():
             return list(self._logprobs_of(self._reference.model, self._samples))
 
@@ -213,7 +255,12 @@ class Learner:
         for start in range(0, len(samples), size):
             members = samples[start : start + size]
             width = max(len(s.tokens) for s in members)
-            sequences = torch.tensor([[*s.tokens, *([0] * (width - len(s.tokens)))] for s in members], device=device)
-            mask = torch.tensor([[1] * len(s.tokens) + [0] * (width - len(s.tokens)) for s in members], device=device)
+            sequences = torch.tensor(
+                [[*s.tokens, *([0] * (width - len(s.tokens)))] for s in members], device=device
+            )
+            mask = torch.tensor(
+                [[1] * len(s.tokens) + [0] * (width - len(s.tokens)) for s in members],
+                device=device,
+            )
             flat = self._logprobs(model, sequences, mask, members).cpu()
             yield from cast("Any", flat).split([len(s.positions) for s in members])

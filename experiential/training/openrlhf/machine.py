@@ -46,13 +46,20 @@ def torch_gpus() -> tuple[Gpu, ...]:
 
     cuda: Any = torch.cuda
     found = enumerate(cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
-    return tuple(Gpu(str(i), str(getattr(gpu, "uuid", "")), gpu.name, gpu.total_memory / 1e9) for i, gpu in found)
+    return tuple(
+        Gpu(str(i), str(getattr(gpu, "uuid", "")), gpu.name, gpu.total_memory / 1e9)
+        for i, gpu in found
+    )
 
 
 def read_gpus(said: str) -> list[Gpu]:
     """The GPUs in what ``nvidia-smi`` prints as CSV without header and units; lines of another form are left out."""
     rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
-    return [Gpu(row[0], row[1], row[2], int(row[3]) * 2**20 / 1e9) for row in rows if len(row) == 4 and row[3].isdigit()]
+    return [
+        Gpu(row[0], row[1], row[2], int(row[3]) * 2**20 / 1e9)
+        for row in rows
+        if len(row) == 4 and row[3].isdigit()
+    ]
 
 
 def only_visible(gpus: list[Gpu], visible: str | None) -> Iterator[Gpu]:
@@ -61,7 +68,15 @@ def only_visible(gpus: list[Gpu], visible: str | None) -> Iterator[Gpu]:
         yield from gpus
         return
     for name in (part.strip() for part in visible.split(",")):
-        named = next((gpu for gpu in gpus if name and (name == gpu.number or (not name.isdigit() and gpu.uuid.startswith(name)))), None)
+        named = next(
+            (
+                gpu
+                for gpu in gpus
+                if name
+                and (name == gpu.number or (not name.isdigit() and gpu.uuid.startswith(name)))
+            ),
+            None,
+        )
         if named is None:
             return
         yield named
@@ -72,7 +87,13 @@ def _nvidia_smi() -> str | None:
     if program is None:
         return None
     try:
-        done = subprocess.run([program, _ASK, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(
+            [program, _ASK, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

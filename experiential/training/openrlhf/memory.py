@@ -1,6 +1,7 @@
 """Memory per GPU by arithmetic, before anything starts. Nothing here was measured on a GPU; units are 1e9 bytes.
 
-With N parameters, R ranks, micro-batches of M sequences of L tokens (T = M L positions) and a vocabulary of V, a rank holds:
+With N parameters, R ranks, micro-batches of M sequences of L tokens (T = M L positions) and a
+vocabulary of V, a rank holds:
 
 | Part | Bytes | Divided by R from |
 |---|---|---|
@@ -14,17 +15,22 @@ With N parameters, R ranks, micro-batches of M sequences of L tokens (T = M L po
 | logits | V (2 T + 12 P) for P trained positions | |
 | process: CUDA context, NCCL buffers, fragments | 1.5e9, assumed | |
 
-A, what one layer keeps of one token for the backward pass, is ``16 hidden + 4 queries + 4 keys + 8 intermediate`` bytes: two RMS norms
-that work in float32 (6 hidden each), the inputs of two blocks of projections (2 hidden each), queries, keys, values and the result of
-attention in bfloat16, and four tensors of the gated feed-forward part. Norms of queries and keys (Qwen3) keep 6 (queries + keys)
-more, ``eager`` attention its scores: 6 heads L. On the CPU this is within 4 % of what autograd keeps of Llama, Qwen2 and Qwen3 (a test).
+A, what one layer keeps of one token for the backward pass, is ``16 hidden + 4 queries + 4 keys + 8
+intermediate`` bytes: two RMS norms that work in float32 (6 hidden each), the inputs of two blocks
+of projections (2 hidden each), queries, keys, values and the result of attention in bfloat16, and
+four tensors of the gated feed-forward part. Norms of queries and keys (Qwen3) keep 6 (queries +
+keys) more, ``eager`` attention its scores: 6 heads L. On the CPU this is within 4 % of what
+autograd keeps of Llama, Qwen2 and Qwen3 (a test).
 
-The logits are bfloat16 at every position; those of trained positions are brought to float32, divided by the temperature and put through
-log-softmax, which makes three of that size (measured on the CPU, a test; where draws were restricted, one byte more). P is at most T and at
-most what M sequences may sample. Activations and logits are gone when the optimiser steps, so the larger of the two moments counts.
+The logits are bfloat16 at every position; those of trained positions are brought to float32,
+divided by the temperature and put through log-softmax, which makes three of that size (measured on
+the CPU, a test; where draws were restricted, one byte more). P is at most T and at most what M
+sequences may sample. Activations and logits are gone when the optimiser steps, so the larger of the
+two moments counts.
 
-An engine takes ``gpu_memory`` of a GPU: its part of the weights (2 N / tensor_parallel), the process, 1e9 for the work of one forward
-pass (assumed), and the rest is cache: 2 (key, value) x 2 bytes x layers x key heads on this GPU x head width for each token.
+An engine takes ``gpu_memory`` of a GPU: its part of the weights (2 N / tensor_parallel), the
+process, 1e9 for the work of one forward pass (assumed), and the rest is cache: 2 (key, value) x 2
+bytes x layers x key heads on this GPU x head width for each token.
 """
 
 from __future__ import annotations
@@ -39,7 +45,9 @@ PROCESS_GB = 1.5
 ENGINE_WORK_GB = 1.0
 """Taken by an engine's forward pass; an assumption, vLLM measures its own when it starts."""
 LIVE_PARAMETERS = 1e9
-"""Parameters that ZeRO 3 gathers at once at most: DeepSpeed's default of ``stage3_max_live_parameters``."""
+"""Parameters that ZeRO 3 gathers at once at most: DeepSpeed's default of
+``stage3_max_live_parameters``.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,14 @@ class RankMemory:
     def total(self) -> float:
         """Most that is needed at one moment."""
         passes = self.gathered + self.activations + self.logits
-        return self.weights + self.gradients + self.optimizer + self.reference + PROCESS_GB + max(passes, self.step)
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.reference
+            + PROCESS_GB
+            + max(passes, self.step)
+        )
 
     @property
     def asleep(self) -> float:
@@ -95,7 +110,9 @@ class EngineMemory:
         return None if self.cache is None else max(0, int(self.cache * 1e9 / self.token_bytes))
 
 
-def rank_memory(shape: Shape, settings: PolicyClusterSettings, *, sampled: int, reference: bool) -> RankMemory:
+def rank_memory(
+    shape: Shape, settings: PolicyClusterSettings, *, sampled: int, reference: bool
+) -> RankMemory:
     """What a rank needs, by the table above.
 
     Args:
@@ -135,7 +152,9 @@ def token_activations(shape: Shape, settings: PolicyClusterSettings) -> int:
     return shape.layers * layer
 
 
-def engine_memory(shape: Shape, settings: PolicyClusterSettings, gpu_gb: float | None) -> EngineMemory:
+def engine_memory(
+    shape: Shape, settings: PolicyClusterSettings, gpu_gb: float | None
+) -> EngineMemory:
     """What an engine needs of each of its GPUs.
 
     Args:
@@ -145,5 +164,11 @@ def engine_memory(shape: Shape, settings: PolicyClusterSettings, gpu_gb: float |
     """
     weights = 2 * shape.parameters / 1e9 / settings.tensor_parallel
     heads = max(1, shape.kv_heads // settings.tensor_parallel)
-    rest = None if gpu_gb is None else settings.gpu_memory * gpu_gb - weights - PROCESS_GB - ENGINE_WORK_GB
-    return EngineMemory(weights=weights, token_bytes=4 * shape.layers * heads * shape.head_dim, cache=rest)
+    rest = (
+        None
+        if gpu_gb is None
+        else settings.gpu_memory * gpu_gb - weights - PROCESS_GB - ENGINE_WORK_GB
+    )
+    return EngineMemory(
+        weights=weights, token_bytes=4 * shape.layers * heads * shape.head_dim, cache=rest
+    )

@@ -1,8 +1,9 @@
 """The one place that touches OpenRLHF: its engines, its rank groups, its policy actor and the arguments they read.
 
-OpenRLHF 0.11.2 is written as a program. Its parser exists only while that program runs, its trainers are bound to a data set of prompts,
-and its classes are already Ray actors. What is used here is listed in docs/cluster.md with file and line; `versions.check_versions`
-refuses any other version, since these parts changed between 0.11.0 and 0.11.2.
+OpenRLHF 0.11.2 is written as a program. Its parser exists only while that program runs, its
+trainers are bound to a data set of prompts, and its classes are already Ray actors. What is used
+here is listed in docs/cluster.md with file and line; `versions.check_versions` refuses any other
+version, since these parts changed between 0.11.0 and 0.11.2.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from experiential.training.runtime import LossSettings, Sample
 _FAR = 1_000_000_000
 """Steps of a learning-rate schedule that never ends: the rate is constant."""
 _SHARE = 0.2
-"""Of a GPU and of a CPU, as OpenRLHF gives it to engines in a shared group: a number for Ray's count, no limit of anything."""
+"""Of a GPU and of a CPU, as OpenRLHF gives it to engines in a shared group: a number for Ray's
+count, no limit of anything.
+"""
 
 
 class EngineSeat(NamedTuple):
@@ -37,7 +40,9 @@ class EngineSeat(NamedTuple):
     group: Any
 
 
-def arguments(settings: PolicyClusterSettings, optim: OptimSettings, *, seed: int, sleeps: bool) -> Any:
+def arguments(
+    settings: PolicyClusterSettings, optim: OptimSettings, *, seed: int, sleeps: bool
+) -> Any:
     """The nested namespace that OpenRLHF's parts read, with the values of this policy.
 
     Args:
@@ -54,7 +59,11 @@ def arguments(settings: PolicyClusterSettings, optim: OptimSettings, *, seed: in
         muon=space(lr=0.0, momentum=0.0), lr_scheduler="constant", lr_warmup_ratio=0.0, min_lr_ratio=1.0, max_norm=optim.max_grad_norm,
         gradient_checkpointing_enable=settings.gradient_checkpointing, gradient_checkpointing_reentrant=False, freeze_visual_encoder=False,
     )  # fmt: skip
-    correction = {"is_correction_level": "off", "is_correction_mode": "mask", "is_correction_gating": "ratio"}
+    correction = {
+        "is_correction_level": "off",
+        "is_correction_mode": "mask",
+        "is_correction_gating": "ratio",
+    }
     ds = space(
         zero_stage=settings.zero_stage, param_dtype="bf16", attn_implementation=settings.attention, experts_implementation=None,
         load_in_4bit=False, lora=space(rank=0, alpha=16, dropout=0.0, target_modules=None), packing_samples=False, use_liger_kernel=False,
@@ -87,13 +96,16 @@ def strategy(args: Any) -> Any:
 def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> EngineSeat:
     """One vLLM engine with GPUs of its own; returns at once, while it starts.
 
-    OpenRLHF makes the placement group inside and keeps it to itself, so it is found as the one that is new.
+    OpenRLHF makes the placement group inside and keeps it to itself, so it is found as the one that
+    is new.
     """
     groups: Any = import_module("ray.util.placement_group")
     before = set(groups.placement_group_table())
     [handle] = _create_engines(1, model, settings, seed, None)
     [new] = set(groups.placement_group_table()) - before
-    return EngineSeat(handle, groups.PlacementGroup(import_module("ray._raylet").PlacementGroupID.from_hex(new)))
+    return EngineSeat(
+        handle, groups.PlacementGroup(import_module("ray._raylet").PlacementGroupID.from_hex(new))
+    )
 
 
 def end_engine(seat: EngineSeat) -> None:
@@ -106,8 +118,8 @@ def end_engine(seat: EngineSeat) -> None:
 def start_group(gpus: int, *, seconds: float) -> Any:
     """The placement group that both policies share: one bundle for each GPU, all on one node.
 
-    OpenRLHF gives a rank and an engine that share a GPU a fifth of it each, and a fifth of a CPU, so a bundle has room for those of
-    two policies.
+    OpenRLHF gives a rank and an engine that share a GPU a fifth of it each, and a fifth of a CPU,
+    so a bundle has room for those of two policies.
 
     Raises:
         BackendError: no node had so many GPUs and CPUs free within ``seconds``.
@@ -117,8 +129,9 @@ def start_group(gpus: int, *, seconds: float) -> Any:
     if not group.wait(seconds):
         end_group(group)
         raise BackendError(
-            f"Expected one node with {gpus} free GPUs and as many free CPUs within {seconds:g} s (cluster.start_timeout), got none; "
-            "end what else runs there, or lower cluster.*.gpus_per_node"
+            f"Expected one node with {gpus} free GPUs and as many free CPUs within {seconds:g} s"
+            " (cluster.start_timeout), got none; end what else runs there, or lower"
+            " cluster.*.gpus_per_node"
         )
     return group
 
@@ -129,7 +142,13 @@ def end_group(group: Any) -> None:
 
 
 def start_sleeping_engines(
-    model: Path | str, settings: PolicyClusterSettings, group: Any, *, seed: int, name: str, seconds: float
+    model: Path | str,
+    settings: PolicyClusterSettings,
+    group: Any,
+    *,
+    seed: int,
+    name: str,
+    seconds: float,
 ) -> list[Any]:
     """All vLLM engines of one policy in a group that is shared; returns once they have started and sleep.
 
@@ -138,7 +157,8 @@ def start_sleeping_engines(
     Args:
         model: a folder in Hugging Face format, or a hub name.
         settings: sizes of this policy.
-        group: of `start_group`; engine ``i`` gets bundle ``i``, or the ``tensor_parallel`` bundles from there on.
+        group: of `start_group`; engine ``i`` gets bundle ``i``, or the ``tensor_parallel`` bundles
+            from there on.
         seed: of the first engine; the others have the ones after it.
         name: of the policy, for errors.
         seconds: how long they may take.
@@ -158,18 +178,25 @@ def start_sleeping_engines(
     try:
         engines = found.get(timeout=seconds)
     except Empty:
-        raise LostActorError(f"Expected the engines of the {name} to start within {seconds:g} s (cluster.start_timeout)") from None
+        raise LostActorError(
+            f"Expected the engines of the {name} to start within {seconds:g} s"
+            " (cluster.start_timeout)"
+        ) from None
     ray: Any = import_module("ray")
     try:
         if isinstance(engines, Exception):
             raise engines
     except ray.exceptions.RayError as error:
         cause = str(error).strip().splitlines()[-1]
-        raise LostActorError(f"Expected the engines of the {name} to start and fall asleep, got: {cause}") from error
+        raise LostActorError(
+            f"Expected the engines of the {name} to start and fall asleep, got: {cause}"
+        ) from error
     return engines
 
 
-def _create_engines(count: int, model: Path | str, settings: PolicyClusterSettings, seed: int, shared: Any | None) -> list[Any]:
+def _create_engines(
+    count: int, model: Path | str, settings: PolicyClusterSettings, seed: int, shared: Any | None
+) -> list[Any]:
     """Engines with GPUs of their own; or in a shared group, asleep, waited for without an end."""
     return import_module("openrlhf.trainer.ray.vllm_engine").create_vllm_engines(
         num_engines=count, tensor_parallel_size=settings.tensor_parallel, pretrain=str(model), seed=seed, full_determinism=False,
@@ -179,7 +206,14 @@ def _create_engines(count: int, model: Path | str, settings: PolicyClusterSettin
 
 
 def sampling_params(
-    *, temperature: float, top_p: float, top_k: int, max_tokens: int, stop: Sequence[str], seed: int | None, allowed: Sequence[int] | None
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    max_tokens: int,
+    stop: Sequence[str],
+    seed: int | None,
+    allowed: Sequence[int] | None,
 ) -> Any:
     """Sampling parameters of vLLM: the log-probability of each sampled token comes back, as it was drawn from."""
     return import_module("vllm").SamplingParams(
@@ -191,7 +225,11 @@ def sampling_params(
 def start_ranks(settings: PolicyClusterSettings, shared: Any | None = None) -> Any:
     """The DeepSpeed ranks of one policy, as OpenRLHF's ``RayActorGroup``: one GPU each, or a fifth of each bundle of a shared group."""
     return import_module("openrlhf.trainer.ray.launcher").RayActorGroup(
-        settings.nodes, settings.gpus_per_node, _rank_actor(), pg=shared, num_gpus_per_actor=1 if shared is None else _SHARE
+        settings.nodes,
+        settings.gpus_per_node,
+        _rank_actor(),
+        pg=shared,
+        num_gpus_per_actor=1 if shared is None else _SHARE,
     )
 
 
@@ -227,7 +265,9 @@ class RankMethods:
     def _frozen(self, model: str) -> Any:
         args = self.strategy.args
         frozen = import_module("openrlhf.models").Actor(
-            model, attn_implementation=args.ds.attn_implementation, ds_config=self.strategy.get_ds_eval_config()
+            model,
+            attn_implementation=args.ds.attn_implementation,
+            ds_config=self.strategy.get_ds_eval_config(),
         )
         prepared = self.strategy.prepare(frozen)
         prepared.eval()
@@ -270,5 +310,7 @@ class RankMethods:
 
 def _rank_actor() -> Any:
     """OpenRLHF's policy actor with `RankMethods`, as a Ray actor class."""
-    base: Any = import_module("openrlhf.trainer.ray.ppo_actor").PolicyModelActor.__ray_metadata__.modified_class
+    base: Any = import_module(
+        "openrlhf.trainer.ray.ppo_actor"
+    ).PolicyModelActor.__ray_metadata__.modified_class
     return import_module("ray").remote(num_gpus=1)(type("PolicyRank", (RankMethods, base), {}))

@@ -9,7 +9,13 @@ from typing import NamedTuple
 from experiential.config import Experiment, ModelSettings, PolicyClusterSettings
 from experiential.errors import ConfigError
 from experiential.training.openrlhf.machine import Gpu
-from experiential.training.openrlhf.memory import PROCESS_GB, EngineMemory, RankMemory, engine_memory, rank_memory
+from experiential.training.openrlhf.memory import (
+    PROCESS_GB,
+    EngineMemory,
+    RankMemory,
+    engine_memory,
+    rank_memory,
+)
 from experiential.training.openrlhf.shape import Shape, shape_of
 
 
@@ -66,8 +72,8 @@ def place(experiment: Experiment, here: Sequence[Gpu] | None = None) -> Placemen
 
     Args:
         experiment: its ``cluster`` says the sizes.
-        here: the GPUs of this machine; None when they are not known, or when the run will be on another machine. They are ignored where
-            a cluster is joined (``cluster.address``).
+        here: the GPUs of this machine; None when they are not known, or when the run will be on
+            another machine. They are ignored where a cluster is joined (``cluster.address``).
 
     Raises:
         ConfigError: what is asked for is impossible; the message says what is required and why.
@@ -79,14 +85,23 @@ def place(experiment: Experiment, here: Sequence[Gpu] | None = None) -> Placemen
     models = (experiment.model, experiment.extractor_model or experiment.model)
     for role, model in zip(("model", "extractor_model"), models, strict=True):
         _check_model(role, model)
-    kl, longest = (experiment.actor.kl > 0, experiment.extractor.kl > 0), (experiment.actor.max_tokens, experiment.extractor.max_tokens)
-    actor = _seat("actor", models[0], cluster.actor, experiment.env.max_turns * longest[0], kl[0], gpu_gb)
+    kl, longest = (
+        (experiment.actor.kl > 0, experiment.extractor.kl > 0),
+        (experiment.actor.max_tokens, experiment.extractor.max_tokens),
+    )
+    actor = _seat(
+        "actor", models[0], cluster.actor, experiment.env.max_turns * longest[0], kl[0], gpu_gb
+    )
     extractor = _seat("extractor", models[1], cluster.extractor, longest[1], kl[1], gpu_gb)
     _check_seat(actor, longest[0])
     _check_seat(extractor, longest[1])
     if cluster.share_gpus:
         _check_sharing((actor, extractor))
-    gpus = actor.ranks if cluster.share_gpus else sum(seat.ranks + seat.engine_gpus for seat in (actor, extractor))
+    gpus = (
+        actor.ranks
+        if cluster.share_gpus
+        else sum(seat.ranks + seat.engine_gpus for seat in (actor, extractor))
+    )
     placement = Placement((actor, extractor), cluster.share_gpus, gpus, gpu_gb)
     if cluster.gpus is not None and cluster.address is None:
         check_gpus(placement, cluster.gpus, "cluster.gpus offers")
@@ -113,7 +128,11 @@ def shortages(placement: Placement) -> Iterator[Shortage]:
         beside = resting(placement, seat, rank=True)
         need = seat.rank.total + beside
         if need > placement.gpu_gb:
-            yield Shortage(f"{seat.role} ranks", need, _rank_message(seat, seat.rank, need, beside, placement.gpu_gb))
+            yield Shortage(
+                f"{seat.role} ranks",
+                need,
+                _rank_message(seat, seat.rank, need, beside, placement.gpu_gb),
+            )
         beside = resting(placement, seat, rank=False)
         yield from _engine_shortages(seat, seat.engine, beside, placement.gpu_gb)
 
@@ -130,28 +149,34 @@ def resting(placement: Placement, awake: Seat, *, rank: bool) -> float:
     """
     if not placement.shared:
         return 0.0
-    ranks = sum(seat.rank.asleep for seat in placement.seats if seat.rank and not (rank and seat is awake))
+    ranks = sum(
+        seat.rank.asleep for seat in placement.seats if seat.rank and not (rank and seat is awake)
+    )
     return ranks + PROCESS_GB * (2 if rank else 1)
 
 
-def _engine_shortages(seat: Seat, engine: EngineMemory, beside: float, gpu_gb: float) -> Iterator[Shortage]:
+def _engine_shortages(
+    seat: Seat, engine: EngineMemory, beside: float, gpu_gb: float
+) -> Iterator[Shortage]:
     settings, key = seat.settings, f"cluster.{seat.role}"
     taken = settings.gpu_memory * gpu_gb
     if taken + beside > gpu_gb:
         yield Shortage(
             f"{seat.role} engine",
             taken + beside,
-            f"Expected an engine of the {seat.role} and the weights of sleeping ranks to fit into {gpu_gb:.1f} GB, got {taken:.1f} GB "
-            f"({key}.gpu_memory={settings.gpu_memory:g}) and {beside:.1f} GB; "
-            f"lower {key}.gpu_memory to {max(0.0, 1 - beside / gpu_gb):.2f}, or use cluster.*.zero_stage=3",
+            f"Expected an engine of the {seat.role} and the weights of sleeping ranks to fit into"
+            f" {gpu_gb:.1f} GB, got {taken:.1f} GB ({key}.gpu_memory={settings.gpu_memory:g}) and"
+            f" {beside:.1f} GB; lower {key}.gpu_memory to {max(0.0, 1 - beside / gpu_gb):.2f}, or"
+            " use cluster.*.zero_stage=3",
         )
     elif engine.tokens is not None and engine.tokens < settings.max_length:
         yield Shortage(
             f"{seat.role} engine",
             engine.needed,
-            f"Expected an engine of the {seat.role} to hold one sequence of {settings.max_length} tokens (vLLM refuses to start "
-            f"otherwise), got room for {engine.tokens} in {taken:.1f} GB after {engine.needed:.1f} GB for weights and work; "
-            f"raise {key}.tensor_parallel or {key}.gpu_memory, or lower {key}.max_length",
+            f"Expected an engine of the {seat.role} to hold one sequence of {settings.max_length}"
+            f" tokens (vLLM refuses to start otherwise), got room for {engine.tokens} in"
+            f" {taken:.1f} GB after {engine.needed:.1f} GB for weights and work; raise"
+            f" {key}.tensor_parallel or {key}.gpu_memory, or lower {key}.max_length",
         )
 
 
@@ -165,8 +190,8 @@ def _rank_message(seat: Seat, rank: RankMemory, need: float, beside: float, gpu_
         f"more ranks, or a smaller {key}.max_length",
     ]
     return (
-        f"Expected each rank of the {seat.role} to fit into {gpu_gb:.1f} GB, got about {need:.1f} GB by arithmetic "
-        f"({describe_rank(rank, beside)}); try {', '.join(ways)}"
+        f"Expected each rank of the {seat.role} to fit into {gpu_gb:.1f} GB, got about {need:.1f}"
+        f" GB by arithmetic ({describe_rank(rank, beside)}); try {', '.join(ways)}"
     )
 
 
@@ -183,10 +208,19 @@ def describe_rank(rank: RankMemory, beside: float = 0.0) -> str:
     moments = {"gathered": rank.gathered, "activations": rank.activations, "logits": rank.logits}
     if sum(moments.values()) < rank.step:
         moments = {"float32 gradients": rank.step}
-    return " + ".join(f"{name} {value:.1f}" for name, value in (parts | moments).items() if value >= 0.05)
+    return " + ".join(
+        f"{name} {value:.1f}" for name, value in (parts | moments).items() if value >= 0.05
+    )
 
 
-def _seat(role: str, model: ModelSettings, settings: PolicyClusterSettings, sampled: int, reference: bool, gpu_gb: float | None) -> Seat:
+def _seat(
+    role: str,
+    model: ModelSettings,
+    settings: PolicyClusterSettings,
+    sampled: int,
+    reference: bool,
+    gpu_gb: float | None,
+) -> Seat:
     shape = shape_of(model.name)
     if shape is None:
         return Seat(role, model.name, settings, None, None, None)
@@ -197,13 +231,15 @@ def _seat(role: str, model: ModelSettings, settings: PolicyClusterSettings, samp
 def _check_model(key: str, model: ModelSettings) -> None:
     if model.lora is not None:
         raise ConfigError(
-            f"Expected {key}.lora to be null with runtime openrlhf, got rank {model.lora.rank}: OpenRLHF sends LoRA weights to vLLM under "
-            f"names that vLLM does not know; merge the adapter into the model first (peft's merge_and_unload) and train all weights"
+            f"Expected {key}.lora to be null with runtime openrlhf, got rank {model.lora.rank}:"
+            " OpenRLHF sends LoRA weights to vLLM under names that vLLM does not know; merge the"
+            " adapter into the model first (peft's merge_and_unload) and train all weights"
         )
     if model.dtype != "bfloat16":
         raise ConfigError(
-            f"Expected {key}.dtype to be bfloat16 with runtime openrlhf, got {model.dtype}: its ranks and engines work in bfloat16, "
-            f"with float32 master weights in the optimiser; set {key}.dtype=bfloat16"
+            f"Expected {key}.dtype to be bfloat16 with runtime openrlhf, got {model.dtype}: its"
+            " ranks and engines work in bfloat16, with float32 master weights in the optimiser;"
+            f" set {key}.dtype=bfloat16"
         )
 
 
@@ -218,17 +254,18 @@ def _check_batch(seat: Seat) -> None:
     settings, unit = seat.settings, seat.settings.micro_batch_size * seat.ranks
     if settings.batch_size % unit:
         raise ConfigError(
-            f"Expected cluster.{seat.role}.batch_size to be a multiple of {unit} = micro_batch_size {settings.micro_batch_size} x "
-            f"{seat.ranks} ranks, got {settings.batch_size}: every rank takes as many micro-batches; "
-            f"set it to {-(-settings.batch_size // unit) * unit}"
+            f"Expected cluster.{seat.role}.batch_size to be a multiple of {unit} = micro_batch_size"
+            f" {settings.micro_batch_size} x {seat.ranks} ranks, got {settings.batch_size}: every"
+            f" rank takes as many micro-batches; set it to {-(-settings.batch_size // unit) * unit}"
         )
 
 
 def _check_optimizer(seat: Seat) -> None:
     if seat.settings.zero_stage == 0:
         raise ConfigError(
-            f"Expected cluster.{seat.role}.zero_stage of 1, 2 or 3, got 0: checkpoints, offloading and sleep go through DeepSpeed's "
-            f"divided optimiser; stage 1 on one rank divides nothing"
+            f"Expected cluster.{seat.role}.zero_stage of 1, 2 or 3, got 0: checkpoints, offloading"
+            " and sleep go through DeepSpeed's divided optimiser; stage 1 on one rank divides"
+            " nothing"
         )
 
 
@@ -236,11 +273,17 @@ def _check_lengths(seat: Seat, longest: int) -> None:
     settings, key = seat.settings, f"cluster.{seat.role}.max_length"
     if longest >= settings.max_length:
         raise ConfigError(
-            f"Expected {key} to be above {seat.role}.max_tokens, which is {longest}, got {settings.max_length}: it counts the prompt too"
+            f"Expected {key} to be above {seat.role}.max_tokens, which is {longest}, got"
+            f" {settings.max_length}: it counts the prompt too"
         )
-    if seat.shape is not None and seat.shape.positions is not None and settings.max_length > seat.shape.positions:
+    if (
+        seat.shape is not None
+        and seat.shape.positions is not None
+        and settings.max_length > seat.shape.positions
+    ):
         raise ConfigError(
-            f"Expected {key} of at most {seat.shape.positions}, the positions that {seat.model} has, got {settings.max_length}; lower it"
+            f"Expected {key} of at most {seat.shape.positions}, the positions that {seat.model}"
+            f" has, got {settings.max_length}; lower it"
         )
 
 
@@ -250,37 +293,46 @@ def _check_heads(seat: Seat) -> None:
         return
     parts, heads, kv_heads = seat.settings.tensor_parallel, seat.shape.heads, seat.shape.kv_heads
     if heads % parts or (kv_heads % parts and parts % kv_heads):
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        possible = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
         raise ConfigError(
-            f"Expected cluster.{seat.role}.tensor_parallel to divide the {heads} query heads of {seat.model} and to divide its {kv_heads} "
-            f"key heads or be a multiple of them, got {parts}; possible: {', '.join(map(str, possible))}"
+            f"Expected cluster.{seat.role}.tensor_parallel to divide the {heads} query heads of"
+            f" {seat.model} and to divide its {kv_heads} key heads or be a multiple of them, got"
+            f" {parts}; possible: {', '.join(map(str, possible))}"
         )
 
 
 def _check_sharing(seats: tuple[Seat, Seat]) -> None:
     """Turns on the same GPUs.
 
-    One node, because a turn is given on one machine. As many ranks of each policy as GPUs, because each has one bundle of
-    the shared placement group. As many GPUs of engines, because an engine takes new weights through CUDA IPC from the
-    rank on its own GPU: NCCL refuses two processes of one group on one GPU.
+    One node, because a turn is given on one machine. As many ranks of each policy as GPUs, because
+    each has one bundle of the shared placement group. As many GPUs of engines, because an engine
+    takes new weights through CUDA IPC from the rank on its own GPU: NCCL refuses two processes of
+    one group on one GPU.
     """
     shared = seats[0].settings.gpus_per_node
     for seat in seats:
         key = f"cluster.{seat.role}"
         if seat.settings.nodes > 1:
             raise ConfigError(
-                f"Expected {key}.nodes=1 with cluster.share_gpus, got {seat.settings.nodes}: turns are taken on the GPUs of one node; "
-                f"give each policy its own GPUs (cluster.share_gpus=false) to use several"
+                f"Expected {key}.nodes=1 with cluster.share_gpus, got {seat.settings.nodes}: turns"
+                " are taken on the GPUs of one node; give each policy its own GPUs"
+                " (cluster.share_gpus=false) to use several"
             )
         if seat.ranks != shared:
             raise ConfigError(
-                f"Expected {key}.gpus_per_node={shared} with cluster.share_gpus, as cluster.actor has, got {seat.ranks}: "
-                f"both policies train on all the shared GPUs, in turns"
+                f"Expected {key}.gpus_per_node={shared} with cluster.share_gpus, as cluster.actor"
+                f" has, got {seat.ranks}: both policies train on all the shared GPUs, in turns"
             )
         if seat.engine_gpus != shared:
             raise ConfigError(
-                f"Expected {key}.engines x tensor_parallel to be {shared} with cluster.share_gpus, one GPU for each rank, got "
-                f"{seat.settings.engines} x {seat.settings.tensor_parallel}: an engine takes new weights from the rank on its own GPU"
+                f"Expected {key}.engines x tensor_parallel to be {shared} with cluster.share_gpus,"
+                f" one GPU for each rank, got {seat.settings.engines} x"
+                f" {seat.settings.tensor_parallel}: an engine takes new weights from the rank on"
+                " its own GPU"
             )
 
 
@@ -296,8 +348,13 @@ def check_gpus(placement: Placement, offered: int, source: str) -> None:
         ConfigError: there are too few.
     """
     if placement.gpus > offered:
-        parts = [f"{seat.role} {seat.ranks} ranks and {seat.engine_gpus} for engines" for seat in placement.seats]
+        parts = [
+            f"{seat.role} {seat.ranks} ranks and {seat.engine_gpus} for engines"
+            for seat in placement.seats
+        ]
         raise ConfigError(
-            f"Expected at least {placement.gpus} GPUs ({'; '.join(parts)}{'; in turns' if placement.shared else ''}), {source} {offered}; "
-            f"lower cluster.*.gpus_per_node or engines, share them (cluster.share_gpus=true), or join a larger cluster (cluster.address)"
+            f"Expected at least {placement.gpus} GPUs"
+            f" ({'; '.join(parts)}{'; in turns' if placement.shared else ''}), {source} {offered};"
+            " lower cluster.*.gpus_per_node or engines, share them (cluster.share_gpus=true), or"
+            " join a larger cluster (cluster.address)"
         )

@@ -1,7 +1,8 @@
 """Weights and optimiser of a DeepSpeed engine as whole tensors, so that a checkpoint can be resumed on any number of ranks.
 
-DeepSpeed's own checkpoints hold one file per rank and fit that number of ranks only. Here every tensor is put together from its
-parts, one after the other, and rank 0 writes it; each rank takes its part when it is read again.
+DeepSpeed's own checkpoints hold one file per rank and fit that number of ranks only. Here every
+tensor is put together from its parts, one after the other, and rank 0 writes it; each rank takes
+its part when it is read again.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def load_state(engine: Any, folder: Path) -> dict[str, Any]:
     places: dict[str, str] = index["places"]
     names = {f"{name}:{key}" for name, _ in _parameters(engine) for key in _KEYS}
     if names != set(places):
-        raise CheckpointError(f"Expected weights of this model in {folder}, got other names; resume with the model that was trained")
+        raise CheckpointError(
+            f"Expected weights of this model in {folder}, got other names; resume with the model"
+            " that was trained"
+        )
     _link_moments(engine)
     for name, parameter in _parameters(engine):
         found: dict[str, torch.Tensor] = {}
@@ -89,7 +93,9 @@ def read_index(folder: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     if not (folder / INDEX).is_file():
-        raise CheckpointError(f"Expected a policy state in {folder}, found no {INDEX}; choose another checkpoint")
+        raise CheckpointError(
+            f"Expected a policy state in {folder}, found no {INDEX}; choose another checkpoint"
+        )
     return json.loads((folder / INDEX).read_text(encoding="utf-8"))
 
 
@@ -104,14 +110,21 @@ def _gathered(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _link_moments(engine: Any) -> None:
     """Let the moments of every parameter be found.
 
-    AdamW makes them at its first step, and DeepSpeed's ZeRO 1 and 2 looks for those of all groups after the first step of the first
-    group: of the groups after it none are found, ever.
+    AdamW makes them at its first step, and DeepSpeed's ZeRO 1 and 2 looks for those of all groups
+    after the first step of the first group: of the groups after it none are found, ever.
     """
     zero = engine.optimizer
-    parts = getattr(zero, "fp32_partitioned_groups_flat", None)  # under ZeRO 3 the optimiser knows its parameters only while it steps
-    for flat in parts or [flat for group in zero.optimizer.param_groups for flat in group["params"]]:
+    parts = getattr(
+        zero, "fp32_partitioned_groups_flat", None
+    )  # under ZeRO 3 the optimiser knows its parameters only while it steps
+    for flat in parts or [
+        flat for group in zero.optimizer.param_groups for flat in group["params"]
+    ]:
         if not zero.optimizer.state[flat]:
-            moments = {"exp_avg": torch.zeros_like(flat.data), "exp_avg_sq": torch.zeros_like(flat.data)}
+            moments = {
+                "exp_avg": torch.zeros_like(flat.data),
+                "exp_avg_sq": torch.zeros_like(flat.data),
+            }
             zero.optimizer.state[flat].update(step=0, **moments)
     if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False
@@ -125,13 +138,18 @@ def _parameters(engine: Any) -> Iterator[tuple[str, Any]]:
 def _set_served(parameter: Any, value: torch.Tensor) -> None:
     """The bfloat16 weights that the forward pass reads; under ZeRO 3 each rank keeps its part of them."""
     gathered: Any = import_module("deepspeed").zero.GatheredParameters
-    with torch.no_grad(), gathered([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+    with (
+        torch.no_grad(),
+        gathered([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")),
+    ):
         parameter.data.copy_(value.to(parameter.dtype))
 
 
 def _steps(engine: Any) -> int:
     """Updates that AdamW has counted, for its bias correction."""
-    counted = [int(state["step"]) for state in engine.optimizer.optimizer.state.values() if "step" in state]
+    counted = [
+        int(state["step"]) for state in engine.optimizer.optimizer.state.values() if "step" in state
+    ]
     return max(counted, default=0)
 
 
@@ -139,7 +157,9 @@ def _set_steps(engine: Any, steps: int) -> None:
     optimizer = engine.optimizer.optimizer
     for state in optimizer.state.values():
         if "step" in state:
-            state["step"] = torch.full_like(state["step"], steps) if torch.is_tensor(state["step"]) else steps
+            state["step"] = (
+                torch.full_like(state["step"], steps) if torch.is_tensor(state["step"]) else steps
+            )
     for group in optimizer.param_groups:
         if "step" in group:
             group["step"] = steps

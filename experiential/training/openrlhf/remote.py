@@ -35,7 +35,8 @@ async def answer(reference: Any, who: str, seconds: float) -> Any:
         return await calls.answer(reference, seconds)
     except TimeoutError:
         raise LostActorError(
-            f"Expected {who} to answer within {seconds:g} s, got nothing; raise cluster.call_timeout if it is only slow"
+            f"Expected {who} to answer within {seconds:g} s, got nothing; raise"
+            " cluster.call_timeout if it is only slow"
         ) from None
     except ray.exceptions.RayActorError as error:
         raise LostActorError(f"Expected {who} to be alive, got: {calls.told(error)}") from error
@@ -49,4 +50,11 @@ async def answer(reference: Any, who: str, seconds: float) -> Any:
 
 async def answers(references: Sequence[Any], who: Sequence[str], seconds: float) -> list[Any]:
     """Results of calls made at the same moment; raises what the first that fails does."""
-    return list(await asyncio.gather(*(answer(reference, name, seconds) for reference, name in zip(references, who, strict=True))))
+    return list(
+        await asyncio.gather(
+            *(
+                answer(reference, name, seconds)
+                for reference, name in zip(references, who, strict=True)
+            )
+        )
+    )

@@ -27,24 +27,36 @@ from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
 from experiential.training.openrlhf.remote import answers
 from experiential.training.openrlhf.turns import SharedGpus, Sleeper
-from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats, check_sample
+from experiential.training.runtime import (
+    LossSettings,
+    PolicyRuntime,
+    Sample,
+    TrainStats,
+    check_sample,
+)
 from experiential.types import FinishReason, Generation, Message
 
 T = TypeVar("T")
 
-_FIXED = "engines that share GPUs are not started again alone (cluster.share_gpus); resume the run from its last checkpoint"
+_FIXED = (
+    "engines that share GPUs are not started again alone (cluster.share_gpus); resume the run from"
+    " its last checkpoint"
+)
 
 
 class OpenRLHFRuntime(PolicyRuntime):
     """One policy: its own engines, its own ranks.
 
-    Engines go on generating while the ranks train; they are held between two tokens while the new weights are sent. So a response
-    may begin under one version and end under the next: it is recorded with the version that it began under, and the log-probability
-    of each token is that of the weights which drew it.
+    Engines go on generating while the ranks train; they are held between two tokens while the new
+    weights are sent. So a response may begin under one version and end under the next: it is
+    recorded with the version that it began under, and the log-probability of each token is that of
+    the weights which drew it.
 
-    Where policies share GPUs, engines do not go on: all requests of a policy end before another side has its turn (`turns`).
+    Where policies share GPUs, engines do not go on: all requests of a policy end before another
+    side has its turn (`turns`).
 
-    ``json_schema`` is not honoured; ``choices`` are, token by token, exactly as `TransformersLLM` does.
+    ``json_schema`` is not honoured; ``choices`` are, token by token, exactly as `TransformersLLM`
+    does.
 
     Args:
         model: a folder in Hugging Face format, or a hub name.
@@ -56,7 +68,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         seed: of engines and ranks.
         reference: keep what the KL penalty needs, a frozen copy of the weights on the ranks.
         thread: the event loop that talks to Ray; generation may be asked for from any other.
-        shared: the GPUs that both policies use in turns; None where each engine and rank has its own.
+        shared: the GPUs that both policies use in turns; None where each engine and rank has its
+            own.
     """
 
     def __init__(
@@ -98,10 +111,21 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._group = parts.start_ranks(settings, None if shared is None else shared.group)
         self._ranks = parts.handles(self._group)
         self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
-        self._engine_side = Sleeper(f"{name} engines", lambda: self._engines.wake("weights", "kv_cache"), self._engines.sleep)
-        self._rank_side = Sleeper(f"{name} ranks", lambda: self._all("reload_states"), lambda: self._all("offload_states"))
-        strategy = parts.strategy(parts.arguments(settings, optim, seed=seed, sleeps=shared is not None))
-        self._starting = [rank.start.remote(strategy, str(model), self._engines.handles, reference) for rank in self._ranks]
+        self._engine_side = Sleeper(
+            f"{name} engines",
+            lambda: self._engines.wake("weights", "kv_cache"),
+            self._engines.sleep,
+        )
+        self._rank_side = Sleeper(
+            f"{name} ranks", lambda: self._all("reload_states"), lambda: self._all("offload_states")
+        )
+        strategy = parts.strategy(
+            parts.arguments(settings, optim, seed=seed, sleeps=shared is not None)
+        )
+        self._starting = [
+            rank.start.remote(strategy, str(model), self._engines.handles, reference)
+            for rank in self._ranks
+        ]
 
     async def ready(self) -> None:
         """Wait until engines and ranks have started and are connected.
@@ -142,16 +166,18 @@ class OpenRLHFRuntime(PolicyRuntime):
         room = self.settings.max_length - len(ids)
         if room <= 0:
             raise BackendError(
-                f"Expected a prompt of fewer than {self.settings.max_length} tokens, got {len(ids)}; raise cluster.{self.name}.max_length"
+                f"Expected a prompt of fewer than {self.settings.max_length} tokens, got"
+                f" {len(ids)}; raise cluster.{self.name}.max_length"
             )
         return await self._there(self._respond(ids, sampling, room))
 
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
         """Optimise on ``samples``; empty input changes nothing. The engines serve the old weights until ``sync``.
 
-        The samples are filled up with empty ones to whole batches of ``batch_size``, one optimiser step each. Where that makes
-        several steps, or ``mini_batches`` asks for them, the weight of a sequence is multiplied by their number, as in
-        `LocalRuntime`; which sequences meet in a step is then drawn by each rank among its own.
+        The samples are filled up with empty ones to whole batches of ``batch_size``, one optimiser
+        step each. Where that makes several steps, or ``mini_batches`` asks for them, the weight of
+        a sequence is multiplied by their number, as in `LocalRuntime`; which sequences meet in a
+        step is then drawn by each rank among its own.
         """
         usable = [s for s in samples if s.positions]
         for sample in usable:
@@ -216,7 +242,14 @@ class OpenRLHFRuntime(PolicyRuntime):
         if self._shared is None:
             return lambda i: parts.start_engine(self._model, self.settings, seed=seed + i)
         seconds = self._cluster.start_timeout
-        handles = parts.start_sleeping_engines(self._model, self.settings, self._shared.group, seed=seed, name=self.name, seconds=seconds)
+        handles = parts.start_sleeping_engines(
+            self._model,
+            self.settings,
+            self._shared.group,
+            seed=seed,
+            name=self.name,
+            seconds=seconds,
+        )
         return lambda i: parts.EngineSeat(handles[i], None)
 
     def _generating(self) -> AbstractAsyncContextManager[None]:
@@ -243,9 +276,15 @@ class OpenRLHFRuntime(PolicyRuntime):
             finally:
                 await self._engines.wake("kv_cache")
 
-    async def _respond(self, ids: tuple[int, ...], sampling: SamplingParams, room: int) -> Generation:
+    async def _respond(
+        self, ids: tuple[int, ...], sampling: SamplingParams, room: int
+    ) -> Generation:
         async with self._generating():
-            return await (self._constrained(ids, sampling) if sampling.choices else self._free(ids, sampling, room))
+            return await (
+                self._constrained(ids, sampling)
+                if sampling.choices
+                else self._free(ids, sampling, room)
+            )
 
     async def _free(self, ids: tuple[int, ...], sampling: SamplingParams, room: int) -> Generation:
         version = self._served
@@ -258,7 +297,9 @@ class OpenRLHFRuntime(PolicyRuntime):
             text=output.text,
             response_ids=drawn,
             logprobs=_logprobs(output),
-            finish_reason=FinishReason.LENGTH if output.finish_reason == "length" else FinishReason.STOP,
+            finish_reason=(
+                FinishReason.LENGTH if output.finish_reason == "length" else FinishReason.STOP
+            ),
         )
 
     async def _constrained(self, ids: tuple[int, ...], sampling: SamplingParams) -> Generation:
@@ -283,7 +324,12 @@ class OpenRLHFRuntime(PolicyRuntime):
         )
 
     async def _ask(
-        self, ids: Sequence[int], sampling: SamplingParams, limit: int, seed: int | None, allowed: Sequence[int] | None = None
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        limit: int,
+        seed: int | None,
+        allowed: Sequence[int] | None = None,
     ) -> Any:
         params = parts.sampling_params(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=limit, stop=sampling.stop,
@@ -291,10 +337,18 @@ class OpenRLHFRuntime(PolicyRuntime):
         )  # fmt: skip
         return (await self._engines.generate(ids, params)).outputs[0]
 
-    def _generation(self, ids: tuple[int, ...], sampling: SamplingParams, version: int, **drawn: Any) -> Generation:
+    def _generation(
+        self, ids: tuple[int, ...], sampling: SamplingParams, version: int, **drawn: Any
+    ) -> Generation:
         self._tokens += len(ids) + len(drawn["response_ids"])
         temperature = sampling.temperature or 1.0
-        return Generation(prompt_ids=ids, policy=self.name, policy_version=version, temperature=temperature, **drawn)
+        return Generation(
+            prompt_ids=ids,
+            policy=self.name,
+            policy_version=version,
+            temperature=temperature,
+            **drawn,
+        )
 
     async def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         async with self._training, self._computing():
@@ -307,7 +361,11 @@ class OpenRLHFRuntime(PolicyRuntime):
             seconds = time.perf_counter() - begin
             self._train_s += seconds
             self._trained += updates * loss.epochs
-            return _stats(samples, found, seconds, self._trained) if found else TrainStats(version=self._trained)
+            return (
+                _stats(samples, found, seconds, self._trained)
+                if found
+                else TrainStats(version=self._trained)
+            )
 
     async def _score(self, samples: list[Sample]) -> list[tuple[float, ...]]:
         async with self._training, self._computing():
@@ -350,19 +408,33 @@ class OpenRLHFRuntime(PolicyRuntime):
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if is_token_prompt(prompt):
             return tuple(cast("Sequence[int]", prompt))
-        return self._render(tuple((message["role"], message["content"]) for message in cast("Sequence[Message]", prompt)))
+        return self._render(
+            tuple(
+                (message["role"], message["content"])
+                for message in cast("Sequence[Message]", prompt)
+            )
+        )
 
     def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
         chat = [{"role": role, "content": content} for role, content in messages]
-        return tuple(self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+        return tuple(
+            self._tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
 
 
 def _logprobs(output: Any) -> tuple[float, ...]:
     """Log-probability of each drawn token under the distribution it was drawn from."""
-    return tuple(choices[token].logprob for token, choices in zip(output.token_ids, output.logprobs, strict=True))
+    return tuple(
+        choices[token].logprob
+        for token, choices in zip(output.token_ids, output.logprobs, strict=True)
+    )
 
 
-def _stats(samples: Sequence[Sample], found: Sequence[RankStats], seconds: float, version: int) -> TrainStats:
+def _stats(
+    samples: Sequence[Sample], found: Sequence[RankStats], seconds: float, version: int
+) -> TrainStats:
     sums = Sums()
     for rank in found:
         add_sums(sums, rank.metrics)
@@ -394,17 +466,40 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
     cluster, gpus = experiment.cluster, place(experiment).gpus
     join(cluster, gpus)
     thread = EventLoopThread("cluster")
-    shared = SharedGpus(parts.start_group(gpus, seconds=cluster.start_timeout)) if cluster.share_gpus else None
+    shared = (
+        SharedGpus(parts.start_group(gpus, seconds=cluster.start_timeout))
+        if cluster.share_gpus
+        else None
+    )
     second = experiment.extractor_model or experiment.model
     policies = (
         ("actor", experiment.model, cluster.actor, experiment.actor.optim, experiment.actor.kl > 0),
-        ("extractor", second, cluster.extractor, experiment.extractor.optim, experiment.extractor.kl > 0),
+        (
+            "extractor",
+            second,
+            cluster.extractor,
+            experiment.extractor.optim,
+            experiment.extractor.kl > 0,
+        ),
     )
     runtimes: list[OpenRLHFRuntime] = []
     for i, (name, model, settings, optim, reference) in enumerate(policies):
-        path, tokenizer, seed = resolve_model(model.name), load_tokenizer(model.name), experiment.seed + 1000 * i
+        path, tokenizer, seed = (
+            resolve_model(model.name),
+            load_tokenizer(model.name),
+            experiment.seed + 1000 * i,
+        )
         runtime = OpenRLHFRuntime(
-            path, tokenizer, settings, cluster, optim, name=name, seed=seed, reference=reference, thread=thread, shared=shared
+            path,
+            tokenizer,
+            settings,
+            cluster,
+            optim,
+            name=name,
+            seed=seed,
+            reference=reference,
+            thread=thread,
+            shared=shared,
         )
         runtimes.append(runtime)
         if shared is not None:  # the next one needs the memory that this one takes while it starts
@@ -422,7 +517,8 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
         gpus: that ranks and engines of both policies need, as `placement.place` counts them.
 
     Raises:
-        ConfigError: the cluster has fewer GPUs or CPUs than are needed, for which Ray would wait without end.
+        ConfigError: the cluster has fewer GPUs or CPUs than are needed, for which Ray would wait
+            without end.
     """
     ray: Any = import_module("ray")
     needed = {"GPU": gpus, "CPU": gpus + cluster.env_workers + cluster.remote_bank}
@@ -431,17 +527,23 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
             ray.init(address=cluster.address, log_to_driver=False)
         else:  # a CPU is only a place in a queue here: as many as are asked for, whatever the machine has
             cpus = max(needed["CPU"], os.cpu_count() or 1)
-            ray.init(num_cpus=cpus, num_gpus=cluster.gpus, include_dashboard=False, log_to_driver=False)
+            ray.init(
+                num_cpus=cpus, num_gpus=cluster.gpus, include_dashboard=False, log_to_driver=False
+            )
     found: dict[str, float] = ray.available_resources()
     for kind, count in needed.items():
         if found.get(kind, 0) < count:
             raise ConfigError(
-                f"Expected a Ray cluster with {count} free {kind}s, got {found.get(kind, 0):g}; lower cluster.actor and cluster.extractor, "
-                "add nodes, or end what else runs there"
+                f"Expected a Ray cluster with {count} free {kind}s, got {found.get(kind, 0):g};"
+                " lower cluster.actor and cluster.extractor, add nodes, or end what else runs"
+                " there"
             )
-    most = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+    most = max(
+        (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0
+    )
     if cluster.share_gpus and most < gpus:
         raise ConfigError(
-            f"Expected one node with the {gpus} GPUs that are shared (cluster.share_gpus), the largest has {most:g}; "
-            "lower cluster.*.gpus_per_node, or give each policy its own GPUs (cluster.share_gpus=false)"
+            f"Expected one node with the {gpus} GPUs that are shared (cluster.share_gpus), the"
+            f" largest has {most:g}; lower cluster.*.gpus_per_node, or give each policy its own"
+            " GPUs (cluster.share_gpus=false)"
         )

@@ -26,8 +26,12 @@ class Shape(Record):
     vocabulary: int = Field(gt=0, description="rows of the embedding")
     tied: bool = Field(default=False, description="the output layer is the embedding")
     qkv_bias: bool = False
-    head_norms: bool = Field(default=False, description="queries and keys are normalised in each head, as in Qwen3")
-    positions: int | None = Field(default=None, description="tokens that positions go up to; None when it is not told")
+    head_norms: bool = Field(
+        default=False, description="queries and keys are normalised in each head, as in Qwen3"
+    )
+    positions: int | None = Field(
+        default=None, description="tokens that positions go up to; None when it is not told"
+    )
 
     @property
     def queries(self) -> int:
@@ -42,10 +46,16 @@ class Shape(Record):
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        attention = 2 * self.hidden * (self.queries + self.keys) + self.qkv_bias * (self.queries + 2 * self.keys)
+        attention = 2 * self.hidden * (self.queries + self.keys) + self.qkv_bias * (
+            self.queries + 2 * self.keys
+        )
         norms = 2 * self.hidden + self.head_norms * 2 * self.head_dim
         layer = attention + 3 * self.hidden * self.intermediate + norms
-        return (1 if self.tied else 2) * self.vocabulary * self.hidden + self.layers * layer + self.hidden
+        return (
+            (1 if self.tied else 2) * self.vocabulary * self.hidden
+            + self.layers * layer
+            + self.hidden
+        )
 
 
 _QWEN3_4B = Shape(
@@ -68,13 +78,16 @@ PUBLISHED: Mapping[str, Shape] = {
         tied=True, head_norms=True, positions=32_768,
     ),
 }  # fmt: skip
-"""Shapes as published in each model's config.json; ``smollm2`` is here so that planning need not convert its weights."""
+"""Shapes as published in each model's config.json; ``smollm2`` is here so that planning need not
+convert its weights.
+"""
 
 
 def shape_of(name: str) -> Shape | None:
     """The shape of a model by the name that ``model.name`` takes, or None when it cannot be known without a download.
 
-    A folder's ``config.json`` is read; ``tiny`` is the packaged one; a few hub names are known (`PUBLISHED`).
+    A folder's ``config.json`` is read; ``tiny`` is the packaged one; a few hub names are known
+    (`PUBLISHED`).
 
     Raises:
         ModelNotFoundError: a folder that does not exist, or whose config.json is no JSON.
@@ -99,7 +112,8 @@ def shape_from_config(config: Mapping[str, Any]) -> Shape | None:
             intermediate=config["intermediate_size"],
             heads=config["num_attention_heads"],
             kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            head_dim=config.get("head_dim")
+            or config["hidden_size"] // config["num_attention_heads"],
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
@@ -114,4 +128,6 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelNotFoundError(f"Expected JSON in {file}, got: {error}; copy the model's folder again") from error
+        raise ModelNotFoundError(
+            f"Expected JSON in {file}, got: {error}; copy the model's folder again"
+        ) from error

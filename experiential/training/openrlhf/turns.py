@@ -14,7 +14,9 @@ from experiential.sync import awaited
 K = TypeVar("K")
 
 TERM_S = 30.0
-"""How long a turn lets newcomers of its own side in while another side waits: a guess, nothing was measured."""
+"""How long a turn lets newcomers of its own side in while another side waits: a guess, nothing was
+measured.
+"""
 
 
 @dataclass(eq=False)
@@ -29,20 +31,28 @@ class _Ticket(Generic[K]):
 class Turns(Generic[K]):
     """Turns of several sides, of which one is inside at any time; used on one event loop.
 
-    Whoever waits longest is next, and with him all who wait for the same side, unless he wants to be alone. While others wait,
-    newcomers of the side that is inside are let in for ``term`` seconds from the start of its turn, and only while somebody of it is
-    still inside. So a side waits at most for the turns of those who came before it: each a term and what it still had to finish.
+    Whoever waits longest is next, and with him all who wait for the same side, unless he wants to
+    be alone. While others wait, newcomers of the side that is inside are let in for ``term``
+    seconds from the start of its turn, and only while somebody of it is still inside. So a side
+    waits at most for the turns of those who came before it: each a term and what it still had to
+    finish.
 
-    Nobody is inside while the side changes. A change that fails is told to those it was made for; the next one is tried all the same.
+    Nobody is inside while the side changes. A change that fails is told to those it was made for;
+    the next one is tried all the same.
 
     Args:
-        change: awaited before each turn with the side whose turn it is, also where that side had the last one.
+        change: awaited before each turn with the side whose turn it is, also where that side had
+            the last one.
         term: seconds.
         clock: seconds that have passed.
     """
 
     def __init__(
-        self, change: Callable[[K], Awaitable[None]], *, term: float = TERM_S, clock: Callable[[], float] = time.monotonic
+        self,
+        change: Callable[[K], Awaitable[None]],
+        *,
+        term: float = TERM_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prepare, self._term, self._clock = change, term, clock
         self._waiting: list[_Ticket[K]] = []
@@ -95,7 +105,11 @@ class Turns(Generic[K]):
         self._changing = None
         self._began = self._clock()
         if first in self._waiting:
-            group = [first] if first.alone else [t for t in self._waiting if t.side == first.side and not t.alone]
+            group = (
+                [first]
+                if first.alone
+                else [t for t in self._waiting if t.side == first.side and not t.alone]
+            )
             self._admit(group, found if isinstance(found, Exception) else None)
         self._advance()
 
@@ -129,7 +143,8 @@ class Sleeper:
 class SharedGpus:
     """GPUs of one node that engines and ranks of both policies use in turns. Everybody sleeps at first, and at most one is awake.
 
-    Whoever had the last turn stays awake until another wants one: engines that generate between two updates are woken once.
+    Whoever had the last turn stays awake until another wants one: engines that generate between two
+    updates are woken once.
 
     Args:
         group: Ray's placement group of these GPUs.

