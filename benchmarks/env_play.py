@@ -12,8 +12,8 @@ import numpy as np
 from experiential.envs import oracle
 from experiential.envs.oracle import Agent
 from experiential.errors import ExperientialError
+from experiential.evaluation.intervals import clustered_mean, wilson
 from experiential.sync import attempted
-from experiential.training.intervals import clustered_mean, wilson
 
 _LISTED = 200
 """Failed episodes that are kept with their reasons."""

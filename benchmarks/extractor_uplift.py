@@ -23,9 +23,9 @@ import numpy as np
 import experiential  # noqa: F401  (registers the environments)
 from benchmarks.finished_run import FinishedRun, Shown, finished, keep
 from experiential.bank.bank import ExperienceBank
-from experiential.training.intervals import paired_difference
-from experiential.training.rollout import Job, Rollout, Task
-from experiential.training.tasks import episode_seed
+from experiential.evaluation.intervals import paired_difference
+from experiential.rollout.rollout import Job, Rollout, Task
+from experiential.rollout.tasks import episode_seed
 from experiential.types import Condition, Experience
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from experiential.agents.actor import ActorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.config import Experiment
+from experiential.rollout.rollout import NoBank
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import build_runtimes
 from experiential.training.roles import prompt_set_name
-from experiential.training.rollout import NoBank
 from experiential.training.runtime import PolicyRuntime
 from experiential.types import Experience, Hit
 

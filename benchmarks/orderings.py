@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from experiential.config import Arm
 from experiential.evaluation.card import by_arm, recipe_difference, used_arm
 from experiential.evaluation.cell import Cell
-from experiential.training.intervals import Interval
+from experiential.evaluation.intervals import Interval
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import EnvSettings, ModelSettings, OptimSettings
+from experiential.rollout.rollout import NoBank, Rollout
+from experiential.rollout.tasks import TaskSource, world_count
 from experiential.training.local import build_runtimes
 from experiential.training.roles import prompt_set_name
-from experiential.training.rollout import NoBank, Rollout
-from experiential.training.tasks import TaskSource, world_count
 from experiential.types import Experience, Hit
 
 ENVIRONMENTS: dict[str, tuple[EnvSettings, dict[str, Any]]] = {

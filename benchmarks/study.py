@@ -39,11 +39,11 @@ from experiential.errors import ConfigError
 from experiential.evaluation.card import ARMS, Card, RecipeReport, make_card, used_arm
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
 from experiential.evaluation.curves import Point, evaluation_curve, mean_curve
+from experiential.evaluation.intervals import Interval
 from experiential.evaluation.page import show_percent, show_points
-from experiential.evaluation.run import only_evaluation
 from experiential.recipe import load_experiment
 from experiential.training.checkpoint import CheckpointStore
-from experiential.training.intervals import Interval
+from experiential.training.run_evaluation import only_evaluation
 from experiential.training.trainer import Trainer
 from experiential.types import Record
 

@@ -18,10 +18,10 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import EnvSettings
 from experiential.errors import BankError, ConfigError
+from experiential.evaluation.arms import ArmBank
 from experiential.llm.metered import Meter, Spent
-from experiential.training.arms import ArmBank
-from experiential.training.rollout import Episode, Job, NoBank, Rollout, Task, make_env
-from experiential.training.tasks import episode_seed, world_count
+from experiential.rollout.rollout import Episode, Job, NoBank, Rollout, Task, make_env
+from experiential.rollout.tasks import episode_seed, world_count
 from experiential.types import Record
 
 ArmName = Literal["off", "frozen", "on"]

@@ -10,8 +10,8 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.suite_play import Cell, PlayedEpisode
-from experiential.training.intervals import Interval, clustered_mean, paired_difference, wilson
-from experiential.training.rollout import shortened
+from experiential.evaluation.intervals import Interval, clustered_mean, paired_difference, wilson
+from experiential.rollout.rollout import shortened
 
 MEASURES: dict[str, Callable[[PlayedEpisode], float]] = {
     "success": lambda one: float(one.success),

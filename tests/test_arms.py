@@ -17,12 +17,12 @@ from experiential.agents.prompts import experience_block
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Arm, EnvSettings, Experiment
+from experiential.evaluation.arms import PLACEBO, Placebo, Shuffled, opened_arm, worlds
+from experiential.evaluation.filler import WORDS, filler, shown_length
+from experiential.evaluation.visits import Meters, VisitEvaluator
 from experiential.llm.metered import Meter, Metered, Spent
 from experiential.llm.scripted import ScriptedLLM
 from experiential.recipe import dump_experiment, load_experiment
-from experiential.training.arms import PLACEBO, Placebo, Shuffled, opened_arm, worlds
-from experiential.training.evaluate import Meters, VisitEvaluator
-from experiential.training.filler import WORDS, filler, shown_length
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory, Update
 from experiential.wrappers.experience import ExperienceWrapper
 from tests.llm_tiny import tiny_tokenizer

@@ -20,13 +20,13 @@ from experiential.errors import BackendError, BankError, ConfigError
 from experiential.llm.scripted import ScriptedLLM
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
+from experiential.rollout.rollout import Episode, Job, NoBank, Rollout, Task
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import LocalRuntime
 from experiential.training.methods.attempt_samples import internalised_samples, reinforced_samples
 from experiential.training.methods.attempts import Attempts, SecondAttempt, split_attempts
 from experiential.training.methods.reflection_track import memory_of
 from experiential.training.metrics import read_events
-from experiential.training.rollout import Episode, Job, NoBank, Rollout, Task
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Message, Trajectory, Turn

@@ -21,9 +21,9 @@ from experiential.evaluation.cell import Cell, CellStore, cell_of, folder_digest
 from experiential.evaluation.curves import evaluation_curve, mean_curve, training_curve
 from experiential.evaluation.page import write_page
 from experiential.evaluation.picture import draw_card
+from experiential.evaluation.visits import Cost
 from experiential.llm.metered import Spent
 from experiential.recipe import load_experiment
-from experiential.training.evaluate import Cost
 
 
 def cell(

@@ -15,6 +15,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.config import ActorSettings
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
+from experiential.rollout.rollout import Episode
 from experiential.training.actor_samples import actor_samples, env_reward
 from experiential.training.methods.evolver import form, prune, worth
 from experiential.training.rewards import (
@@ -25,7 +26,6 @@ from experiential.training.rewards import (
     search_score,
     think_score,
 )
-from experiential.training.rollout import Episode
 from experiential.training.trainer import Trainer
 from experiential.types import Generation, Trajectory, Use
 

@@ -12,6 +12,7 @@ import experiential as xp
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings, SelfDistillSettings
 from experiential.llm.transformers import TransformersLLM
+from experiential.rollout.rollout import Episode, Job, Rollout, Task
 from experiential.training.methods.internalise import (
     CollapseGuard,
     SelfDistillation,
@@ -19,7 +20,6 @@ from experiential.training.methods.internalise import (
     imitation_samples,
     without_help,
 )
-from experiential.training.rollout import Episode, Job, Rollout, Task
 from experiential.types import Condition, Generation, Trajectory
 from tests.llm_tiny import tiny_random_model
 

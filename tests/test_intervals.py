@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from experiential.training.intervals import clustered_mean, paired_difference, unpaired_difference
+from experiential.evaluation.intervals import clustered_mean, paired_difference, unpaired_difference
 
 TABLES = arrays(
     np.float64,

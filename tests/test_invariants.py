@@ -25,12 +25,12 @@ from experiential.config import ActorSettings, EnvSettings, ModelSettings, Optim
 from experiential.llm.base import SamplingParams
 from experiential.llm.models import load_model, load_tokenizer
 from experiential.llm.transformers import TransformersLLM
-from experiential.training.actor_samples import actor_samples
+from experiential.rollout.rollout import Episode, Job, Rollout, Task
+from experiential.training.actor_samples import actor_samples, trajectory_samples
 from experiential.training.advantages import cell_advantages, training_count_weights
 from experiential.training.batch_loss import batch_loss
 from experiential.training.local import LocalRuntime
 from experiential.training.losses import cispo_loss, kl_k3, ppo_clip_loss, reverse_kl_loss, sft_loss
-from experiential.training.rollout import Episode, Job, Rollout, Task, trajectory_samples
 from experiential.training.runtime import LossKind, LossSettings, Sample, sample_from_generation
 from experiential.types import Condition, Generation, Trajectory
 

@@ -18,8 +18,9 @@ LAYERS = [
     ("agents",),
     ("envs",),
     ("wrappers",),
-    ("training",),
+    ("rollout",),
     ("evaluation",),
+    ("training",),
     ("recipe",),
     ("",),  # experiential/__init__.py
     ("cli",),

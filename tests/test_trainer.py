@@ -22,16 +22,16 @@ import torch
 from experiential.bank.bank import ExperienceBank
 from experiential.config import ActorSettings, EnvSettings, Experiment, OptimSettings
 from experiential.errors import BackendError, BankLockedError, CheckpointError
+from experiential.evaluation.intervals import paired_difference, wilson
+from experiential.evaluation.visits import Visits, compare
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
+from experiential.rollout.rollout import Episode
+from experiential.rollout.tasks import TaskSource
 from experiential.training.actor_samples import actor_samples
-from experiential.training.evaluate import Visits, compare
-from experiential.training.intervals import paired_difference, wilson
 from experiential.training.local import LocalRuntime
 from experiential.training.metrics import read_events
-from experiential.training.rollout import Episode
-from experiential.training.tasks import TaskSource
 from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Trajectory
 from tests.llm_tiny import tiny_random_model

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from experiential.evaluation.card import Card
     from experiential.evaluation.cell import Cell
     from experiential.evaluation.picture import Curves
-    from experiential.evaluation.run import EvaluatedRun
+    from experiential.training.run_evaluation import EvaluatedRun
 
 ALL = "off,on,frozen,shuffled,placebo"
 CARD, PICTURE, PAGE, CELLS = "card.json", "report.png", "report.html", "cells"
@@ -117,7 +117,7 @@ def opened(folder: Path, overrides: Sequence[str]) -> EvaluatedRun:
     Raises:
         CheckpointError: the folder holds no run, or the run no checkpoint.
     """
-    from experiential.evaluation.run import open_run
+    from experiential.training.run_evaluation import open_run
 
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(
@@ -153,7 +153,7 @@ def play(
     from experiential.cli.train import QUIET
     from experiential.cli.view import describe_evaluation
     from experiential.evaluation.cell import CellStore
-    from experiential.evaluation.run import evaluate_run
+    from experiential.training.run_evaluation import evaluate_run
 
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -196,8 +196,8 @@ def write_report(
 def curves_of(card: Card, runs: Sequence[EvaluatedRun]) -> Curves:
     """The events of the runs of each recipe; a run without its metrics file has no curve."""
     from experiential.evaluation.cell import settings_digest
-    from experiential.evaluation.run import METRICS
     from experiential.training.metrics import read_events
+    from experiential.training.run_evaluation import METRICS
 
     files = {settings_digest(run.experiment): run.folder / METRICS for run in runs}
     return {

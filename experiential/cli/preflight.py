@@ -160,7 +160,7 @@ def check_env_arguments(settings: EnvSettings) -> None:
     """Refuse arguments that the environment does not take: one is made for training and one for evaluation, and closed."""
     from gymnasium.error import Error
 
-    from experiential.training.rollout import make_env
+    from experiential.rollout.rollout import make_env
 
     for name, kwargs in (("train", settings.train), ("eval", settings.eval)):
         try:

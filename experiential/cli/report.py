@@ -13,8 +13,8 @@ from rich.table import Table
 
 from experiential.errors import ConfigError
 from experiential.evaluation.curves import smooth
+from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.training import metrics
-from experiential.training.intervals import Interval, paired_difference, wilson
 
 Event = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from experiential.config import Arm
 from experiential.evaluation.cell import Cell, package_version
+from experiential.evaluation.intervals import Interval, clustered_mean, unpaired_difference, wilson
 from experiential.llm.metered import Spent
-from experiential.training.intervals import Interval, clustered_mean, unpaired_difference, wilson
 from experiential.types import Record
 
 ARMS: tuple[Arm, ...] = get_args(Arm)

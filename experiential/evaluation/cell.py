@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from experiential.config import Arm, Experiment
 from experiential.errors import ConfigError
-from experiential.training.evaluate import Cost, later
+from experiential.evaluation.visits import Cost, later
 from experiential.types import Record
 
 

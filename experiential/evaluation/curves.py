@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiential.training.evaluate import later
+from experiential.evaluation.visits import later
 from experiential.types import Record
 
 Event = Mapping[str, Any]

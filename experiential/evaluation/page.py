@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from experiential.evaluation.card import Card, PerSuccess, RecipeReport
-from experiential.training.intervals import Interval
+from experiential.evaluation.intervals import Interval
 
 Cell = str | int | float
 

@@ -16,7 +16,7 @@ from experiential.evaluation.curves import (
     smooth,
     training_curve,
 )
-from experiential.training.intervals import Interval
+from experiential.evaluation.intervals import Interval
 
 Curves = Mapping[str, Sequence[Sequence[Event]]]
 """Events of each run of each recipe, by the name of the recipe in the card."""

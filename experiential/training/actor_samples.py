@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from experiential.config import ActorSettings
+from experiential.rollout.rollout import Episode
 from experiential.training.advantages import Floats, cell_advantages, split_weights, turn_advantages
-from experiential.training.rollout import Episode, trajectory_samples
-from experiential.training.runtime import Sample
-from experiential.types import Condition
+from experiential.training.runtime import Sample, sample_from_generation
+from experiential.types import Condition, Generation
 
 RewardOf = Callable[[Episode], float]
 """What an episode is worth to its actor."""
@@ -160,4 +161,53 @@ def _length_factor(weights: Floats, lengths: Floats, settings: ActorSettings) ->
         lengths / (float((weights * lengths).sum()) or 1.0)
         if settings.aggregate == "token"
         else lengths / settings.length_norm
+    )
+
+
+def trajectory_samples(
+    generations: Sequence[Generation], advantage: float | Sequence[float], weight: float
+) -> list[Sample]:
+    """Samples that train on one trajectory's responses, its weight shared in proportion to their trained tokens.
+
+    Responses whose prompt continues the previous prompt and response token by token become one
+    sample, so that a conversation kept whole costs one forward pass and has one sequence-level
+    ratio.
+
+    Args:
+        generations: the responses, in order.
+        advantage: of all of them, or one for each.
+        weight: of the trajectory.
+    """
+    chained: list[Sample] = []
+    values = [advantage] * len(generations) if isinstance(advantage, int | float) else advantage
+    for generation, value in zip(generations, values, strict=True):
+        sample = sample_from_generation(generation, value, weight=weight)
+        if chained and _continues(chained[-1], sample):
+            sample = _joined(chained.pop(), sample)
+        chained.append(sample)
+    chained = [s for s in chained if s.positions]
+    total = sum(len(s.positions) for s in chained)
+    return [replace(s, weight=weight * len(s.positions) / total) for s in chained]
+
+
+def _continues(first: Sample, second: Sample) -> bool:
+    """Whether both can be one sequence: a schema rules one response only, so samples that have one stay apart."""
+    return (
+        first.json_schema is None
+        and second.json_schema is None
+        and second.tokens[: len(first.tokens)] == first.tokens
+    )
+
+
+def _joined(first: Sample, second: Sample) -> Sample:
+    return Sample(
+        tokens=second.tokens,
+        positions=first.positions + second.positions,
+        logprobs=first.logprobs + second.logprobs,
+        advantages=first.advantages + second.advantages,
+        allowed=first.allowed + second.allowed,
+        teacher=first.teacher + second.teacher,
+        weight=first.weight,
+        temperature=first.temperature,
+        policy_version=min(first.policy_version, second.policy_version),
     )

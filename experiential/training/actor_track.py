@@ -7,10 +7,10 @@ from typing import Any
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import ActorSettings
+from experiential.rollout.rollout import Episode
 from experiential.training.actor_samples import RewardOf, actor_samples, env_reward, uninformative
 from experiential.training.methods.critic import SuccessRates
 from experiential.training.methods.internalise import SelfDistillation
-from experiential.training.rollout import Episode
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from experiential.bank.bank import ExperienceBank
 from experiential.config import ExtractorSettings
+from experiential.rollout.rollout import credited_uses
 from experiential.training.buffer import BufferSample, ExtractorBuffer
 from experiential.training.rewards import critic_reward, outcome, relative_rewards, use_reward
-from experiential.training.rollout import credited_uses
 from experiential.training.runtime import (
     LossSettings,
     PolicyRuntime,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from experiential.rollout.rollout import Episode, failures
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.metrics import peak_memory_gb
-from experiential.training.rollout import Episode, failures
 from experiential.training.runtime import TrainStats
 from experiential.types import Condition
 

@@ -19,12 +19,14 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment
 from experiential.errors import CheckpointError
+from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, compare
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
+from experiential.rollout.rollout import Episode, MakeEnv, NoBank, Rollout, make_env, refuse_broken
+from experiential.rollout.tasks import TaskSource, world_count
 from experiential.training.actor_track import ActorTrack
 from experiential.training.ahead import RolloutsAhead
 from experiential.training.checkpoint import CheckpointStore
-from experiential.training.evaluate import Meters, VisitEvaluator, Visits, compare
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.methods.attempts import split_attempts
 from experiential.training.methods.cold_start import cold_start
@@ -35,10 +37,8 @@ from experiential.training.methods.prepare import fill_bank
 from experiential.training.methods.reflection_track import ReflectionTrack
 from experiential.training.metrics import Metrics, Observer, peak_memory_gb
 from experiential.training.roles import Roles, Runtimes, build_policies
-from experiential.training.rollout import Episode, MakeEnv, NoBank, Rollout, make_env, refuse_broken
 from experiential.training.runtime import TrainStats
 from experiential.training.step_event import episode_row, extractor_event, step_event
-from experiential.training.tasks import TaskSource, world_count
 
 _FILES = (
     "metrics.jsonl",

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from experiential.config import ActorSettings
+from experiential.rollout.rollout import Episode
 from experiential.training.actor_samples import actor_samples
 from experiential.training.advantages import cell_advantages
 from experiential.training.batch_loss import batch_loss
-from experiential.training.rollout import Episode
 from experiential.training.runtime import LossSettings
 from experiential.types import Condition, Generation, Trajectory
 

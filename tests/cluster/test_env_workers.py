@@ -21,9 +21,9 @@ from experiential.agents.actor import ActorAgent
 from experiential.config import ClusterSettings, EnvSettings
 from experiential.errors import EnvError, ExperientialError, MissingExtraError
 from experiential.llm.scripted import ScriptedLLM
+from experiential.rollout.rollout import Episode, Job, NoBank, Rollout, Task, make_env
 from experiential.training.openrlhf.calls import joined_ray
 from experiential.training.openrlhf.env_workers import EnvWorkers
-from experiential.training.rollout import Episode, Job, NoBank, Rollout, Task, make_env
 from experiential.types import Condition, Message
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper

@@ -12,7 +12,7 @@ from experiential.agents.reflection_memory import ReflectionMemory, passes
 from experiential.agents.reflector import Reflection
 from experiential.agents.seeds import derived_seed
 from experiential.errors import BackendError, BankError
-from experiential.training.rollout import Episode, Job, Rollout, shortened
+from experiential.rollout.rollout import Episode, Job, Rollout, shortened
 from experiential.types import Trajectory
 
 

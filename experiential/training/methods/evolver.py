@@ -9,9 +9,9 @@ from typing import Any
 
 from experiential.bank.bank import ExperienceBank
 from experiential.config import ActorSettings
+from experiential.rollout.rollout import Episode
 from experiential.training.actor_samples import RewardOf, env_reward
 from experiential.training.rewards import evolver_reward, format_reward
-from experiential.training.rollout import Episode
 
 
 def worth(settings: ActorSettings) -> RewardOf:

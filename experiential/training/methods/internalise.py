@@ -10,8 +10,9 @@ import numpy as np
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import SelfDistillSettings
+from experiential.rollout.rollout import Episode
+from experiential.training.actor_samples import trajectory_samples
 from experiential.training.rewards import relative_rewards
-from experiential.training.rollout import Episode, trajectory_samples
 from experiential.training.runtime import Sample
 from experiential.types import Condition, Generation
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment
-from experiential.training.rollout import Rollout, refuse_broken
-from experiential.training.tasks import TaskSource
+from experiential.rollout.rollout import Rollout, refuse_broken
+from experiential.rollout.tasks import TaskSource
 
 _SEED = 0x0FF11E  # added to the seed of a run, so that other episodes are collected than training will play
 

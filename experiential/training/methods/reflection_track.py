@@ -9,10 +9,10 @@ from typing import Any
 from experiential.agents.reflection_memory import BankMemory, PrivateMemory, ReflectionMemory
 from experiential.bank.bank import ExperienceBank
 from experiential.config import ActorSettings, Experiment, ReflectionSettings
+from experiential.rollout.rollout import Episode, Job, Rollout
 from experiential.training.methods.attempt_samples import internalised_samples, reinforced_samples
 from experiential.training.methods.attempts import Attempts
 from experiential.training.roles import Roles
-from experiential.training.rollout import Episode, Job, Rollout
 from experiential.training.runtime import PolicyRuntime, Sample
 
 

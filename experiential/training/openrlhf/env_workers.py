@@ -17,10 +17,10 @@ import gymnasium as gym
 
 from experiential.config import ClusterSettings, EnvSettings
 from experiential.errors import EnvError, ExperientialError
+from experiential.rollout.awaited import Start, Step
+from experiential.rollout.rollout import make_env
 from experiential.sync import awaited, shared_loop
-from experiential.training.awaited import Start, Step
 from experiential.training.openrlhf.calls import answer, cause_of, is_joined, joined_ray, told
-from experiential.training.rollout import make_env
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Arm
 from experiential.errors import BackendError
-from experiential.training.filler import filler, shown_length
-from experiential.training.rollout import NoBank
+from experiential.evaluation.filler import filler, shown_length
+from experiential.rollout.rollout import NoBank
 from experiential.types import Answer, Condition, Experience, Generation, Hit, Trajectory
 from experiential.wrappers.episode import ManagerLike
 

@@ -22,21 +22,21 @@ from experiential.agents.principles import principle_text
 from experiential.agents.prompts import entry_text
 from experiential.bank.bank import ExperienceBank
 from experiential.config import Arm, Experiment
+from experiential.evaluation.arms import ArmBank, opened_arm
+from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.llm.metered import Meter, Spent
-from experiential.training.arms import ArmBank, opened_arm
-from experiential.training.intervals import Interval, paired_difference, wilson
-from experiential.training.methods.critic import ActorCritic
-from experiential.training.rollout import (
+from experiential.rollout.rollout import (
     Episode,
     Job,
     MakeEnv,
+    Reviewer,
     Rollout,
     Task,
     failures,
     make_env,
     refuse_broken,
 )
-from experiential.training.tasks import episode_seed, world_count
+from experiential.rollout.tasks import episode_seed, world_count
 from experiential.types import Condition, Record
 
 
@@ -128,7 +128,7 @@ class VisitEvaluator:
         *,
         make_env: MakeEnv = make_env,
         meters: Meters | None = None,
-        critic: ActorCritic | None = None,
+        critic: Reviewer | None = None,
     ) -> None:
         self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
         self._make_env, self._meters, self._critic = make_env, meters or Meters(), critic

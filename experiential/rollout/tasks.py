@@ -9,7 +9,7 @@ import numpy as np
 
 from experiential.config import EnvSettings, WorldChange
 from experiential.envs.make import make
-from experiential.training.rollout import Job, Task, guided_members
+from experiential.rollout.rollout import Job, Task, guided_members
 
 _WORLDS = 1  # third coordinate of the draws of worlds, so that they differ from those of seeds
 

@@ -7,9 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import gymnasium as gym
 
@@ -17,10 +17,8 @@ from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
 from experiential.envs.make import make
 from experiential.errors import BackendError, EnvError, ExperientialError
+from experiential.rollout.awaited import AwaitedEnv, Start, Step, given
 from experiential.sync import attempted
-from experiential.training.awaited import AwaitedEnv, Start, Step, given
-from experiential.training.methods.critic import ActorCritic
-from experiential.training.runtime import Sample, sample_from_generation
 from experiential.types import Answer, Condition, Generation, Trajectory, Use
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.feedback import FeedbackWrapper
@@ -109,6 +107,18 @@ class NoBank:
         """Nothing to close."""
 
 
+class Reviewer(Protocol):
+    """Judges what was retrieved for an episode before its first action."""
+
+    async def review(self, env: gym.Env[str, str], info: dict[str, Any]) -> dict[str, Any]:
+        """Return the info of the reset with the advice that may be shown.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        ...
+
+
 MakeEnv = Callable[[EnvSettings, dict[str, Any]], gym.Env[str, str]]
 """Builds the environment that the wrappers stand around, from the settings and further arguments of
 ``gymnasium.make``.
@@ -173,7 +183,7 @@ class Rollout:
         search_and_ask: int = 0,
         search_experience: int = 0,
         make_env: MakeEnv = make_env,
-        critic: ActorCritic | None = None,
+        critic: Reviewer | None = None,
     ) -> None:
         self._settings, self._kwargs, self._manager, self._make_actor = (
             settings,
@@ -365,55 +375,6 @@ def guided_members(group_size: int, guided: str) -> list[Condition]:
     return [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
 
 
-def trajectory_samples(
-    generations: Sequence[Generation], advantage: float | Sequence[float], weight: float
-) -> list[Sample]:
-    """Samples that train on one trajectory's responses, its weight shared in proportion to their trained tokens.
-
-    Responses whose prompt continues the previous prompt and response token by token become one
-    sample, so that a conversation kept whole costs one forward pass and has one sequence-level
-    ratio.
-
-    Args:
-        generations: the responses, in order.
-        advantage: of all of them, or one for each.
-        weight: of the trajectory.
-    """
-    chained: list[Sample] = []
-    values = [advantage] * len(generations) if isinstance(advantage, int | float) else advantage
-    for generation, value in zip(generations, values, strict=True):
-        sample = sample_from_generation(generation, value, weight=weight)
-        if chained and _continues(chained[-1], sample):
-            sample = _joined(chained.pop(), sample)
-        chained.append(sample)
-    chained = [s for s in chained if s.positions]
-    total = sum(len(s.positions) for s in chained)
-    return [replace(s, weight=weight * len(s.positions) / total) for s in chained]
-
-
 def credited_uses(trajectory: Trajectory) -> list[Use]:
     """The uses of a trajectory that count: none when the episode failed for a technical reason."""
     return list(trajectory.uses) if trajectory.error is None else []
-
-
-def _continues(first: Sample, second: Sample) -> bool:
-    """Whether both can be one sequence: a schema rules one response only, so samples that have one stay apart."""
-    return (
-        first.json_schema is None
-        and second.json_schema is None
-        and second.tokens[: len(first.tokens)] == first.tokens
-    )
-
-
-def _joined(first: Sample, second: Sample) -> Sample:
-    return Sample(
-        tokens=second.tokens,
-        positions=first.positions + second.positions,
-        logprobs=first.logprobs + second.logprobs,
-        advantages=first.advantages + second.advantages,
-        allowed=first.allowed + second.allowed,
-        teacher=first.teacher + second.teacher,
-        weight=first.weight,
-        temperature=first.temperature,
-        policy_version=min(first.policy_version, second.policy_version),
-    )
