@@ -1,37 +1,48 @@
-"""Which recipe a paper puts above which, and whether the cells of a study agree."""
+"""Compare the cells of a study with the orderings that the papers report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from experiential.config import Arm
+import numpy as np
+
 from experiential.evaluation.card import by_arm, recipe_difference, used_arm
 from experiential.evaluation.cell import Cell
-from experiential.evaluation.intervals import Interval
+from experiential.evaluation.intervals import Interval, clustered_mean
+
+Protocol = Literal["frozen", "off", "writing"]
+"""How both recipes are evaluated.
+
+``frozen``: the bank of the training, read only (the papers' protocol). ``off``: without a bank.
+``writing``: the bank keeps growing during evaluation (arm ``on``). A recipe without a bank is
+always played without one.
+"""
+NOT_IN_A_PAPER = "test-time writing, not in the paper"
 
 
 @dataclass(frozen=True)
 class Ordering:
-    """What a paper says: ``first`` ends with more success than ``second``.
+    """Order two recipes: ``first`` ends with more success than ``second``.
 
     Attributes:
         first: a recipe.
         second: another.
-        source: where the paper says so.
-        off: both are played without their banks; else each as it is used.
+        source: where a paper reports it.
+        protocol: how both are evaluated.
     """
 
     first: str
     second: str
     source: str
-    off: bool = False
+    protocol: Protocol = "frozen"
 
 
 ORDERINGS = (
     Ordering("complementary", "grpo", "Complementary RL, table 1"),
     Ordering(
-        "complementary", "grpo", "Complementary RL, table 1, evaluated without experience", off=True
+        "complementary", "grpo", "Complementary RL, table 1, evaluated without experience", "off"
     ),
     Ordering("complementary", "offline", "Complementary RL, figure 3a"),
     Ordering("complementary", "static-online", "Complementary RL, figure 3a, table 1"),
@@ -49,39 +60,70 @@ ORDERINGS = (
     Ordering("erl", "grpo", "Experiential RL, table 1"),
     Ordering("erl", "erl-no-memory", "Experiential RL, table 1"),
     Ordering("erl", "erl-no-reflection", "Experiential RL, table 1"),
+    Ordering("complementary", "grpo", NOT_IN_A_PAPER, "writing"),
+    Ordering("complementary", "offline", NOT_IN_A_PAPER, "writing"),
+    Ordering("complementary", "static-online", NOT_IN_A_PAPER, "writing"),
+    Ordering("complementary", "exp-only", NOT_IN_A_PAPER, "writing"),
+    Ordering("static-online", "grpo", NOT_IN_A_PAPER, "writing"),
+    Ordering("grpo", "exp-only", NOT_IN_A_PAPER, "writing"),
+    Ordering("complementary-self-distill", "complementary", NOT_IN_A_PAPER, "writing"),
+    Ordering("evolver", "grpo", NOT_IN_A_PAPER, "writing"),
 )
-"""The orderings of the papers among the recipes of the study."""
+"""Orderings of the papers under their own protocol, then the same pairs with test-time writing."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An ordering and the paired difference, first minus second, on later visits."""
+    """Hold an ordering against the cells: first minus second on later visits, paired.
+
+    Attributes:
+        ordering: what is compared.
+        interval: first minus second.
+        over_chance: first minus chance, where second itself is below chance; else None.
+    """
 
     ordering: Ordering
     interval: Interval
+    over_chance: Interval | None = None
 
     @property
     def verdict(self) -> str:
-        """``holds`` or ``reversed`` where the 95 % interval leaves out zero, else ``open``."""
-        return (
-            "holds" if self.interval.low > 0 else "reversed" if self.interval.high < 0 else "open"
-        )
+        """Return ``holds`` or ``reversed`` where the 95 % interval leaves out zero, else ``open``.
+
+        A second that is worse than chance shows nothing about the first, which then has to beat
+        chance.
+        """
+        if self.interval.high < 0:
+            return "reversed"
+        low = self.interval.low if self.over_chance is None else self.over_chance.low
+        return "holds" if self.interval.low > 0 and low > 0 else "open"
 
 
-def findings(cells: Mapping[str, Sequence[Cell]]) -> list[Finding]:
-    """The orderings that these cells of one environment, by recipe, can speak to."""
+def findings(cells: Mapping[str, Sequence[Cell]], chance: float = 0.0) -> list[Finding]:
+    """Return the orderings that the cells of one environment, by recipe, can speak to.
+
+    Args:
+        cells: cells of all arms and training seeds, by recipe.
+        chance: success of blind play there, in [0, 1].
+    """
     found: list[Finding] = []
     for ordering in ORDERINGS:
-        if ordering.first in cells and ordering.second in cells:
-            first, second = (
-                _played(cells[name], ordering.off) for name in (ordering.first, ordering.second)
-            )
-            difference = recipe_difference(first, second) if first and second else None
-            if difference is not None:
-                found.append(Finding(ordering, difference[0]))
+        if ordering.first not in cells or ordering.second not in cells:
+            continue
+        first, second = (
+            _played(cells[name], ordering.protocol) for name in (ordering.first, ordering.second)
+        )
+        difference = recipe_difference(first, second) if first and second else None
+        if difference is None:
+            continue
+        is_below = np.mean([cell.later().mean() for cell in second]) < chance
+        over = clustered_mean(np.array([cell.later() for cell in first]) - chance)
+        found.append(Finding(ordering, difference[0], over if is_below else None))
     return found
 
 
-def _played(cells: Sequence[Cell], off: bool) -> Sequence[Cell]:
-    arm: Arm = "off" if off else used_arm(cells)
-    return by_arm(cells).get(arm, [])
+def _played(cells: Sequence[Cell], protocol: Protocol) -> Sequence[Cell]:
+    arms = by_arm(cells)
+    if protocol == "writing" or "on" not in arms:  # a recipe without a bank has one arm, off
+        return arms[used_arm(cells)]
+    return arms.get(protocol, [])

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,6 +35,7 @@ from pydantic import ValidationError
 from benchmarks import demonstrations
 from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
+from experiential.envs.random_agent import random_agent
 from experiential.errors import ConfigError
 from experiential.evaluation.card import ARMS, Card, RecipeReport, make_card, used_arm
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
@@ -42,6 +43,7 @@ from experiential.evaluation.curves import Point, evaluation_curve, mean_curve
 from experiential.evaluation.intervals import Interval
 from experiential.evaluation.page import show_percent, show_points
 from experiential.recipe import load_experiment
+from experiential.rollout.rollout import make_env
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.run_evaluation import only_evaluation
 from experiential.training.trainer import Trainer
@@ -63,6 +65,8 @@ class Setup:
     final: tuple[str, ...]
     recipes: tuple[str, ...] = RECIPES
     """What is compared there."""
+    chance: float | None = None
+    """Success of blind play; None has ``random_success`` measure it."""
 
 
 ENVIRONMENTS = {
@@ -70,6 +74,7 @@ ENVIRONMENTS = {
         training=("run.steps=48",),
         curve=("eval.every=16", "eval.worlds=20", "eval.visits=3"),
         final=("eval.worlds=40", "eval.visits=4"),
+        chance=2 / 14,  # two different levers of fourteen
     ),
     "frozen-lake": Setup(
         training=(
@@ -422,16 +427,43 @@ def episodes_to_target(points: Sequence[Point], target: float) -> int | None:
 
 
 def rows(cells: Sequence[StudyCell]) -> list[dict[str, Any]]:
-    """A row for each environment and recipe."""
+    """Return a row for each environment and recipe."""
     found: list[dict[str, Any]] = []
     for environment in dict.fromkeys(cell.environment for cell in cells):
         mine = [cell for cell in cells if cell.environment == environment]
         card = make_card([arm for cell in mine for arm in cell.arms])
+        blind = chance(environment)
         for recipe in card.recipes:
-            found.append(
-                _row(card, recipe, [cell for cell in mine if cell.recipe == recipe.recipe])
-            )
+            played = [cell for cell in mine if cell.recipe == recipe.recipe]
+            found.append(_row(card, recipe, played) | {"chance": round(blind, 4)})
     return found
+
+
+@lru_cache
+def chance(environment: str) -> float:
+    """Return the success of blind play on the evaluation worlds: known, or measured with random moves."""
+    setup = ENVIRONMENTS[environment]
+    return random_success(environment) if setup.chance is None else setup.chance
+
+
+def random_success(environment: str, repeats: int = 100) -> float:
+    """Return the share of episodes won by random moves on the evaluation worlds, ``repeats`` each."""
+    setup = ENVIRONMENTS[environment]
+    settings = load_experiment("grpo", [*setup.training, *setup.final])
+    env = make_env(settings.env, settings.env.eval)
+    won = 0
+    for repeat in range(repeats):
+        agent = random_agent(env, seed=repeat)
+        for world in range(settings.eval.worlds):
+            options = {"world": world}
+            observation, info = env.reset(seed=repeat, options=options)
+            done = False
+            while not done:
+                observation, _, terminated, truncated, info = env.step(agent(observation, info))
+                done = terminated or truncated
+            won += bool(info["success"])
+    env.close()
+    return won / (repeats * settings.eval.worlds)
 
 
 def _row(card: Card, recipe: RecipeReport, cells: Sequence[StudyCell]) -> dict[str, Any]:
@@ -510,9 +542,12 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             "recipe",
             "seeds",
             "training episodes",
-            "with the bank",
-            "without",
-            f"minus {RECIPES[0]}, points",
+            "chance",
+            "off",
+            "frozen",
+            "on (with test-time writing)",
+            "frozen minus off, points",
+            f"as used minus {RECIPES[0]}, points",
             *reach,
         ]
         body = [
@@ -520,8 +555,11 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
                 row["recipe"],
                 str(row["seeds"]),
                 _number(row["train_episodes"]),
-                _rate(row, "on"),
+                f"{100 * row['chance']:.1f} %",
                 _rate(row, "off"),
+                _rate(row, "frozen"),
+                _rate(row, "on"),
+                _points(row, "frozen_minus_off"),
                 _points(row, f"minus_{RECIPES[0]}"),
             ]
             + [
@@ -568,21 +606,31 @@ def orderings(cells: Sequence[StudyCell]) -> str:
             {
                 name: [arm for cell in mine if cell.recipe == name for arm in cell.arms]
                 for name in names
-            }
+            },
+            chance(place),
         ):
-            found.setdefault(finding.ordering, {})[place] = (
-                f"{finding.verdict}: {show_points(finding.interval)}"
-            )
+            text = f"{finding.verdict}: {show_points(finding.interval)}"
+            if finding.over_chance is not None:
+                text += (
+                    "; the second is below chance, the first minus chance"
+                    f" {show_points(finding.over_chance)}"
+                )
+            found.setdefault(finding.ordering, {})[place] = text
     body = [
         [
-            f"`{o.first}` over `{o.second}`{' (bank off)' if o.off else ''}",
+            f"`{o.first}` over `{o.second}`",
+            o.protocol,
             o.source,
             *(found[o].get(place, "–") for place in places),
         ]
         for o in ORDERINGS
         if o in found
     ]
-    return "## Orderings of the papers\n\n" + _table(["ordering", "source", *places], body) + "\n"
+    return (
+        "## Orderings of the papers\n\n"
+        + _table(["ordering", "evaluated", "source", *places], body)
+        + "\n"
+    )
 
 
 def _interval(row: dict[str, Any], name: str) -> Interval | None:

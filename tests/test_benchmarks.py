@@ -104,7 +104,7 @@ def test_the_study_writes_tables_and_a_picture(
     study.table(finished)
     text = (finished / "table.md").read_text()
     assert (
-        "| complementary | 2 | 128 | 80 % [" in text
+        "| complementary | 2 | 128 | 14.3 % | " in text
         and "| 64 (2 of 2) | – (0 of 2) |" in text
         and "+40 [" in text
     )
@@ -119,26 +119,59 @@ def test_the_study_writes_tables_and_a_picture(
     )
 
 
-def test_orderings_are_held_reversed_or_open_by_the_paired_interval(finished: Path) -> None:
-    arms = {
-        "grpo": {"off": 0.4}, "complementary": {"off": 0.4, "on": 0.9}, "exp-only": {"off": 0.2, "on": 0.9}, "offline": {"off": 0.4},
-        "static-online": {"off": 0.0, "on": 0.0},
-    }  # fmt: skip
+def found_verdicts(shares: dict[str, dict[str, float]], chance: float = 0.0) -> dict[Any, Any]:
     cells = {
-        name: [arm for seed in (0, 1) for arm in study_cell(name, seed, shares).arms]
-        for name, shares in arms.items()
+        name: [arm for seed in (0, 1) for arm in study_cell(name, seed, by_arm).arms]
+        for name, by_arm in shares.items()
     }
-    found = {(f.ordering.first, f.ordering.second, f.ordering.off): f for f in findings(cells)}
-    said = {key: finding.verdict for key, finding in found.items()}
-    assert said == {
-        ("complementary", "grpo", False): "holds", ("complementary", "grpo", True): "open", ("complementary", "offline", False): "holds",
-        ("complementary", "static-online", False): "holds", ("complementary", "exp-only", False): "open",
-        ("static-online", "grpo", False): "reversed", ("grpo", "exp-only", False): "reversed",
-    }  # fmt: skip
-    assert found["complementary", "grpo", False].interval.mean == pytest.approx(0.5)
-    assert "| `complementary` over `grpo` | Complementary RL, table 1 | " in study.orderings(
+    return {
+        (f.ordering.first, f.ordering.second, f.ordering.protocol): f
+        for f in findings(cells, chance)
+    }
+
+
+def test_orderings_are_held_reversed_or_open_by_the_paired_interval(finished: Path) -> None:
+    found = found_verdicts(
+        {
+            "grpo": {"off": 0.4},
+            "complementary": {"off": 0.4, "on": 0.9, "frozen": 0.4},
+            "exp-only": {"off": 0.2, "on": 0.9, "frozen": 0.2},
+            "offline": {"off": 0.4},
+            "static-online": {"off": 0.0, "on": 0.0},
+        }
+    )
+    assert {key: finding.verdict for key, finding in found.items()} == {
+        ("complementary", "grpo", "frozen"): "open",
+        ("complementary", "grpo", "off"): "open",
+        ("complementary", "grpo", "writing"): "holds",
+        ("complementary", "offline", "frozen"): "open",
+        ("complementary", "offline", "writing"): "holds",
+        ("complementary", "static-online", "writing"): "holds",
+        ("complementary", "exp-only", "frozen"): "open",
+        ("complementary", "exp-only", "writing"): "open",
+        ("static-online", "grpo", "writing"): "reversed",
+        ("grpo", "exp-only", "frozen"): "open",
+        ("grpo", "exp-only", "writing"): "reversed",
+    }
+    assert found["complementary", "grpo", "writing"].interval.mean == pytest.approx(0.5)
+    assert "| `complementary` over `grpo` | writing | test-time" in study.orderings(
         study.read_cells(finished)
     )
+
+
+def test_an_ordering_over_a_recipe_below_chance_must_beat_chance() -> None:
+    shares = {"grpo": {"off": 0.1}, "erl": {"off": 0.9}}
+    assert found_verdicts(shares)["erl", "grpo", "frozen"].verdict == "holds"
+    finding = found_verdicts(shares, chance=0.9)["erl", "grpo", "frozen"]
+    assert finding.verdict == "open"
+    assert finding.over_chance.mean == pytest.approx(0.0)
+
+
+def test_chance_on_vault_is_two_levers_of_fourteen_and_on_the_lake_it_is_measured() -> None:
+    assert study.chance("vault") == pytest.approx(1 / 7)
+    lake = study.random_success("frozen-lake", repeats=2)
+    assert 0.2 < lake < 0.8
+    assert lake == study.random_success("frozen-lake", repeats=2)
 
 
 def test_a_damaged_cell_and_an_empty_study_are_named(finished: Path, tmp_path: Path) -> None:

@@ -675,11 +675,8 @@ class ExperienceBank(Searchable, Upkeep):
         return vectors
 
     def _check_commit(self, commit: int) -> None:
-        if (
-            not isinstance(commit, int)
-            or isinstance(commit, bool)
-            or not self._history.has_commit(commit)
-        ):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
+        # `type` and not `isinstance`: users may pass anything, and True is not a commit
+        if type(commit) is not int or not self._history.has_commit(commit):
             raise BankError(
                 f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them"
                 " with bank.commits()"

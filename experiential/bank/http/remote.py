@@ -354,9 +354,7 @@ class RemoteBank(ExperienceBank):
         return self._embedder
 
     @property
-    def redacted(
-        self,
-    ) -> Counter[str]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it; here it is asked for)
+    def redacted(self) -> Counter[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Secrets taken out of what all clients wrote since the server opened the bank, by kind."""
         return Counter(self._present.ask(wire.INFO).redacted)
 
