@@ -350,7 +350,9 @@ class RetrievalSettings(Settings):
     k: int = Field(default=1, gt=0)
     strategy: str = Field(
         default="diverse",
-        description="diverse (eq. 6), nearest, utility, random, or one registered by you",
+        description=(
+            "diverse (eq. 6), nearest, utility, random, an entry point or module:attribute"
+        ),
     )
     pool: int = Field(
         default=4, gt=0, description="N: candidate sets of size K that are oversampled"
@@ -406,7 +408,10 @@ class BankSettings(Settings):
     namespace: str = "default"
     embedder: str | None = Field(
         default=None,
-        description="sentence-transformers name or folder, 'hashing', or None for the default",
+        description=(
+            "'hashing', an entry point, module:attribute, a sentence-transformers name or folder;"
+            " None is the default model"
+        ),
     )
     chroma: str | None = Field(
         default=None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import (
     BUNDLED_PACKAGE,
     TASK_WEIGHT,
@@ -18,7 +21,7 @@ from experiential.bank.index.embed import (
     resolve_embedder,
     texts_to_embed,
 )
-from experiential.errors import BankError
+from experiential.errors import BankError, ConfigError, ModelNotFoundError
 
 default_model = pytest.mark.skipif(
     importlib.util.find_spec(BUNDLED_PACKAGE) is None,
@@ -90,3 +93,76 @@ def test_what_is_no_embedding_is_refused_by_name(vectors: list[list[float]]) -> 
     cache = CachedEmbedder(lambda texts: vectors)
     with pytest.raises(BankError, match="to give 2 finite vectors"):
         cache(["a", "b"])
+
+
+MODULE = """
+import zlib
+import numpy as np
+
+def spread(texts):
+    seeds = [zlib.crc32(text.encode()) for text in texts]
+    return np.stack([np.random.default_rng(seed).normal(size=8) for seed in seeds])
+
+class Made:
+    id = "made-1"
+    def __init__(self):
+        self.calls = 0
+    def __call__(self, texts):
+        self.calls += 1
+        return spread(texts)
+
+value = 3
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to import ``foreign_embedder`` from."""
+    (tmp_path / "foreign_embedder.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["spread", "Made"])
+def test_a_bank_opens_again_with_the_foreign_embedder_that_it_was_made_with(
+    foreign: Path, name: str
+) -> None:
+    with ExperienceBank(foreign / "bank", embedder=f"foreign_embedder:{name}") as bank:
+        entry = bank.add("the jade lever opens the gate")
+    with ExperienceBank(foreign / "bank") as bank:
+        assert bank.search("the jade lever opens the gate")[0].experience.id == entry.id
+        with bank.fork(foreign / "fork") as fork:
+            fork.add("and another")
+    with ExperienceBank(foreign / "fork", read_only=True) as bank:
+        assert len(bank.search("and another", k=2)) == 2
+
+
+def test_a_bank_whose_foreign_embedder_is_gone_is_read_and_says_what_is_missing(
+    foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExperienceBank(foreign / "bank", embedder="foreign_embedder:spread") as bank:
+        bank.add("a lesson")
+    monkeypatch.delitem(sys.modules, "foreign_embedder")
+    (foreign / "foreign_embedder.py").unlink()
+    with ExperienceBank(foreign / "bank") as bank:
+        assert [entry.text for entry in bank] == ["a lesson"]
+        with pytest.raises(BankError, match=r"spread.*No module named 'foreign_embedder'"):
+            bank.search("a lesson")
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("no_such_module:f", "Expected to import 'no_such_module'"),
+        ("foreign_embedder:spraed", "did you mean 'spread'"),
+        ("foreign_embedder:value", "to be a callable, a name or None, got int"),
+    ],
+)
+def test_a_wrong_embedder_is_one_error_of_settings(foreign: Path, name: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        resolve_embedder(name)
+
+
+def test_a_misspelt_builtin_is_no_model_either_and_the_nearest_name_is_told() -> None:
+    with pytest.raises(ModelNotFoundError, match="did you mean 'hashing'"):
+        resolve_embedder("hashng")(["text"])

@@ -46,7 +46,7 @@ def test_score_equals_hand_worked_eq_6(rank, count, recent, expected):
 
 
 def test_recent_rank_0_is_overtaken_by_rank_2_after_twelve_retrievals():
-    """-1 - .4 log(1 + c) < -2 first holds at c = 12, the break-even that the seed report measured."""
+    """-1 - .4 log(1 + c) < -2 first holds at c = 12, the break-even of the seed report."""
     assert (
         min(
             c
@@ -192,7 +192,9 @@ def test_a_registered_strategy_is_chosen_by_name_and_an_unknown_one_refused(tmp_
             bank.add_many(["open the red door", "open the red gate", "bake bread"])
             with ExperienceManager(bank, retrieval={"strategy": "last", "floor": 0.3}) as manager:
                 assert manager.search("open the red door")[0].experience.text == "open the red gate"
-            with pytest.raises(ConfigError, match="diverse, last, nearest, random, utility"):
+            with pytest.raises(
+                ConfigError, match="diverse, nearest, utility, random, last.*; did you mean 'last'"
+            ):
                 ExperienceManager(bank, retrieval={"strategy": "lasd"})
     finally:
         del STRATEGIES["last"]
@@ -208,3 +210,19 @@ def test_utility_comes_from_the_outcomes_in_the_bank(tmp_path):
             assert manager.search("open the red door")[0].experience.id == useful.id
         with ExperienceManager(bank, retrieval={"strategy": "nearest"}) as manager:
             assert manager.search("open the red door")[0].experience.id == near.id
+
+
+def test_a_strategy_of_a_foreign_module_is_named_by_module_and_attribute(tmp_path, monkeypatch):
+    (tmp_path / "foreign_strategy.py").write_text(
+        "def farthest(candidates, seen, settings, rng, k):\n"
+        "    return [(candidate, 0.5) for candidate in candidates[-k:]]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+        bank.add_many(["open the red door", "open the red gate"])
+        chosen = {"strategy": "foreign_strategy:farthest", "floor": 0.3}
+        with ExperienceManager(bank, retrieval=chosen) as manager:
+            [hit] = manager.search("open the red door")
+            assert (hit.experience.text, hit.propensity) == ("open the red gate", 0.5)
+        with pytest.raises(ConfigError, match="did you mean 'farthest'"):
+            ExperienceManager(bank, retrieval={"strategy": "foreign_strategy:farhest"})

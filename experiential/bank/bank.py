@@ -74,8 +74,9 @@ class ExperienceBank(Searchable, Upkeep):
     Args:
         path: the bank's folder, made on first use.
         namespace: entries of different namespaces never meet; each has its own history.
-        embedder: a callable, a sentence-transformers name or folder, "hashing", or None: the one
-            that the bank was made with, or the default model for a new bank.
+        embedder: a callable, the name of one ("hashing", an entry point, ``module:attribute``), a
+            sentence-transformers name or folder, or None: the one that the bank was made with, or
+            the default model for a new bank.
         read_only: open a picture of the bank as it is now.
         chroma: address of a Chroma server that holds the index; None is where it was before,
             "folder" the bank's own folder.
@@ -186,7 +187,7 @@ class ExperienceBank(Searchable, Upkeep):
     def _chosen_embedder(self, embedder: Embedder | str | None) -> Embedder:
         recorded = self._history.meta("embedder")
         if recorded is not None and embedder is None:
-            return recorded_embedder(recorded)
+            return recorded_embedder(recorded, self._history.meta("embedder_name"))
         chosen = resolve_embedder(embedder)
         if recorded not in (None, embedder_id(chosen)) and not self._history.is_empty():
             raise BankError(
@@ -196,6 +197,8 @@ class ExperienceBank(Searchable, Upkeep):
             )
         if recorded != embedder_id(chosen) and not self.read_only:
             self._history.set_meta("embedder", embedder_id(chosen))
+        if isinstance(embedder, str) and not self.read_only:
+            self._history.set_meta("embedder_name", embedder)  # so that it is found without asking
         return chosen
 
     def __enter__(self) -> ExperienceBank:

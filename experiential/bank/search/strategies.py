@@ -1,13 +1,15 @@
-"""Which of the nearest entries a query receives: eq. 6 of Complementary RL and other strategies, as pure functions and one small memory.
+"""Choose among the nearest entries: eq. 6 of Complementary RL and other retrieval strategies.
 
-A strategy of your own is a function registered under a name, which ``bank.retrieval.strategy`` then
-chooses:
+The strategies are pure functions over one small memory, ``Retrievals``. To add one, write a
+function, and name it in ``bank.retrieval.strategy`` as ``module:function``, or as an entry point of
+group ``experiential.strategies``. In Python it may also be registered under a short name:
 
 >>> @strategy("second best")
 ... def second_best(candidates, seen, settings, rng, k):
 ...     return [(candidate, 1.0) for candidate in candidates[1 : k + 1]]
->>> [c.id for c, _ in second_best([Candidate("a", 0.9), Candidate("b", 0.8)], Retrievals(8), RetrievalSettings(), random.Random(0), 1)]
-['b']
+>>> near = [Candidate("a", 0.9), Candidate("b", 0.8)]
+>>> second_best(near, Retrievals(8), RetrievalSettings(), random.Random(0), 1)[0][0].id
+'b'
 >>> _ = STRATEGIES.pop("second best")
 """
 
@@ -22,43 +24,46 @@ from typing import NamedTuple
 
 from experiential.config import RetrievalSettings
 from experiential.errors import ConfigError
+from experiential.plugins import resolve
 
 
 class Candidate(NamedTuple):
-    """One entry near a query: its id, its cosine similarity, and with hybrid retrieval the share of the query's words that it has."""
+    """Hold one entry near a query.
+
+    Attributes:
+        id: of the entry.
+        cosine: similarity to the query, in [-1, 1].
+        words: weighted share of the query's words in the entry, in [0, 1]; 0 without hybrid
+            retrieval.
+    """
 
     id: str
     cosine: float
     words: float = 0.0
 
     def relevance(self, hybrid: float) -> float:
-        """By what candidates are ranked: (1 - w) cosine + w words; the cosine when w, ``bank.retrieval.hybrid``, is 0."""
+        """Return (1 - w) cosine + w words, by which candidates are ranked; w is ``hybrid``."""
         return (1.0 - hybrid) * self.cosine + hybrid * self.words
 
-    def reaches(self, floor: float, hybrid: float) -> bool:
-        """Whether the cosine is at or above the floor or, with hybrid retrieval, the share of words is."""
-        return self.cosine >= floor or (hybrid > 0.0 and 0.0 < self.words >= floor)
 
-
-_COSINE = attrgetter("cosine")
 _TIED = 4
 """Candidates fetched for each place of the pool, so that ties at its border can rotate."""
 
 
 def candidates_for(k: int, pool: int) -> int:
-    """How many entries to fetch by cosine, and as many by words, when ``k`` are to be chosen."""
+    """Return how many entries to fetch by cosine, and as many by words, to choose ``k`` of."""
     return k * pool * _TIED
 
 
 class Pick(NamedTuple):
-    """One entry chosen: its place in the candidate list, and the probability with which the draw took it."""
+    """Hold the place of a chosen candidate, and the probability with which it was drawn."""
 
     place: int
     propensity: float
 
 
 class Retrievals:
-    """How often and how recently each entry was retrieved; time is counted in retrievals, never in seconds.
+    """Count how often and how recently each entry was retrieved; the clock ticks per retrieval.
 
     Args:
         window: retrievals that count as recent.
@@ -86,23 +91,23 @@ class Retrievals:
         self._last: dict[str, int] = {}
 
     def note(self, id: str) -> None:
-        """One more retrieval of entry ``id``."""
+        """Count one more retrieval of entry ``id``."""
         self.total += 1
         self._counts[id] += 1
         self._last[id] = self.total
 
     def count(self, id: str) -> int:
-        """c(m): retrievals so far, those of earlier sessions included."""
+        """Return c(m): retrievals so far, those of earlier sessions included."""
         return self._earlier(id) + self._counts[id]
 
     def is_recent(self, id: str) -> bool:
-        """Whether the entry was among the last ``window`` retrievals."""
+        """Return whether the entry was among the last ``window`` retrievals."""
         last = self._last.get(id)
         return last is not None and self.total - last < self._window
 
 
 def shared_ranks(cosines: Sequence[float], tie: float = 1e-3) -> list[int]:
-    """0-based ranks of cosines (or relevances) given in falling order; a run within ``tie`` of its first member shares that member's rank.
+    """Return 0-based ranks of falling cosines; a run within ``tie`` of its first shares its rank.
 
     >>> shared_ranks([0.9, 0.8995, 0.7, 0.5])
     [0, 0, 2, 3]
@@ -117,19 +122,23 @@ def shared_ranks(cosines: Sequence[float], tie: float = 1e-3) -> list[int]:
 
 
 def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float:
-    """Eq. 6: s(m) = s_rank(m) - lambda log(1 + c(m)) - 1[m was retrieved recently], with s_rank = -rank."""
+    """Return s(m) of eq. 6: -rank(m) - lambda log(1 + c(m)) - 1[m was retrieved recently]."""
     return -rank - weight * math.log1p(count) - float(recent)
 
 
 def above_floor(
     candidates: Sequence[Candidate], floor: float, hybrid: float = 0.0
 ) -> list[Candidate]:
-    """The candidates that reach the floor, the most relevant first."""
+    """Return the candidates at or above the floor, the most relevant first.
+
+    With hybrid retrieval the share of words may reach the floor in place of the cosine, so that
+    words only ever let more entries in.
+    """
     if not hybrid:
-        return sorted([c for c in candidates if c.cosine >= floor], key=_COSINE, reverse=True)
-    return sorted(
-        [c for c in candidates if c.reaches(floor, hybrid)], key=lambda c: -c.relevance(hybrid)
-    )
+        above = [c for c in candidates if c.cosine >= floor]
+        return sorted(above, key=attrgetter("cosine"), reverse=True)
+    above = [c for c in candidates if c.cosine >= floor or 0.0 < c.words >= floor]
+    return sorted(above, key=lambda c: -c.relevance(hybrid))
 
 
 def cut_pool(
@@ -140,7 +149,10 @@ def cut_pool(
     tie: float = 1e-3,
     hybrid: float = 0.0,
 ) -> list[Candidate]:
-    """The top ``size`` candidates that reach the floor; of those tied at the border, the least retrieved come first."""
+    """Return the top ``size`` candidates that reach the floor.
+
+    Of those tied at the border, the least retrieved are taken.
+    """
     above = above_floor(candidates, floor, hybrid)
     if len(above) <= size:
         return above
@@ -156,7 +168,7 @@ def cut_pool(
 
 
 def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random) -> list[Pick]:
-    """Take ``k`` places without replacement.
+    """Draw ``k`` places without replacement.
 
     Args:
         scores: s(m) of each place.
@@ -181,11 +193,11 @@ Strategy = Callable[
     [Sequence[Candidate], Retrievals, RetrievalSettings, random.Random, int],
     list[tuple[Candidate, float]],
 ]
-"""Takes candidates (most relevant first), what was retrieved so far, settings, a source of draws
-and k; gives picks with propensities.
+"""Takes candidates (most relevant first), earlier retrievals, settings, a source of draws and k;
+returns up to k (candidate, propensity) pairs.
 """
 STRATEGIES: dict[str, Strategy] = {}
-"""By name, what ``bank.retrieval.strategy`` may say."""
+"""The registered strategies by name."""
 
 
 def strategy(name: str) -> Callable[[Strategy], Strategy]:
@@ -203,16 +215,12 @@ def strategy(name: str) -> Callable[[Strategy], Strategy]:
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of this name.
+    """Return the strategy that a name stands for: registered, an entry point or module:attribute.
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in STRATEGIES:
-        raise ConfigError(
-            f"Expected bank.retrieval.strategy among {', '.join(sorted(STRATEGIES))}; got {name!r}"
-        )
-    return STRATEGIES[name]
+    return resolve("strategies", name, STRATEGIES)
 
 
 def select(
@@ -221,18 +229,24 @@ def select(
     settings: RetrievalSettings,
     rng: random.Random,
     k: int | None = None,
+    choose: Strategy | None = None,
 ) -> list[tuple[Candidate, float]]:
-    """The entries that one query receives, each with its propensity; noted in ``seen``, so that the next query sees them taken.
+    """Return the entries for one query with their propensities, and note them in ``seen``.
 
     Calling this for the queries of a micro-batch one after the other is the reservation: a group of
-    identical queries spreads over the pool. Empty when nothing reaches the floor: an entry does if
-    its cosine is at least ``settings.floor`` or, with hybrid retrieval, if the share of the query's
-    words that it has is. So words only ever let more entries in.
+    identical queries spreads over the pool. The result is empty if nothing reaches the floor.
+
+    Args:
+        candidates: entries near the query.
+        seen: earlier retrievals.
+        settings: floor, weight of words, strategy and its parameters.
+        rng: where draws come from.
+        k: how many; ``settings.k`` by default.
+        choose: the strategy, if the caller has looked it up already.
     """
     above = above_floor(candidates, settings.floor, settings.hybrid)
-    picks = find_strategy(settings.strategy)(
-        above, seen, settings, rng, settings.k if k is None else k
-    )
+    choose = choose or find_strategy(settings.strategy)
+    picks = choose(above, seen, settings, rng, settings.k if k is None else k)
     for candidate, _ in picks:
         seen.note(candidate.id)
     return picks
@@ -246,7 +260,7 @@ def diverse(
     rng: random.Random,
     k: int,
 ) -> list[tuple[Candidate, float]]:
-    """Eq. 6 over the ``pool * k`` most relevant candidates."""
+    """Choose by eq. 6 among the ``pool * k`` most relevant candidates."""
     pool = cut_pool(
         candidates, seen, settings.pool * k, settings.floor, settings.tie, settings.hybrid
     )
@@ -270,7 +284,7 @@ def nearest(
     rng: random.Random,
     k: int,
 ) -> list[tuple[Candidate, float]]:
-    """The ``k`` nearest, always the same ones: what most systems do."""
+    """Choose the ``k`` nearest, always the same ones, as most systems do."""
     return [(candidate, 1.0) for candidate in candidates[:k]]
 
 
@@ -282,7 +296,7 @@ def by_utility(
     rng: random.Random,
     k: int,
 ) -> list[tuple[Candidate, float]]:
-    """Of the nearest ``pool * k``, those with the best relevance times Laplace score (s + 1)/(u + 2) (EvolveR's score)."""
+    """Choose by relevance times EvolveR's Laplace score (s + 1)/(u + 2) among ``pool * k``."""
     pool = candidates[: settings.pool * k]
     scores = [
         candidate.relevance(settings.hybrid) * seen.utility(candidate.id) for candidate in pool
@@ -300,7 +314,7 @@ def at_random(
     rng: random.Random,
     k: int,
 ) -> list[tuple[Candidate, float]]:
-    """``k`` of the nearest ``pool * k`` at random, each as likely: the control of an experiment on retrieval."""
+    """Draw ``k`` of the nearest ``pool * k`` uniformly: the control of experiments on retrieval."""
     pool = candidates[: settings.pool * k]
     return [
         (pool[place], min(k, len(pool)) / len(pool))
