@@ -1,4 +1,4 @@
-"""`experiential envs`: what can be played now, and what one command would make it so."""
+"""Run `experiential envs`: list, show and check environments."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from experiential.cli.errors import new_app
 from experiential.cli.rows import AsJson, show_json, show_rows
 from experiential.errors import ConfigError
 
-Name = Annotated[str, typer.Argument(help="An id, whole or without experiential/ and version.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        help="An id (ours also without experiential/ and version), the name of an entry point of"
+        " experiential.envs, module:Id-v0, or module:attribute."
+    ),
+]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(help="Arguments of the environment, as key=value in YAML.")
+]
 
 app = new_app("List the environments, what they need, and what they look like.")
 
 
 @app.callback(invoke_without_command=True)
 def envs(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the environments, what they need, and what they look like; without a command the same as `list`."""
+    """List the environments, what they need, and what they look like; without a command: list."""
     if context.invoked_subcommand is None:
         list_(as_json)
 
 
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """List the environments: what each is, whether it is ready, and the command or step that would make it so."""
+    """List the environments: about, readiness, and the command that would make each ready."""
     from experiential.envs import ENVS
     from experiential.envs.readiness import rows
 
@@ -48,7 +58,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(name: Name, as_json: AsJson = False) -> None:
-    """Show what an environment is, its arguments, and its first observation under seed 0."""
+    """Show what an environment is, its arguments and presets, and its first observation."""
     env_id = full_id(name)
     found = described(env_id)
     if as_json:
@@ -56,57 +66,97 @@ def show(name: Name, as_json: AsJson = False) -> None:
         return
     sys.stdout.write(f"{env_id}: {found['about']}\n\n")
     show_rows(found["arguments"], as_json)
+    for preset, arguments in found["presets"].items():
+        pairs = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        sys.stdout.write(f" preset={preset!r}: {pairs}\n")
     sys.stdout.write(
         f"\n{'Run first: ' + found['to_do'] if found['to_do'] else found['observation']}\n"
     )
 
 
+@app.command()
+def check(name: Name, arguments: Arguments = None, seed: int = 0, as_json: AsJson = False) -> None:
+    """Check that wrappers, training and suites can use an environment; exit code 1 if not."""
+    from experiential.envs import check_text_env
+    from experiential.envs.make import make
+
+    given: dict[str, Any] = {}
+    for pair in arguments or ():
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"Expected arguments as key=value, got {pair!r}")
+        given[key] = yaml.safe_load(value)
+    env_id = full_id(name)
+    try:
+        env = make(env_id, **given)
+    except TypeError as error:
+        raise ConfigError(f"Expected arguments of {env_id!r}, got {given}: {error}") from error
+    try:
+        faults = check_text_env(env, seed=seed)
+    finally:
+        env.close()
+    if as_json:
+        show_json(faults)
+    else:
+        sys.stdout.write("\n".join(faults) + "\n" if faults else f"{env_id}: nothing to mend\n")
+    if faults:
+        raise typer.Exit(1)
+
+
 def full_id(name: str) -> str:
-    """The id that ``name`` means: whole, without the part before the slash, or also without version, whatever the case.
+    """Return the id of an environment of this package by a short name, or another name unchanged.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such environment.
     """
     from experiential.envs import ENVS
+    from experiential.envs.make import resolve_env
 
     short = {known.partition("/")[2].rpartition("-v")[0].lower(): known for known in ENVS}
     wanted = name.lower().removeprefix("experiential/").partition("-v")[0]
     if wanted in short:
         return short[wanted]
-    near = difflib.get_close_matches(wanted, short, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"Expected one of {', '.join(sorted(ENVS))}, got {name!r}{hint}")
+    try:
+        resolve_env(name)
+    except ConfigError:
+        if near := difflib.get_close_matches(wanted, short, 1):
+            raise ConfigError(
+                f"Expected one of {', '.join(sorted(ENVS))}, got {name!r}; did you mean {near[0]}?"
+            ) from None
+        raise
+    return name
 
 
 def described(env_id: str) -> dict[str, Any]:
-    """What an environment is, its arguments with defaults, and its first observation, or what to do before it can give one."""
-    from experiential.envs.make import make
-    from experiential.envs.readiness import READINESS
+    """Return what an environment is, its arguments and presets, and its first observation."""
+    from experiential.envs.make import creator_of, make, presets_of, resolve_env
+    from experiential.envs.readiness import readiness
 
-    entry = READINESS[env_id]
+    entry = readiness(env_id)
     missing = entry.missing()
-    about = {
+    creator = creator_of(resolve_env(env_id))
+    arguments: list[Mapping[str, str]] = [
+        {"argument": one.name, "type": str(one.annotation), "default": repr(one.default)}
+        for one in inspect.signature(creator).parameters.values()
+    ]
+    observation = f"({entry.costly}, so it is not started here)" if entry.costly else ""
+    needed = [
+        one.name
+        for one in inspect.signature(creator).parameters.values()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if needed:
+        observation = f"(it needs {', '.join(needed)}, so it is not started here)"
+    elif not missing and not entry.costly:
+        env = make(env_id)
+        observation = str(env.reset(seed=0)[0])
+        env.close()
+    return {
         "id": env_id,
         "about": entry.about,
         "to_do": " && ".join(missing),
         "for_real_data": entry.optional(),
+        "arguments": arguments,
+        "presets": dict(presets_of(creator)),
+        "observation": observation,
     }
-    observation = f"({entry.costly}, so it is not started here)" if entry.costly else ""
-    if not missing and not entry.costly:
-        env = make(env_id)
-        observation = str(env.reset(seed=0)[0])
-        env.close()
-    return about | {"arguments": arguments(env_id), "observation": observation}
-
-
-def arguments(env_id: str) -> list[Mapping[str, str]]:
-    """Arguments of an environment's constructor: name, type as written, default."""
-    from gymnasium.envs.registration import load_env_creator
-
-    from experiential.envs import ENVS
-
-    given = inspect.signature(load_env_creator(ENVS[env_id])).parameters.values()
-    return [
-        {"argument": one.name, "type": str(one.annotation), "default": repr(one.default)}
-        for one in given
-    ]

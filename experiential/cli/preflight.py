@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -141,19 +140,10 @@ def check_model(name: str) -> None:
 
 
 def check_env(settings: EnvSettings) -> None:
-    """Refuse an environment id that Gymnasium does not know."""
-    import gymnasium
+    """Refuse an environment that cannot be found."""
+    from experiential.envs.make import resolve_env
 
-    module, _, name = settings.id.rpartition(":")
-    try:
-        if module:
-            importlib.import_module(module)
-        gymnasium.spec(name)
-    except (gymnasium.error.Error, ImportError) as error:
-        raise ConfigError(
-            f"Expected env.id to be a registered Gymnasium environment, got {settings.id!r}:"
-            f" {error}"
-        ) from error
+    resolve_env(settings.id)
 
 
 def check_env_arguments(settings: EnvSettings) -> None:

@@ -1,30 +1,37 @@
-"""What each environment is, and what it needs before it can be made: rows of `experiential envs list`."""
+"""Say what each environment is and what it needs: the rows of `experiential envs list`."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+
+import gymnasium as gym
 
 from experiential.envs.alfworld.games import default_folder
+from experiential.envs.make import NO_BUILTINS, resolve_env
+from experiential.errors import ConfigError
+from experiential.plugins import known_names, resolve
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One environment's row.
+    """Describe one environment and what it needs.
 
     Args:
-        about: what it is, in a few words.
+        about: a few words.
         modules: packages beyond the core that it imports.
         extra: the extra of `experiential-rl` that installs them.
         variable: environment variable that names data.
-        data_step: what to do to get that data; a command where there is one.
-        data_needed: whether it cannot be made without the data; otherwise the data only replaces
-            what is made from a seed.
-        folder: where the environment itself looks for data, if that is more than the variable.
-        costly: why `experiential envs show` does not start it; empty where a first observation is
+        data_step: the step that gets the data; a command if there is one.
+        data_needed: whether the environment needs the data; otherwise data only replace what is
+            made from a seed.
+        folder: finds the data where the environment does; by default the variable names it.
+        costly: why `experiential envs show` does not start it; empty if a first observation is
             cheap.
     """
 
@@ -38,7 +45,7 @@ class Entry:
     costly: str = ""
 
     def missing(self) -> list[str]:
-        """Commands and steps without which the environment cannot be made; empty when it is ready."""
+        """Return the commands and steps that are still needed; empty when it is ready."""
         install = (
             [f"pip install 'experiential-rl[{self.extra}]'"]
             if any(find_spec(name) is None for name in self.modules)
@@ -47,23 +54,13 @@ class Entry:
         return install + ([self.data_step] if self.data_needed and not self.has_data() else [])
 
     def has_data(self) -> bool:
-        """Whether there is a file or folder of data where the environment looks for it: where the variable says, if nothing else."""
-        path = (
-            self.folder()
-            if self.folder
-            else os.environ.get(self.variable, "")
-            if self.variable
-            else ""
-        )
+        """Return whether there is a file or folder where the environment looks for data."""
+        path = self.folder() if self.folder else os.environ.get(self.variable)
         return bool(path) and Path(path).exists()
 
     def optional(self) -> str:
-        """The step to real data, where the environment is ready without; empty when there is none or it is there."""
-        return (
-            self.data_step
-            if self.data_step and not self.data_needed and not self.has_data()
-            else ""
-        )
+        """Return the step to real data that the environment can do without; empty if it is done."""
+        return "" if self.data_needed or self.has_data() else self.data_step
 
 
 READINESS: dict[str, Entry] = {
@@ -107,9 +104,33 @@ READINESS: dict[str, Entry] = {
 """Environment id to row; one for each id of ``ENVS``."""
 
 
+def readiness(env_id: str) -> Entry:
+    """Return the row of an environment; one from outside this package needs nothing that is known.
+
+    Args:
+        env_id: a name for ``resolve_env``.
+
+    Raises:
+        ConfigError: there is no such environment, or it cannot be imported.
+    """
+    if env_id in READINESS:
+        return READINESS[env_id]
+    spec = resolve_env(env_id)
+    if spec.id in READINESS:
+        return READINESS[spec.id]
+    about = ""
+    if not isinstance(spec.entry_point, str):  # a string would have to be imported first
+        about = (inspect.getdoc(spec.entry_point) or "").partition("\n")[0].removesuffix(".")
+    return Entry(about or "an environment from outside this package")
+
+
 def rows() -> list[dict[str, str | bool]]:
-    """All environments: id, whether it is ready, what it is, what would make it ready, and what would give it real data."""
-    return [
+    """Return one row for each environment of this package and of installed packages.
+
+    A row has the id, whether it is ready, what it is, what would make it ready, and what would give
+    it real data.
+    """
+    found = [
         {
             "id": name,
             "ready": not entry.missing(),
@@ -119,3 +140,24 @@ def rows() -> list[dict[str, str | bool]]:
         }
         for name, entry in sorted(READINESS.items())
     ]
+    for name in known_names("envs"):
+        try:
+            part = resolve("envs", name, NO_BUILTINS)
+            ids = [name]
+            if isinstance(part, ModuleType):
+                ids = sorted(i for i in gym.registry if i.partition("/")[0] == name)
+            found += [
+                {
+                    "id": i,
+                    "ready": True,
+                    "about": readiness(i).about,
+                    "to_do": "",
+                    "for_real_data": "",
+                }
+                for i in ids
+            ]
+        except ConfigError as error:  # one broken package must not hide the others
+            found.append(
+                {"id": name, "ready": False, "about": "", "to_do": str(error), "for_real_data": ""}
+            )
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import gymnasium as gym
@@ -130,9 +131,24 @@ class TextEnv(gym.Env[str, str], ABC):
         return int(self.np_random.integers(self._count))
 
     def _report(
-        self, name: str, feedback: str = "", *, success: bool = False, invalid: bool = False
+        self,
+        name: str,
+        feedback: str = "",
+        *,
+        success: bool = False,
+        invalid: bool = False,
+        admissible: Iterable[str] | None = None,
     ) -> Info:
-        """What every info holds; ``name`` is the same for a world whatever the seed."""
+        """Return the info of a reset or step.
+
+        Args:
+            name: the task's id, the same for a world whatever the seed.
+            feedback: a comment on the action.
+            success: whether the episode is won.
+            invalid: whether the text was no action.
+            admissible: actions that are acceptable now; None if they cannot be listed.
+        """
+        listed = {} if admissible is None else {"admissible": list(admissible)}
         return {
             "task": self.task,
             "task_id": name,
@@ -140,4 +156,5 @@ class TextEnv(gym.Env[str, str], ABC):
             "success": success,
             "invalid": invalid,
             "feedback": feedback,
+            **listed,
         }
