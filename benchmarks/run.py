@@ -35,7 +35,7 @@ from experiential.config import ModelSettings
 from experiential.envs.readiness import READINESS
 from experiential.errors import ConfigError
 from experiential.evaluation.cell import package_version
-from experiential.llm.base import LLM
+from experiential.llm.base import LLM, open_llm, read_options
 from experiential.llm.metered import Meter, Metered
 from experiential.training.roles import prompt_set_name
 from experiential.types import Record
@@ -63,30 +63,26 @@ class Results(Record):
 # What is asked for
 
 
-def open_llm(options: argparse.Namespace) -> LLM:
-    """The backend of the command line.
+def llm_of(options: argparse.Namespace) -> LLM:
+    """Return the backend of the command line.
 
     Raises:
         ConfigError: an option that the backend needs is missing, or a file cannot be read.
     """
-    if options.backend == "scripted":
-        from experiential.llm.scripted import ScriptedLLM
-
-        return ScriptedLLM(read_replies(options.replies))
-    if options.backend == "openai":
-        from experiential.llm.openai import OpenAILLM
-
+    given = {name: getattr(options, name) for name in ("model", "base_url")}
+    made: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if options.backend == "local":
+        made = {"model": options.model or "tiny", "dtype": options.dtype, "device": options.device}
+    elif options.backend == "scripted":
+        made = {"replies": read_replies(options.replies)}
+    elif options.backend == "openai":
         if not options.model:
             raise ConfigError(
                 "Expected --model NAME with --backend openai: the model's name at the server, got"
                 " none"
             )
-        return OpenAILLM(
-            options.model, base_url=options.base_url, supports_choices=options.constrain
-        )
-    from experiential.llm.transformers import TransformersLLM
-
-    return TransformersLLM(options.model or "tiny", dtype=options.dtype, device=options.device)
+        made["supports_choices"] = options.constrain
+    return open_llm(options.backend, **made | read_options(options.backend_option))
 
 
 def read_replies(file: Path | None) -> list[str]:
@@ -193,6 +189,8 @@ def settings_of(
     found = {
         name: str(value) if isinstance(value, Path) else value for name, value in found.items()
     }
+    if needs_llm(options) and options.backend_option:
+        found["backend_option"] = options.backend_option
     data = {
         task.name: "real" if READINESS[task.id].has_data() else "made"
         for task in suite.tasks
@@ -317,7 +315,7 @@ def run(options: argparse.Namespace) -> int:
         or FOLDER / f"{suite.name}-{options.agent.replace(':', '.')}-{options.seed}.json"
     )
     with ExitStack() as stack:
-        llm = stack.enter_context(closing(open_llm(options))) if needs_llm(options) else None
+        llm = stack.enter_context(closing(llm_of(options))) if needs_llm(options) else None
         experience = experience_of(options, llm)
         done = read_results(file, settings_of(options, suite, experience), options.overwrite)
         plan = Plan(
@@ -464,9 +462,18 @@ def _bank_arguments(group: Any) -> None:
 def _llm_arguments(group: Any) -> None:
     group.add_argument(
         "--backend",
-        choices=("local", "openai", "scripted"),
         default="local",
-        help="local: torch and transformers here",
+        help=(
+            "local (torch and transformers here), openai, scripted, an entry point of"
+            " experiential.llms, or module:attribute (%(default)s)"
+        ),
+    )
+    group.add_argument(
+        "--backend-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="passed to the backend; may be repeated",
     )
     group.add_argument(
         "--model",

@@ -284,6 +284,12 @@ class ExtractorSettings(Settings):
     """The distilling policy and how it learns (eq. 3 and 7)."""
 
     enabled: bool = True
+    agent: str = Field(
+        default="default",
+        description=(
+            "who distils: default, an entry point of experiential.extractors, or module:attribute"
+        ),
+    )
     train: bool = True
     distill: bool = Field(
         default=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiential.agents.actor import run_sync
@@ -24,7 +24,10 @@ from experiential.agents.prompts import (
     entry_text,
     prompt_set,
 )
+from experiential.bank.extractor import Extractor
+from experiential.errors import ConfigError
 from experiential.llm.base import LLM, SamplingParams
+from experiential.plugins import resolve
 from experiential.types import Add, Distillation, Generation, Trajectory
 
 _STOP = ("</answer>",)
@@ -34,6 +37,42 @@ _CHARS_PER_TOKEN = 3
 _SHORTEST_TEXT = 80
 _THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
 _VERDICT = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+
+
+def open_extractor(name: str, llm: LLM, **options: Any) -> Extractor:
+    """Return the extractor called ``name``, asking ``llm``.
+
+    Args:
+        name: ``default``, an entry point of ``experiential.extractors``, or ``module:attribute``: a
+            callable that takes the backend and keyword options and returns an object with what
+            `experiential.bank.extractor.Extractor` lists (``version``, ``adistill``, ``arefine``,
+            ``amerge``). Training passes the options of `ExtractorAgent`; a foreign extractor uses
+            the ones it needs and takes the rest as ``**options``.
+
+    Raises:
+        ConfigError: no such extractor, options that it refuses, or an object without those
+            attributes.
+
+    >>> from experiential.llm.scripted import ScriptedLLM
+    >>> open_extractor("default", ScriptedLLM(["[]"]), max_operations=2).version
+    0
+    """
+    builtins: dict[str, Callable[..., Extractor] | str] = {"default": ExtractorAgent}
+    make = resolve("extractors", name, builtins)
+    try:
+        extractor = make(llm, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Expected options that the extractor {name!r} takes, got"
+            f" {', '.join(options) or 'none'}: {error}"
+        ) from error
+    wanted = ("version", "adistill", "arefine", "amerge")
+    if missing := [part for part in wanted if not hasattr(extractor, part)]:
+        raise ConfigError(
+            f"Expected {name!r} of extractors to return an object with {', '.join(wanted)}, got"
+            f" {type(extractor).__name__} without {', '.join(missing)}"
+        )
+    return extractor
 
 
 class ExtractorAgent:

@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -496,6 +496,19 @@ def merge(
         str | None,
         typer.Option(help="Merges related entries: tiny, smollm2, a model folder, or a hub name."),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Runs the model: local (default), openai, an entry point of experiential.llms, or"
+                " module:attribute."
+            )
+        ),
+    ] = None,
+    backend_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Passed to the backend; may be repeated."),
+    ] = None,
     threshold: Annotated[
         float, typer.Option(help="Without a model: cosine of two texts from which on they are one.")
     ] = 0.95,
@@ -510,8 +523,11 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Merge related entries with a model, or near-duplicates by their cosine without one; shows what changed."""
-    if model is not None:
-        rows = _merge_with(model, folder, namespace, dry_run)
+    if model is not None or backend is not None:
+        from experiential.llm.base import read_options
+
+        options = ({} if model is None else {"model": model}) | read_options(backend_option or ())
+        rows = _merge_with(backend or "local", options, folder, namespace, dry_run)
     else:
         with opened(folder, namespace, write=not dry_run) as bank:
             rows = _duplicate_rows(
@@ -537,35 +553,40 @@ def _duplicate_rows(found: Sequence[Duplicates]) -> list[dict[str, Any]]:
     ]
 
 
-def _merge_with(model: str, folder: Path, namespace: str, dry_run: bool) -> list[dict[str, Any]]:
-    """One pass of the periodic merge; a dry run merges a copy."""
+def _merge_with(
+    backend: str, options: dict[str, Any], folder: Path, namespace: str, dry_run: bool
+) -> list[dict[str, Any]]:
+    """Run one pass of the periodic merge; a dry run merges a copy."""
     from experiential.cli.preflight import check_extras, check_model
     from experiential.config import ModelSettings
 
-    check_extras(ModelSettings(name=model))
-    check_model(model)
+    if backend == "local":
+        options = {"model": "tiny", **options}
+        check_extras(ModelSettings(name=options["model"]))
+        check_model(options["model"])
     with TemporaryDirectory(prefix="experiential-merge-") as scratch:
         if not dry_run:
             with opened(folder, namespace, write=True) as bank:
-                return _merged(bank, model)
+                return _merged(bank, backend, options)
         with opened(folder, namespace) as bank, bank.fork(scratch) as copy:
-            return _merged(copy, model)
+            return _merged(copy, backend, options)
 
 
-def _merged(bank: ExperienceBank, model: str) -> list[dict[str, Any]]:
+def _merged(bank: ExperienceBank, backend: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.manager import ExperienceManager
     from experiential.config import ModelSettings
-    from experiential.llm.transformers import TransformersLLM
+    from experiential.llm.base import open_llm
     from experiential.training.roles import prompt_set_name
 
     head = bank.head
-    extractor = ExtractorAgent(
-        TransformersLLM(model), prompts=prompt_set_name(ModelSettings(name=model)), seed=0
-    )
-    with ExperienceManager(bank, extractor) as manager:
-        manager.merge()
-        failures: dict[str, int] = manager.stats()["failures"]
+    with closing(open_llm(backend, **options)) as llm:
+        # a name of a foreign backend says nothing about our bundled model
+        name = options["model"] if backend == "local" else backend
+        prompts = prompt_set_name(ModelSettings(name=name))
+        with ExperienceManager(bank, ExtractorAgent(llm, prompts=prompts, seed=0)) as manager:
+            manager.merge()
+            failures: dict[str, int] = manager.stats()["failures"]
     for reason, count in failures.items():
         sys.stderr.write(f"{count} x {reason}\n")
     return difference_rows(bank.diff(head, bank.head))

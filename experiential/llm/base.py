@@ -1,32 +1,31 @@
-"""The contract of a language-model backend: a prompt and sampling parameters in, a `Generation` out."""
+"""Define the contract of a language-model backend, and open one by name."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import yaml
 from pydantic import Field
 
+from experiential.errors import ConfigError
+from experiential.plugins import resolve
 from experiential.types import Generation, Message, Record
 
 Prompt = Sequence[Message] | Sequence[int]
-"""Chat messages, or token ids when the caller owns the conversation as tokens
-(``agents/dialogue.py``).
-"""
+"""Chat messages, or the token ids of a conversation that the caller keeps as tokens."""
 
 
 class SamplingParams(Record):
-    """How to sample one response.
+    """Say how to sample one response.
 
     Attributes:
         temperature: 0 means greedy.
         stop: strings that end the response; the stop string itself is kept in the text.
-        choices: when given, the response is exactly one of these strings, sampled from the model's
-            own distribution restricted to them (a token trie); backends without support raise
-            ``BackendError``.
-        json_schema: constrain the response to this JSON schema, where the backend can; ignored
-            elsewhere.
+        choices: the response is exactly one of these strings, drawn from the model's own
+            distribution restricted to them. Backends without support raise ``BackendError``.
+        json_schema: restrict the response to this JSON schema; ignored by backends that cannot.
         seed: makes one request reproducible whatever it is batched with.
         priority: lower runs first when requests compete for one device (0 rollout, 1 background).
     """
@@ -43,10 +42,9 @@ class SamplingParams(Record):
 
 
 class LLM(ABC):
-    """A backend that generates text.
+    """Generate text.
 
-    ``generate`` is a coroutine and may be awaited concurrently: backends batch concurrent requests
-    themselves.
+    ``generate`` may be awaited concurrently: a backend batches concurrent requests itself.
     """
 
     name: str = "llm"
@@ -55,7 +53,7 @@ class LLM(ABC):
 
     @property
     def tokenizer(self) -> Any | None:
-        """The Hugging Face tokenizer when prompts may be token ids, else None."""
+        """Return the Hugging Face tokenizer when prompts may be token ids, else None."""
         return None
 
     @abstractmethod
@@ -70,6 +68,66 @@ class LLM(ABC):
         """Release threads, sockets and weights."""
 
 
+BACKENDS: dict[str, Callable[..., LLM] | str] = {
+    "local": "experiential.llm.transformers:TransformersLLM",
+    "openai": "experiential.llm.openai:OpenAILLM",
+    "scripted": "experiential.llm.scripted:ScriptedLLM",
+}
+"""Built-in backends by name, imported when chosen."""
+
+
+def open_llm(name: str, **options: Any) -> LLM:
+    """Return the backend called ``name``.
+
+    Args:
+        name: ``local``, ``openai``, ``scripted``, an entry point of ``experiential.llms``, or
+            ``module:attribute``: a callable that takes keyword options and returns an `LLM`.
+        options: passed on; ``model`` names the weights where a backend has several.
+
+    Raises:
+        ConfigError: no such backend, options that it refuses, or something else than an `LLM`.
+        MissingExtraError, ModelNotFoundError: the backend cannot run here.
+
+    >>> open_llm("scripted", replies=["go north"]).name
+    'scripted'
+    """
+    make = resolve("llms", name, BACKENDS)
+    try:
+        llm = make(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Expected options that the backend {name!r} takes, got {', '.join(options) or 'none'}:"
+            f" {error}"
+        ) from error
+    # a mistake of a foreign package is found here, not in the middle of an episode
+    if not isinstance(llm, LLM):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"Expected {name!r} of llms to return an experiential.llm.LLM, got {type(llm).__name__}"
+        )
+    return llm
+
+
+def read_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """Return the options written as ``key=value`` on a command line; values are YAML.
+
+    Raises:
+        ConfigError: a pair without a key, or a value that is not YAML.
+
+    >>> read_options(["timeout=5", "extra_body={top_k: 3}"])
+    {'timeout': 5, 'extra_body': {'top_k': 3}}
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key.isidentifier():
+            raise ConfigError(f"Expected an option of the form key=value, got {pair!r}")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"Expected a YAML value in the option {pair!r}") from error
+    return options
+
+
 def is_token_prompt(prompt: Prompt) -> bool:
-    """Whether ``prompt`` is a sequence of token ids."""
+    """Return whether ``prompt`` is a sequence of token ids."""
     return len(prompt) > 0 and isinstance(prompt[0], int)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from experiential.agents.actor import ActorAgent
 from experiential.agents.critic import CriticAgent
-from experiential.agents.extractor import ExtractorAgent
+from experiential.agents.extractor import open_extractor
 from experiential.agents.reflector import Reflector, Retry
+from experiential.bank.extractor import Extractor
 from experiential.config import Experiment, ModelSettings
 from experiential.llm.base import LLM
 from experiential.training.runtime import PolicyRuntime
@@ -42,10 +43,11 @@ class Roles:
             advice=settings.advice,
         )
 
-    def extractor(self, llm: LLM | None = None) -> ExtractorAgent:
-        """An agent that distils; with the extractor's policy when none is given."""
+    def extractor(self, llm: LLM | None = None) -> Extractor:
+        """Return the agent that distils; with the extractor's policy when none is given."""
         settings = self._experiment.extractor
-        return ExtractorAgent(
+        return open_extractor(
+            settings.agent,
             llm or self._extractor,
             prompts=prompt_set_name(self._experiment.extractor_model or self._experiment.model),
             max_operations=settings.max_operations,
