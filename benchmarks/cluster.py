@@ -22,13 +22,14 @@ from typing import Any
 from benchmarks.finished_run import keep
 from experiential.recipe import load_experiment
 from experiential.training.openrlhf.runtime import build_runtimes
-from experiential.training.trainer import Runtimes, Trainer
+from experiential.training.runtime import Policies
+from experiential.training.trainer import Trainer
 
 ARMS = {"grpo": ("grpo", 0), "bank": ("complementary", 0), "ahead": ("complementary", 1)}
 
 
 def arm(
-    name: str, runtimes: Runtimes, initial: Path, folder: Path, steps: int, overrides: list[str]
+    name: str, runtimes: Policies, initial: Path, folder: Path, steps: int, overrides: list[str]
 ) -> dict[str, Any]:
     """Mean times of a step, and the busy shares while it trained."""
     recipe, ahead = ARMS[name]

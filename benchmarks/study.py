@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -46,6 +47,7 @@ from experiential.recipe import load_experiment
 from experiential.rollout.rollout import make_env
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.run_evaluation import only_evaluation
+from experiential.training.runtime import build_runtime
 from experiential.training.trainer import Trainer
 from experiential.types import Record
 
@@ -170,36 +172,45 @@ def play_cell(
         recipe, [*overrides, *cold_start(recipe, overrides, seed, scratch)]
     )
     begin = time.perf_counter()
-    events: list[dict[str, Any]] = []
-    trainer = Trainer(experiment, scratch / "run", observer=events.append)
-    summary = trainer.run()
-    seconds = time.perf_counter() - begin
-    policies = {"actor": trainer.actor} | (
-        {} if trainer.extractor is trainer.actor else {"extractor": trainer.extractor}
-    )
-    tokens = {name: policy.tokens_processed for name, policy in policies.items()}
-    return StudyCell(
-        environment=environment,
-        recipe=recipe,
-        seed=seed,
-        commit=commit(),
-        settings=settings_digest(load_experiment(recipe, overrides), seed=False),
-        overrides=tuple(overrides),
-        steps=summary["steps"],
-        episodes=sum(
-            event["episodes"] for event in events if event["event"] in ("step", "prepared")
-        ),
-        seconds=seconds,
-        tokens=tokens,
-        curve={
-            arm: tuple(evaluation_curve(events, arm))
-            for arm in ("off", "on")
-            if evaluation_curve(events, arm)
-        },
-        arms=tuple(
-            final_cells(trainer, environment, [*ENVIRONMENTS[environment].final, *more], scratch)
-        ),
-    )
+    # The final arms play with the policies as trained, so these outlive the run.
+    with closing(build_runtime(experiment)) as runtime:
+        events: list[dict[str, Any]] = []
+        trainer = Trainer(
+            experiment,
+            scratch / "run",
+            observer=events.append,
+            runtimes=(runtime.actor, runtime.extractor),
+        )
+        summary = trainer.run()
+        seconds = time.perf_counter() - begin
+        policies = {"actor": trainer.actor} | (
+            {} if trainer.extractor is trainer.actor else {"extractor": trainer.extractor}
+        )
+        tokens = {name: policy.tokens_processed for name, policy in policies.items()}
+        return StudyCell(
+            environment=environment,
+            recipe=recipe,
+            seed=seed,
+            commit=commit(),
+            settings=settings_digest(load_experiment(recipe, overrides), seed=False),
+            overrides=tuple(overrides),
+            steps=summary["steps"],
+            episodes=sum(
+                event["episodes"] for event in events if event["event"] in ("step", "prepared")
+            ),
+            seconds=seconds,
+            tokens=tokens,
+            curve={
+                arm: tuple(evaluation_curve(events, arm))
+                for arm in ("off", "on")
+                if evaluation_curve(events, arm)
+            },
+            arms=tuple(
+                final_cells(
+                    trainer, environment, [*ENVIRONMENTS[environment].final, *more], scratch
+                )
+            ),
+        )
 
 
 def cold_start(recipe: str, overrides: Sequence[str], seed: int, scratch: Path) -> list[str]:

@@ -17,7 +17,7 @@ from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import Episode
 from experiential.training.actor_samples import actor_samples, env_reward
-from experiential.training.methods.evolver import form, prune, worth
+from experiential.training.methods.evolver import form, worth
 from experiential.training.rewards import (
     ALL_PARTS,
     evolver_reward,
@@ -27,6 +27,7 @@ from experiential.training.rewards import (
     think_score,
 )
 from experiential.training.trainer import Trainer
+from experiential.training.upkeep import prune
 from experiential.types import Generation, Trajectory, Use
 
 THINK, ASK, LOOK, ANSWER = (

@@ -212,15 +212,21 @@ class Rollout:
             finally:
                 free.put_nowait(slot)
 
-        return list(await asyncio.gather(*(one(job) for job in jobs)))
+        tasks = [asyncio.create_task(one(job)) for job in jobs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # what ends one episode with more than a reason ends the others too
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
-        """Close environments and threads."""
+        """Wait for the calls under way, then close environments and threads."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
         for slot in self._slots:
             if slot.stack is not None:
                 self._note_close(_closed(slot.stack))
         self._slots.clear()
-        self._threads.shutdown(wait=False)
 
     async def _episode(self, slot: Slot, job: Job) -> Episode:
         info, asked = dict[str, Any](), list[bool]()

@@ -145,6 +145,12 @@ class ExtractorTrack:
             await self._running
             self._running = None
 
+    async def close(self) -> None:
+        """Cancel the update under way, if any."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint needs, as JSON."""
         return {

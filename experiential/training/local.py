@@ -10,18 +10,22 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
+import gymnasium as gym
 import torch
 
-from experiential.config import ModelSettings, OptimSettings
+from experiential.bank.bank import ExperienceBank
+from experiential.config import EnvSettings, Experiment, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.lane import ComputeLane
 from experiential.llm.transformers import TransformersLLM
+from experiential.rollout.rollout import make_env
 from experiential.training.batch_loss import Sums, add_sums, batch_loss, means
 from experiential.training.logprobs import Measure, blocked_tokens, token_entropies, token_logprobs
 from experiential.training.packing import Row, micro_batches, pack
 from experiential.training.runtime import (
     LossSettings,
+    Policies,
     PolicyRuntime,
     Sample,
     TrainStats,
@@ -50,6 +54,7 @@ class LocalRuntime(PolicyRuntime):
         reference: keep what the KL penalty needs (the frozen base under LoRA, else a frozen copy of
             the weights).
         priority: of training on the lane; 1 lets rollouts and the other policy's updates go first.
+        owns_lane: close the lane with this policy.
     """
 
     def __init__(
@@ -60,9 +65,10 @@ class LocalRuntime(PolicyRuntime):
         name: str = "actor",
         reference: bool = False,
         priority: int = 0,
+        owns_lane: bool = False,
     ) -> None:
         self.llm, self.optim, self.name = llm, optim, name
-        self._priority = priority
+        self._priority, self._owns_lane = priority, owns_lane
         self._model: Any = llm.model
         self._parameters = _trainable(self._model, llm.adapter)
         self._optimizer = torch.optim.AdamW(
@@ -144,8 +150,11 @@ class LocalRuntime(PolicyRuntime):
         await self.llm.lane.run(lambda: self._export(Path(folder)), priority=0)
 
     def close(self) -> None:
-        """Release the model."""
+        """Refuse further requests; wait for the lane's last job and end it, if it is owned."""
         self.llm.close()
+        if self._owns_lane:
+            # A daemon thread that is inside torch when Python ends aborts the process (exit 134).
+            self.llm.lane.close()
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         begin = time.perf_counter()
@@ -320,6 +329,53 @@ class LocalRuntime(PolicyRuntime):
         self.tokenizer.save_pretrained(folder)
 
 
+class InProcessRuntime:
+    """Train both policies, write the bank and hold the environments in this process.
+
+    Args:
+        experiment: everything that defines the run.
+        policies: actor and extractor, which stay open; None loads those of the experiment.
+
+    Raises:
+        ModelNotFoundError: a model cannot be resolved.
+        MissingExtraError: torch, transformers or peft is missing.
+    """
+
+    def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
+        self._bank, self._owned = experiment.bank, policies is None
+        if policies is None:
+            actor, extractor = experiment.actor, experiment.extractor
+            # Without an extractor nothing asks a second policy.
+            one = extractor.shared or not extractor.enabled
+            policies = build_runtimes(
+                experiment.model,
+                None if one else experiment.extractor_model,
+                (actor.optim, extractor.optim),
+                references=(actor.kl > 0, extractor.enabled and extractor.kl > 0),
+                shared=one,
+            )
+        self.actor, self.extractor = policies
+
+    def open_bank(self, folder: Path) -> ExperienceBank:
+        """Open the run's bank in this process."""
+        return ExperienceBank(
+            folder,
+            namespace=self._bank.namespace,
+            embedder=self._bank.embedder,
+            chroma=self._bank.chroma,
+        )
+
+    def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
+        """Build one environment in this process."""
+        return make_env(settings, kwargs)
+
+    def close(self) -> None:
+        """Close the policies that were loaded here, and the thread that computed for them."""
+        if self._owned:
+            self.actor.close()
+            self.extractor.close()
+
+
 def build_runtimes(
     actor: ModelSettings,
     extractor: ModelSettings | None,
@@ -328,7 +384,10 @@ def build_runtimes(
     references: tuple[bool, bool] = (False, False),
     shared: bool = False,
 ) -> tuple[LocalRuntime, LocalRuntime]:
-    """Actor and extractor runtimes on one lane, the extractor behind: two adapters over one base under LoRA, else two sets of weights.
+    """Load actor and extractor onto one lane, which ends when the actor is closed.
+
+    The extractor's training waits for rollouts and for the actor's updates. Under LoRA both are
+    adapters over one base, else two sets of weights.
 
     Args:
         actor: model of the actor.
@@ -362,7 +421,7 @@ def build_runtimes(
                 weights, words, max_batch=settings.max_batch, prefix_cache_tokens=settings.prefix_cache_tokens, lane=lane,
                 adapter=role if settings.lora else None, name=role,
             ),
-            optim, name=role, reference=reference, priority=priority,
+            optim, name=role, reference=reference, priority=priority, owns_lane=priority == 0,
         )
         for priority, (settings, role, weights, words, optim, reference) in enumerate(pairs[:1] if shared else pairs)
     ]  # fmt: skip

@@ -9,10 +9,7 @@ from experiential.agents.reflector import Reflector, Retry
 from experiential.bank.extractor import Extractor
 from experiential.config import Experiment, ModelSettings
 from experiential.llm.base import LLM
-from experiential.training.runtime import PolicyRuntime
-
-Runtimes = tuple[PolicyRuntime, PolicyRuntime]
-"""Actor and extractor; one and the same where they share their weights."""
+from experiential.training.runtime import Policies
 
 
 class Roles:
@@ -20,12 +17,12 @@ class Roles:
 
     Args:
         experiment: temperatures, lengths, prompts and seeds.
-        runtimes: the policies.
+        policies: actor and extractor.
     """
 
-    def __init__(self, experiment: Experiment, runtimes: Runtimes) -> None:
+    def __init__(self, experiment: Experiment, policies: Policies) -> None:
         self._experiment = experiment
-        self._actor, self._extractor = runtimes
+        self._actor, self._extractor = policies
 
     def actor(self, temperature: float | None = None, llm: LLM | None = None) -> ActorAgent:
         """An agent that plays; at the temperature of training and with the actor's policy when none is given."""
@@ -95,30 +92,3 @@ def prompt_set_name(settings: ModelSettings) -> str:
     if settings.prompts != "auto":
         return settings.prompts
     return "brief" if settings.name == "tiny" else "full"
-
-
-def build_policies(experiment: Experiment) -> Runtimes:
-    """Load the weights of both policies.
-
-    Raises:
-        ConfigError, ModelNotFoundError, MissingExtraError: the experiment cannot be run as it is.
-    """
-    if experiment.runtime == "openrlhf":
-        from experiential.training.openrlhf.runtime import build_runtimes as build_on_cluster
-
-        return build_on_cluster(experiment)
-    from experiential.training.local import build_runtimes
-
-    optims = (experiment.actor.optim, experiment.extractor.optim)
-    extractor = experiment.extractor
-    references = (experiment.actor.kl > 0, extractor.enabled and extractor.kl > 0)
-    one = (
-        extractor.shared or not extractor.enabled
-    )  # without an extractor nothing asks a second policy
-    return build_runtimes(
-        experiment.model,
-        None if one else experiment.extractor_model,
-        optims,
-        references=references,
-        shared=one,
-    )

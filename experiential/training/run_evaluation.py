@@ -121,11 +121,7 @@ def _play(
 
     with TemporaryDirectory(prefix="experiential-eval-") as scratch:
         trainer = Trainer(only_evaluation(run.experiment, arms), Path(scratch), observer=observe)
-        try:
-            asyncio.run(trainer.aevaluate(run.checkpoint, run.manifest))
-        finally:
-            trainer.actor.close()
-            trainer.extractor.close()
+        asyncio.run(trainer.aevaluate(run.checkpoint, run.manifest))
     return cells
 
 

@@ -1,18 +1,22 @@
-"""The one thing a trainer knows of a policy: generate, train, sync, save, load."""
+"""Contracts between a trainer and what computes for it: a `PolicyRuntime` each policy, a `Runtime` each run."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+import gymnasium as gym
 from pydantic import Field
 
+from experiential.bank.bank import ExperienceBank
+from experiential.config import EnvSettings, Experiment
 from experiential.errors import ConfigError
 from experiential.llm.base import LLM
+from experiential.plugins import resolve
 from experiential.types import Generation, Record
 
 LossKind = Literal["ppo", "cispo", "sft", "reverse_kl"]
@@ -181,6 +185,60 @@ class PolicyRuntime(LLM):
     async def export(self, folder: Path) -> None:
         """Write the weights in Hugging Face format, for use elsewhere."""
         raise NotImplementedError
+
+
+Policies = tuple[PolicyRuntime, PolicyRuntime]
+"""Actor and extractor; the same object twice where they share their weights."""
+
+
+class Runtime(Protocol):
+    """Own what a run computes with: two policies, the bank's writer, the environments.
+
+    A runtime is made by calling what its name stands for with the experiment and, optionally, with
+    policies that exist already; those stay the caller's to close.
+    """
+
+    @property
+    def actor(self) -> PolicyRuntime:
+        """Return the policy that plays."""
+        ...
+
+    @property
+    def extractor(self) -> PolicyRuntime:
+        """Return the policy that distils; the actor itself where they share their weights."""
+        ...
+
+    def open_bank(self, folder: Path) -> ExperienceBank:
+        """Open the run's bank for writing; the caller closes it before the runtime.
+
+        Raises:
+            BankLockedError: another process writes it.
+        """
+        ...
+
+    def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
+        """Build one environment; ``kwargs`` override those of the settings."""
+        ...
+
+    def close(self) -> None:
+        """End every thread, process and remote actor that this runtime started."""
+        ...
+
+
+RUNTIMES: dict[str, str | Callable[[Experiment, Policies | None], Runtime]] = {
+    "local": "experiential.training.local:InProcessRuntime",
+    "openrlhf": "experiential.training.openrlhf.runtime:ClusterRuntime",
+}
+"""Built-in runtimes, imported when chosen."""
+
+
+def build_runtime(experiment: Experiment, policies: Policies | None = None) -> Runtime:
+    """Build the runtime that the experiment names.
+
+    Raises:
+        ConfigError, ModelNotFoundError, MissingExtraError: the experiment cannot be run here.
+    """
+    return resolve("runtimes", experiment.runtime, RUNTIMES)(experiment, policies)
 
 
 def sample_from_generation(

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from experiential.errors import CheckpointError
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, compare
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
-from experiential.rollout.rollout import Episode, MakeEnv, NoBank, Rollout, make_env, refuse_broken
+from experiential.rollout.rollout import Episode, NoBank, Rollout, refuse_broken
 from experiential.rollout.tasks import TaskSource, world_count
 from experiential.training.actor_track import ActorTrack
 from experiential.training.ahead import RolloutsAhead
@@ -32,13 +32,14 @@ from experiential.training.methods.attempts import split_attempts
 from experiential.training.methods.cold_start import cold_start
 from experiential.training.methods.critic import ActorCritic
 from experiential.training.methods.entropy_bonus import EntropyBonus
-from experiential.training.methods.evolver import prune, worth
+from experiential.training.methods.evolver import worth
 from experiential.training.methods.prepare import fill_bank
 from experiential.training.methods.reflection_track import ReflectionTrack
 from experiential.training.metrics import Metrics, Observer, peak_memory_gb
-from experiential.training.roles import Roles, Runtimes, build_policies
-from experiential.training.runtime import TrainStats
+from experiential.training.roles import Roles
+from experiential.training.runtime import Policies, TrainStats, build_runtime
 from experiential.training.step_event import episode_row, extractor_event, step_event
+from experiential.training.upkeep import BankUpkeep
 
 _FILES = (
     "metrics.jsonl",
@@ -59,7 +60,8 @@ class Trainer:
         output: folder for metrics, bank and checkpoints; created.
         resume: continue from the newest checkpoint in ``output``.
         observer: receives every event as a dict (see docs/quickstart.md).
-        runtimes: actor and extractor policies; built from the experiment when None.
+        runtimes: actor and extractor policies, which stay open; built from the experiment, and
+            closed at the end, when None.
 
     Raises:
         CheckpointError: ``resume`` and there is nothing to resume from.
@@ -72,17 +74,15 @@ class Trainer:
         output: Path,
         resume: bool = False,
         observer: Observer | None = None,
-        runtimes: Runtimes | None = None,
+        runtimes: Policies | None = None,
     ) -> None:
         self.experiment, self.output, self._resume = experiment, Path(output), resume
         self._store = CheckpointStore(self.output / "checkpoints", experiment.run.keep_checkpoints)
         self._restored = self._store.latest() if resume else None
         self._observer = observer
-        self.actor, self.extractor = runtimes or build_policies(experiment)
-        self._roles = Roles(experiment, (self.actor, self.extractor))
+        self._given = runtimes
         self._start = 0
         self._visits: list[Visits] = []
-        self._background: set[asyncio.Task[Any]] = set()
 
     def run(self) -> dict[str, Any]:
         """Train and evaluate; returns the summary.
@@ -132,6 +132,10 @@ class Trainer:
         """Open bank, manager, environments and metrics, each closed by ``stack``; restore the checkpoint when resuming."""
         settings = self.experiment
         self.output.mkdir(parents=True, exist_ok=True)
+        self._runtime = build_runtime(settings, self._given)
+        stack.callback(self._runtime.close)
+        self.actor, self.extractor = self._runtime.actor, self._runtime.extractor
+        self._roles = Roles(settings, (self.actor, self.extractor))
         self._open_bank(stack)
         self._metrics = Metrics(self.output / "metrics.jsonl", self._observer)
         stack.callback(self._metrics.close)
@@ -143,7 +147,6 @@ class Trainer:
             self.actor, settings.actor, self._roles.actor, worth(settings.actor)
         )
         self._critic = self._reviewer(self.actor)
-        self._make_env = self._env_maker(stack)
         self._rollout = Rollout(
             settings.env,
             settings.env.train,
@@ -152,14 +155,13 @@ class Trainer:
             slots=settings.actor.groups * settings.actor.group_size,
             search_and_ask=settings.actor.search_and_ask,
             search_experience=settings.actor.search_experience,
-            make_env=self._make_env,
+            make_env=self._runtime.make_env,
             critic=self._critic,
         )
         stack.callback(self._rollout.close)
         self._reflection = ReflectionTrack.of(
             settings, self._roles, self.actor, self._rollout, self._bank
         )
-        stack.push_async_callback(self._cancel_background)
         self._ahead = RolloutsAhead(self._play, settings.run.ahead)
         stack.push_async_callback(self._ahead.close)
         if self._restored is not None:
@@ -173,6 +175,11 @@ class Trainer:
                 "seed": settings.seed,
             }
         )
+        if self._manager is not None:
+            self._upkeep = BankUpkeep(self._manager, settings.bank, self._metrics.emit)
+            stack.push_async_callback(self._upkeep.close)
+        if self._track is not None:
+            stack.push_async_callback(self._track.close)
         if self._restored is None:
             await cold_start(self.actor, settings.cold_start, settings.seed, self._metrics.emit)
         if self._restored is None and self._manager is not None and settings.bank.prepare_steps:
@@ -187,6 +194,7 @@ class Trainer:
         self._bank: ExperienceBank | None = None
         self._manager: ExperienceManager | None = None
         self._track: ExtractorTrack | None = None
+        self._upkeep: BankUpkeep | None = None
         self._bonus: EntropyBonus | None = None
         if not settings.extractor.enabled:
             return
@@ -201,7 +209,7 @@ class Trainer:
                 read_only=True,
             ) as source:
                 source.fork(folder).close()
-        self._bank = stack.enter_context(self._opened_bank(folder, stack))
+        self._bank = stack.enter_context(self._runtime.open_bank(folder))
         options: dict[str, Any] = settings.bank.model_dump(
             exclude={"path", "namespace", "embedder", "chroma"}
         )
@@ -223,29 +231,6 @@ class Trainer:
             if self.experiment.actor.critic
             else None
         )
-
-    def _opened_bank(self, folder: Path, stack: contextlib.AsyncExitStack) -> ExperienceBank:
-        """The run's bank, written by this process or by a Ray actor."""
-        settings, cluster = self.experiment.bank, self.experiment.cluster
-        if self.experiment.runtime != "openrlhf" or not cluster.remote_bank:
-            return ExperienceBank(
-                folder,
-                namespace=settings.namespace,
-                embedder=settings.embedder,
-                chroma=settings.chroma,
-            )
-        from experiential.training.openrlhf.bank_actor import BankActor
-
-        return stack.enter_context(BankActor(folder, settings, cluster)).bank()
-
-    def _env_maker(self, stack: contextlib.AsyncExitStack) -> MakeEnv:
-        """What builds environments: in this process, or in workers on the cluster."""
-        cluster = self.experiment.cluster
-        if self.experiment.runtime != "openrlhf" or not cluster.env_workers:
-            return make_env
-        from experiential.training.openrlhf.env_workers import EnvWorkers
-
-        return stack.enter_context(EnvWorkers(cluster)).make
 
     async def _train(self) -> int:
         """All steps; returns the last one done."""
@@ -314,25 +299,10 @@ class Trainer:
         return episodes, time.perf_counter() - begin
 
     async def _consolidate(self, step: int) -> None:
-        """Start the periodic merge, deduplication and pruning; wait for them when they lag too far, or the run must be repeatable."""
-        if self._manager is None:
+        """Start the bank's upkeep; wait for distillation when it lags too far behind."""
+        if self._manager is None or self._upkeep is None:
             return
-        every = self.experiment.bank.merge_every
-        if every and (step + 1) % every == 0:
-            self._spawn(self._manager.amerge())
-        every = self.experiment.bank.dedupe_every
-        if every and (step + 1) % every == 0:
-            self._spawn(self._manager.adeduplicate())
-        every = self.experiment.bank.prune_every
-        if every and (step + 1) % every == 0:
-            self._spawn(
-                prune(
-                    self._manager.bank,
-                    self.experiment.bank.prune_below,
-                    step + 1,
-                    self._metrics.emit,
-                )
-            )
+        self._upkeep.after_step(step)
         if self.experiment.run.drain:
             await self._settle()
         actor = self.experiment.actor
@@ -368,8 +338,8 @@ class Trainer:
 
     async def _settle(self) -> None:
         """Let the background track finish what it has."""
-        if self._background:
-            await asyncio.gather(*self._background)
+        if self._upkeep is not None:
+            await self._upkeep.finish()
         if self._manager is not None:
             await self._manager.adrain()
         if self._track is not None:
@@ -389,7 +359,7 @@ class Trainer:
                 if self._manager is not None and self.experiment.extractor.distill
                 else None
             ),
-            make_env=self._make_env,
+            make_env=self._runtime.make_env,
             meters=meters,
             critic=self._reviewer(Metered(self.actor, meters.actor)),
         )
@@ -450,18 +420,6 @@ class Trainer:
         self._start = int(manifest["step"])
         self._metrics.rewind(self._start)
         self._episodes.rewind(self._start)
-
-    async def _cancel_background(self) -> None:
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        if self._track is not None:
-            await self._track.finish()
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     def _tokens(self) -> int:
         return sum(policy.tokens_processed for policy in {self.actor, self.extractor})

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-from experiential.bank.bank import ExperienceBank
 from experiential.config import ActorSettings
 from experiential.rollout.rollout import Episode
 from experiential.training.actor_samples import RewardOf, env_reward
@@ -34,15 +28,3 @@ def form(episode: Episode, settings: ActorSettings) -> float:
     return format_reward(
         [generation.text for generation in episode.generations], settings.format_parts
     )
-
-
-async def prune(
-    bank: ExperienceBank, below: float, step: int, emit: Callable[[dict[str, Any]], None]
-) -> None:
-    """Take out the entries whose Laplace score is below ``below``, and note in the metrics how many.
-
-    The bank is asked in a thread. An entry that was never used has a score of 0.5 and stays; at
-    0.3, the value of EvolveR's script, so does one whose only use was in a failure.
-    """
-    gone = await asyncio.to_thread(partial(bank.prune, score=below, min_uses=0, author="run"))
-    emit({"event": "prune", "step": step, "pruned": len(gone), "entries": len(bank)})

@@ -6,22 +6,34 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from experiential.config import ClusterSettings, Experiment, OptimSettings, PolicyClusterSettings
+import gymnasium as gym
+
+from experiential.bank.bank import ExperienceBank
+from experiential.config import (
+    ClusterSettings,
+    EnvSettings,
+    Experiment,
+    OptimSettings,
+    PolicyClusterSettings,
+)
 from experiential.errors import BackendError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams, is_token_prompt
 from experiential.llm.models import load_tokenizer, resolve_model
 from experiential.llm.request import Request, StopFinder
 from experiential.llm.trie import choice_trie
+from experiential.rollout.rollout import make_env
 from experiential.sync import EventLoopThread
 from experiential.training.batch_loss import Sums, add_sums, means
 from experiential.training.openrlhf import parts
+from experiential.training.openrlhf.bank_actor import BankActor
 from experiential.training.openrlhf.engines import Engines
+from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
 from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
@@ -29,6 +41,7 @@ from experiential.training.openrlhf.remote import answers
 from experiential.training.openrlhf.turns import SharedGpus, Sleeper
 from experiential.training.runtime import (
     LossSettings,
+    Policies,
     PolicyRuntime,
     Sample,
     TrainStats,
@@ -87,7 +100,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         shared: SharedGpus | None = None,
     ) -> None:
         self.name, self.settings, self._cluster = name, settings, cluster
-        self._model, self._tokenizer, self._thread = model, tokenizer, thread
+        self._model, self._tokenizer, self.thread = model, tokenizer, thread
         self._trained = self._served = 0
         self._tokens = 0
         self._training = asyncio.Lock()
@@ -230,7 +243,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     # On the loop that talks to Ray
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.thread.loop))
 
     async def _ready(self) -> None:
         await self._engines.ready()
@@ -450,6 +463,54 @@ def _stats(
         version=version,
         metrics=means(sums),
     )
+
+
+class ClusterRuntime:
+    """Train both policies on a Ray cluster, with the bank's writer and the environments there on demand.
+
+    Args:
+        experiment: everything that defines the run.
+        policies: actor and extractor, which stay open; None starts those of the experiment.
+
+    Raises:
+        ConfigError: the versions installed are not those wanted.
+        ModelNotFoundError: a model cannot be resolved.
+        BackendError: an engine, a rank or a worker did not start.
+    """
+
+    def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
+        self._bank, self._cluster = experiment.bank, experiment.cluster
+        with ExitStack() as opened:
+            if policies is None:
+                actor, extractor = policies = build_runtimes(experiment)
+                opened.callback(actor.thread.close)
+                opened.callback(extractor.close)
+                opened.callback(actor.close)
+            self.actor, self.extractor = policies
+            self._make_env = make_env
+            if self._cluster.env_workers:
+                self._make_env = opened.enter_context(EnvWorkers(self._cluster)).make
+            self._opened = opened.pop_all()
+
+    def open_bank(self, folder: Path) -> ExperienceBank:
+        """Open the run's bank in this process, or with ``cluster.remote_bank`` in a Ray actor."""
+        if self._cluster.remote_bank:
+            actor = self._opened.enter_context(BankActor(folder, self._bank, self._cluster))
+            return actor.bank()
+        return ExperienceBank(
+            folder,
+            namespace=self._bank.namespace,
+            embedder=self._bank.embedder,
+            chroma=self._bank.chroma,
+        )
+
+    def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
+        """Build one environment in this process, or with ``cluster.env_workers`` in a worker."""
+        return self._make_env(settings, kwargs)
+
+    def close(self) -> None:
+        """End the bank's actor, the workers, the engines and the ranks that were started here."""
+        self._opened.close()
 
 
 def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRuntime]:
