@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 import tomllib
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from experiential.envs.grid import MOVES
 from experiential.envs.readiness import READINESS, Entry
 from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import split_of
+from experiential.envs.text_env import Info, Step, TextEnv
 
 NAMES = sorted(set(envs.ENVS) - {"experiential/SWE-v0"})
 """All but SWE, whose episodes are folders and processes: test_swe.py looks at the same things
@@ -439,10 +441,96 @@ def test_the_checker_survives_an_environment_that_only_raises() -> None:
 
     faults = envs.check_text_env(Broken())
     assert {
-        "resets: raised RuntimeError: no",
-        "plays: raised RuntimeError: no",
-        "oracle: raised RuntimeError: no",
+        "resets: raised RuntimeError: no; it must not raise",
+        "plays: raised RuntimeError: no; it must not raise",
+        "oracle: raised RuntimeError: no; it must not raise",
     } < set(faults)
+
+
+class CountEnv(TextEnv):
+    """Count to three; ``flaw`` names the one convention that it breaks."""
+
+    task = "Count."
+
+    def __init__(self, flaw: str = "") -> None:
+        super().__init__(4)
+        self.flaw, self.listed, self.closed = flaw, ["one", "two"], False
+        self.thread = threading.get_ident()
+
+    @property
+    def worlds(self) -> list[int]:
+        return [1, 2, 3] if self.flaw == "worlds" else super().worlds
+
+    def _info(self, said: str = "", **more: Any) -> Info:
+        listed: Any = {
+            "text": "one",
+            "members": ["one", 2],
+            "blank": [""],
+            "unacceptable": ["nine"],
+            "absent": None,
+            "sometimes": ["one", "two"] if self.said == 0 else None,
+            "aliased": self.listed,
+        }.get(self.flaw, ("one", "two"))
+        info = self._report(self.name, said, **more)
+        return info if listed is None else info | {"admissible": listed}
+
+    def _begin(self, world: int) -> tuple[str, Info]:
+        self.name = f"count-{self.np_random.random() if self.flaw == 'named' else world}"
+        self.said = 0
+        return "Say one or two.", self._info()
+
+    def _turn(self, action: str) -> Step:
+        if self.flaw == "thread" and threading.get_ident() != self.thread:
+            raise RuntimeError("another thread")
+        self.said += 1
+        invalid = action not in ("one", "two")
+        if self.flaw == "aliased":
+            self.listed.append("one")
+        said = "Say one or two." if invalid else f"{self.said}."
+        return said, 0.0, self.said == 3, False, self._info(said, invalid=invalid)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        start = super().reset(seed=seed, options=options)
+        if self.flaw == "options" and options:
+            options.clear()
+        return start
+
+    def close(self) -> None:
+        if self.flaw == "close" and self.closed:
+            raise RuntimeError("closed before")
+        self.closed = True
+
+
+@pytest.mark.parametrize("flaw", ["", "absent"])
+def test_an_environment_may_list_its_actions_in_any_sequence_or_not_at_all(flaw: str) -> None:
+    assert envs.check_text_env(CountEnv(flaw)) == []
+
+
+@pytest.mark.parametrize(
+    ("flaw", "said"),
+    [
+        ("text", "expected info['admissible'] to be list, got str; list the actions that are"),
+        ("members", "to hold text of the action space, got '2' (int); list the texts that step()"),
+        ("blank", "to hold text of the action space, got '' (str)"),
+        (
+            "unacceptable",
+            "step: expected admissible actions to be valid, got info['invalid']; list",
+        ),
+        ("sometimes", "in every info of a running episode or in none, got it in some; list"),
+        ("aliased", "step: expected the info of earlier steps to stay as it was, got it changed"),
+        ("thread", "step: expected to play in another thread too, it raised RuntimeError: another"),
+        ("named", "reset: expected one info['task_id'] for world 3 whatever the seed, got 'count-"),
+        ("worlds", "worlds: expected the numbers from 0 on, got [1, 2, 3]; list what reset("),
+        ("options", "reset: expected options to stay {'world': 3}, got {}; copy before changing"),
+        ("close", "close: expected a second close to do nothing, it raised RuntimeError: closed"),
+    ],
+)
+def test_each_fault_is_found_and_says_what_to_do(flaw: str, said: str) -> None:
+    found = envs.check_text_env(CountEnv(flaw))
+    assert any(said in fault for fault in found), found
+    assert all("; " in fault for fault in found)
 
 
 def test_every_registered_environment_has_a_row_that_says_what_it_needs(

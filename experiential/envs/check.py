@@ -1,25 +1,30 @@
-"""One list of everything that an environment does otherwise than the text environments of this package promise."""
+"""Check that an environment keeps everything that wrappers, training and suites rely on."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any, cast
 
 import gymnasium as gym
 
 from experiential.envs.text_space import UnicodeText
 from experiential.sync import attempted
 
-KEYS: dict[str, type] = {
-    "task": str,
-    "task_id": str,
-    "instance": str,
-    "success": bool,
-    "invalid": bool,
+KEYS: dict[str, tuple[type, str]] = {
+    "task": (str, "say what is asked; the bank is searched with it"),
+    "task_id": (str, "name the task, the same whatever the seed"),
+    "instance": (str, "name this very game; its own experience is kept from it in evaluation"),
+    "success": (bool, "say whether the episode is won"),
+    "invalid": (bool, "say whether the text was no action; False after a reset"),
 }
-"""What every ``info`` holds."""
-OPTIONAL: dict[str, type] = {"admissible": list, "feedback": str}
+"""Type and meaning of the keys that every ``info`` has."""
+OPTIONAL: dict[str, tuple[type, str]] = {
+    "admissible": (list, "list the actions that are acceptable now, or leave the key out"),
+    "feedback": (str, "comment on the action, or leave the key out"),
+}
 HOSTILE = (
     "",
     " ",
@@ -30,27 +35,35 @@ HOSTILE = (
     "<action></action>",
     "x" * 10_000_000,
 )
-"""Texts that are no action anywhere; an environment for free text may take some of them."""
+"""Texts that are not an action anywhere; an environment for free text may accept some of them."""
+Env = gym.Env[Any, Any]
+Step = tuple[Any, ...]
 
 
-def check_text_env(env: gym.Env[Any, Any], *, seed: int = 0, steps: int = 120) -> list[str]:
-    """Every convention of text environments that ``env`` breaks, as sentences; an empty list when it keeps them all.
+def check_text_env(env: Env, *, seed: int = 0, steps: int = 120) -> list[str]:
+    """Return what to mend in an environment, one sentence each; an empty list if it is usable.
 
-    Looked at: spaces and observations are text; ``info`` has ``task``, ``task_id``, ``instance``,
-    ``success`` and ``invalid`` of the right types; the same seed gives the same episode; admissible
-    actions are valid and not empty; texts that are no action raise nothing, and where they are
-    refused they use a turn, give no reward and say what is legal; rewards are finite numbers; the
-    end is told once, and a step after it raises; ``success`` is told only at the end; the oracle,
-    where there is one, gives text that is valid. Nothing stops the check: what raises is one entry
-    of the list.
+    An environment without faults works with every wrapper, in training and in suites. Checked are:
 
-    The environment is reset and stepped, and not closed.
+    * spaces and observations are text, and observations are members of their space;
+    * ``info`` has ``task``, ``task_id``, ``instance``, ``success`` and ``invalid``, each of its
+      type, and an info does not change afterwards;
+    * ``info["admissible"]``, where the environment lists actions: text, acceptable when played, in
+      every info of a running episode or in none;
+    * a seed decides an episode, in whatever thread it is played, and options are left unchanged;
+    * ``env.unwrapped.worlds``, if there is one, lists the worlds of ``options["world"]``;
+    * unacceptable text raises nothing, uses a turn and is not rewarded;
+    * rewards are finite numbers, flags are bools, ``success`` comes only with the end, and a step
+      after the end raises;
+    * ``oracle_action()``, if there is one, returns a valid action; ``close()`` may come twice.
+
+    Nothing stops the check: an exception is a fault, too. The environment is closed at the end.
 
     >>> from experiential.envs.vault import VaultEnv
     >>> check_text_env(VaultEnv())
     []
-    >>> check_text_env(gym.make("CartPole-v1"))[0]
-    'observation_space: expected a space of text, got Box'
+    >>> print(check_text_env(gym.make("CartPole-v1"))[0])
+    observation_space: expected a space of text, got Box; wrap the environment in TextObservation
 
     Args:
         env: any environment, wrapped or not.
@@ -58,105 +71,156 @@ def check_text_env(env: gym.Env[Any, Any], *, seed: int = 0, steps: int = 120) -
         steps: most steps played in each of them.
     """
     faults: list[str] = []
-    for part in (_spaces, _resets, _plays, _refusals, _oracle):
+    for part in (_spaces, _resets, _options, _plays, _refusals, _oracle, _closes):
         found = attempted(lambda part=part: list(part(env, seed, steps)))
-        faults += (
-            [f"{part.__name__.strip('_')}: raised {_raised(found)}"]
-            if isinstance(found, Exception)
-            else found
-        )
+        if isinstance(found, Exception):
+            faults.append(f"{part.__name__.strip('_')}: raised {_shown(found)}; it must not raise")
+        else:
+            faults += found
     return list(dict.fromkeys(faults))
 
 
-def _raised(error: Exception) -> str:
+def _shown(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def _spaces(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
+def _spaces(env: Env, seed: int, steps: int) -> Iterator[str]:
     for name in ("observation_space", "action_space"):
         space = getattr(env, name)
         if not isinstance(space, UnicodeText | gym.spaces.Text):
-            yield f"{name}: expected a space of text, got {type(space).__name__}"
+            yield (
+                f"{name}: expected a space of text, got {type(space).__name__}; wrap the"
+                " environment in TextObservation"
+            )
         elif " " not in space:
-            yield f"{name}: expected a space that holds blanks, such as UnicodeText, got {space}"
+            yield f"{name}: expected a space that holds blanks, got {space}; use UnicodeText()"
 
 
-def _resets(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
+def _resets(env: Env, seed: int, steps: int) -> Iterator[str]:
     first, second = env.reset(seed=seed), env.reset(seed=seed)
-    yield from _seen(env, "reset", first[0])
-    yield from _told("reset", first[1], ended=False)
-    if not _same(first[0], second[0]):
-        yield f"reset: expected the same observation for seed {seed} twice, got two"
-    yield from (
-        f"reset: expected info[{key!r}] to be the same for seed {seed} twice, got"
-        f" {first[1].get(key)!r} and {second[1].get(key)!r}"
-        for key in (*KEYS, *OPTIONAL)
-        if not _same(first[1].get(key), second[1].get(key))
-    )
-    if first[1].get("invalid") is True:
-        yield "reset: expected info['invalid'] to be False, got True"
-
-
-def _plays(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
-    """Two episodes by the first, second, ... admissible action, compared."""
-    first = [*_episode(env, seed, steps)]
-    second = [*_episode(env, seed, steps)]
-    for step in first:
-        yield from _stepped(env, step)
-    if [step[:4] for step in map(_plain, first)] != [step[:4] for step in map(_plain, second)]:
-        yield f"step: expected the same episode for seed {seed} and the same actions, got another"
-    if any(step[4].get("invalid") and "admissible" in step[4] for step in first):
-        yield "step: expected admissible actions to be valid, got info['invalid']"
-    if first and (first[-1][2] or first[-1][3]):
-        yield from _past_the_end(env, first[-1])
-
-
-def _episode(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[tuple[Any, ...]]:
-    _, info = env.reset(seed=seed)
-    env.action_space.seed(seed)
-    for turn in range(steps):
-        known = info.get("admissible")
-        step = env.step(known[turn % len(known)] if known else env.action_space.sample())
-        info = step[4]
-        yield step
-        if step[2] or step[3]:
-            return
-
-
-def _past_the_end(env: gym.Env[Any, Any], last: tuple[Any, ...]) -> Iterator[str]:
-    known = last[4].get("admissible")
-    after = attempted(lambda: env.step(known[0] if known else env.action_space.sample()))
-    if not isinstance(after, Exception):
+    yield from _observed(env, "reset", first[0])
+    yield from _informed(env, "reset", first[1], ended=False)
+    if repr(first[0]) != repr(second[0]):
         yield (
-            "step: expected gymnasium.error.ResetNeeded after the end of an episode, got another"
-            " step"
+            f"reset: expected the same observation for seed {seed} twice, got two; draw from"
+            " self.np_random only"
+        )
+    for key in (*KEYS, *OPTIONAL):
+        if repr(first[1].get(key)) != repr(second[1].get(key)):
+            yield (
+                f"reset: expected info[{key!r}] to be the same for seed {seed} twice, got"
+                f" {first[1].get(key)!r} and {second[1].get(key)!r}; draw from self.np_random only"
+            )
+    if first[1].get("invalid") is True:
+        yield "reset: expected info['invalid'] to be False, got True; a reset plays no action"
+    env.reset()
+
+
+def _options(env: Env, seed: int, steps: int) -> Iterator[str]:
+    """Check the options of a reset; training names the world, or passes an empty mapping."""
+    options: dict[str, Any] = {}
+    worlds: Any = getattr(env.unwrapped, "worlds", None)
+    if worlds is not None:
+        if list(worlds) != list(range(len(worlds))) or not len(worlds):
+            yield (
+                f"worlds: expected the numbers from 0 on, got {str(worlds)[:80]}; list what"
+                " reset(options={'world': i}) accepts, or name the attribute otherwise"
+            )
+            return
+        options = {"world": len(worlds) - 1}
+    given = deepcopy(options)
+    _, info = env.reset(seed=seed, options=given)
+    _, other = env.reset(seed=seed + 1, options=given)
+    if given != options:
+        yield f"reset: expected options to stay {options}, got {given}; copy before changing them"
+    if worlds is not None and info.get("task_id") != other.get("task_id"):
+        yield (
+            f"reset: expected one info['task_id'] for world {options['world']} whatever the seed,"
+            f" got {info.get('task_id')!r} and {other.get('task_id')!r}; let the world decide it"
         )
 
 
-def _refusals(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
+def _plays(env: Env, seed: int, steps: int) -> Iterator[str]:
+    """Play the same episode twice by the first, second, ... admissible action, and compare."""
+    first, infos, written = _episode(env, seed, steps)
+    for step in first:
+        yield from _stepped(env, step)
+    acted = list(zip(infos, first, strict=False))  # the info that each action was chosen by
+    if len({"admissible" in info for info, _ in acted}) > 1:
+        yield (
+            "step: expected info['admissible'] in every info of a running episode or in none, got"
+            " it in some; list the actions at each step, or never"
+        )
+    if any("admissible" in info and step[4].get("invalid") for info, step in acted):
+        yield (
+            "step: expected admissible actions to be valid, got info['invalid']; list only actions"
+            " that step() accepts"
+        )
+    if first and (first[-1][2] or first[-1][3]):
+        listed = infos[-1].get("admissible")
+        after = attempted(lambda: env.step(listed[0] if listed else env.action_space.sample()))
+        if not isinstance(after, Exception):
+            yield (
+                "step: expected gymnasium.error.ResetNeeded after the end of an episode, got"
+                " another step; raise it"
+            )
+    with ThreadPoolExecutor(1) as pool:  # rollouts play each episode in whatever thread is free
+        again = attempted(lambda: pool.submit(_episode, env, seed, steps).result())
+    if isinstance(again, Exception):
+        yield (
+            f"step: expected to play in another thread too, it raised {_shown(again)}; keep nothing"
+            " that belongs to one thread"
+        )
+    elif [repr(step[:4]) for step in first] != [repr(step[:4]) for step in again[0]]:
+        yield (
+            f"step: expected the same episode for seed {seed} and the same actions, got another;"
+            " draw from self.np_random only"
+        )
+    if [repr(info) for info in infos] != written:
+        yield (
+            "step: expected the info of earlier steps to stay as it was, got it changed; make a"
+            " new info, and new lists in it, at each step"
+        )
+
+
+def _episode(env: Env, seed: int, steps: int) -> tuple[list[Step], list[dict[str, Any]], list[str]]:
+    """Play an episode; return its steps, its infos, and the infos as they were when returned."""
+    _, info = env.reset(seed=seed)
+    env.action_space.seed(seed)
+    played: list[Step] = []
+    infos, written = [info], [repr(info)]
+    while len(played) < steps and not (played and (played[-1][2] or played[-1][3])):
+        known = infos[-1].get("admissible")
+        step = env.step(known[len(played) % len(known)] if known else env.action_space.sample())
+        played.append(step)
+        infos.append(step[4])
+        written.append(repr(step[4]))
+    return played, infos, written
+
+
+def _refusals(env: Env, seed: int, steps: int) -> Iterator[str]:
     for text in HOSTILE:
         env.reset(seed=seed)
         step = attempted(lambda text=text: env.step(text))
-        shown = ascii(text[:12]) + ("..." if len(text) > 12 else "")
+        call = f"step({ascii(text[:12])}{'...' if len(text) > 12 else ''})"
         if isinstance(step, Exception):
-            yield f"step({shown}): expected an invalid turn, it raised {_raised(step)}"
+            yield (
+                f"{call}: expected an invalid turn, it raised {_shown(step)}; set info['invalid']"
+                " and let the episode go on"
+            )
             continue
         yield from _stepped(env, step)
         if not step[4].get("invalid"):
             continue
         if float(step[1]) > 0 or step[4].get("success"):
             yield (
-                f"step({shown}): expected no reward and no success for an invalid action, got"
-                f" {step[1]}"
+                f"{call}: expected no reward and no success for an invalid action, got {step[1]};"
+                " give 0 or less"
             )
         if not (step[2] or step[3]) and "feedback" in step[4] and not step[4]["feedback"]:
-            yield f"step({shown}): expected info['feedback'] to say what is legal, got nothing"
-    yield from _endless(env, seed, steps)
-
-
-def _endless(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
-    """Where valid actions run into a limit of turns, invalid ones must run into it too."""
-    played = [*_episode(env, seed, steps)]
+            yield f"{call}: expected info['feedback'] to say what is legal, got nothing; say it"
+    # An agent that never names an action must come to an end too: invalid turns count.
+    played, _, _ = _episode(env, seed, steps)
     if not played or not played[-1][3]:
         return
     env.reset(seed=seed)
@@ -166,73 +230,89 @@ def _endless(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
             return
     yield (
         f"step: expected invalid actions to use turns, got {len(played)} of them without an end,"
-        " which valid ones reach"
+        " which valid ones reach; count them"
     )
 
 
-def _oracle(env: gym.Env[Any, Any], seed: int, steps: int) -> Iterator[str]:
+def _oracle(env: Env, seed: int, steps: int) -> Iterator[str]:
     if not hasattr(env.unwrapped, "oracle_action"):
         return
     env.reset(seed=seed)
     known: Any = env.unwrapped
     action: Any = attempted(lambda: known.oracle_action())
     if isinstance(action, ValueError | TypeError):
-        return  # it says that it has none here
+        return  # the environment says that it has no oracle for this game
     if not isinstance(action, str):
-        yield (
-            "oracle_action: expected text, got"
-            f" {_raised(action) if isinstance(action, Exception) else type(action).__name__}"
-        )
+        got = _shown(action) if isinstance(action, Exception) else type(action).__name__
+        yield f"oracle_action: expected text, got {got}; return an action, or raise ValueError"
     elif env.step(action)[4].get("invalid"):
-        yield f"oracle_action: expected a valid action, got {action[:80]!r}"
+        yield f"oracle_action: expected a valid action, got {action[:80]!r}; return one"
 
 
-def _stepped(env: gym.Env[Any, Any], step: tuple[Any, ...]) -> Iterator[str]:
+def _closes(env: Env, seed: int, steps: int) -> Iterator[str]:
+    env.close()
+    again = attempted(env.close)
+    if isinstance(again, Exception):
+        yield f"close: expected a second close to do nothing, it raised {_shown(again)}; allow it"
+
+
+def _stepped(env: Env, step: Step) -> Iterator[str]:
     observation, reward, terminated, truncated, info = step
-    yield from _seen(env, "step", observation)
-    yield from _told("step", info, ended=bool(terminated or truncated))
+    yield from _observed(env, "step", observation)
+    yield from _informed(env, "step", info, ended=bool(terminated or truncated))
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        yield f"step: expected a finite reward, got {reward!r}"
+        yield f"step: expected a finite reward, got {reward!r}; return a float"
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool):
-            yield f"step: expected {name} to be a bool, got {flag!r}"
+            yield f"step: expected {name} to be a bool, got {flag!r}; return bool({name})"
 
 
-def _seen(env: gym.Env[Any, Any], where: str, observation: Any) -> Iterator[str]:
+def _observed(env: Env, where: str, observation: Any) -> Iterator[str]:
     if not isinstance(observation, str):
-        yield f"{where}: expected text as observation, got {type(observation).__name__}"
+        yield (
+            f"{where}: expected text as observation, got {type(observation).__name__}; wrap the"
+            " environment in TextObservation"
+        )
     elif observation not in env.observation_space:
         yield (
             f"{where}: expected an observation in {env.observation_space}, got {len(observation)}"
-            " characters"
+            " characters; widen the space or shorten the text"
         )
 
 
-def _told(where: str, info: dict[str, Any], *, ended: bool) -> Iterator[str]:
-    for key, kind in (KEYS | OPTIONAL).items():
-        if key not in info and key in OPTIONAL:
-            continue
+def _informed(env: Env, where: str, info: dict[str, Any], *, ended: bool) -> Iterator[str]:
+    for key, (kind, meaning) in (KEYS | OPTIONAL).items():
         if key not in info:
-            yield f"{where}: expected info[{key!r}] ({kind.__name__}), it is missing"
-        elif type(info[key]) is not kind:
+            if key in KEYS:
+                yield (
+                    f"{where}: expected info[{key!r}] ({kind.__name__}), it is missing; {meaning}"
+                )
+        elif type(info[key]) is not kind and not (kind is list and isinstance(info[key], tuple)):
             yield (
                 f"{where}: expected info[{key!r}] to be {kind.__name__}, got"
-                f" {type(info[key]).__name__}"
+                f" {type(info[key]).__name__}; {meaning}"
             )
     if not ended and info.get("success") is True:
-        yield f"{where}: expected info['success'] only at the end of an episode, got it before"
-    if not ended and info.get("admissible") == []:
         yield (
-            f"{where}: expected info['admissible'] to name an action or to be absent, got an empty"
-            " list"
+            f"{where}: expected info['success'] only at the end of an episode, got it before; end"
+            " the episode, or set it to False"
         )
+    listed = info.get("admissible")
+    if isinstance(listed, list | tuple):
+        actions = cast("list[Any]", listed)
+        if not actions and not ended:
+            yield (
+                f"{where}: expected info['admissible'] to name an action or to be absent, got an"
+                " empty list; leave the key out if actions cannot be listed"
+            )
+        wrong = next((one for one in actions if one == "" or one not in env.action_space), None)
+        if wrong is not None:
+            yield (
+                f"{where}: expected info['admissible'] to hold text of the action space, got"
+                f" {str(wrong)[:80]!r} ({type(wrong).__name__}); list the texts that step() takes"
+            )
     if info.get("task") == "":
-        yield f"{where}: expected info['task'] to say what is asked, got an empty text"
-
-
-def _plain(step: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(map(repr, step))
-
-
-def _same(one: Any, other: Any) -> bool:
-    return repr(one) == repr(other)
+        yield (
+            f"{where}: expected info['task'] to say what is asked, got an empty text; the bank is"
+            " searched with it"
+        )
