@@ -23,13 +23,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import env_cost
-from benchmarks.data import find_data
 from benchmarks.env_play import play_oracle, spread, summary, worlds_of
 from benchmarks.env_rows import ROWS, Row, chosen
 from benchmarks.env_table import markdown
 from experiential.cli.errors import exit_code
-from experiential.errors import ConfigError, ExperientialError
+from experiential.errors import ExperientialError
+from experiential.evaluation.results import ResultStore, write_whole
+from experiential.evaluation.suites import find_data
 from experiential.sync import attempted
+from experiential.types import Record
 
 PARTS = ("play", "memory", "raw", "oracle")
 """In the order in which a row's process measures them: the memory before anything large is
@@ -126,22 +128,26 @@ def asked_parts(row: Row, options: argparse.Namespace) -> dict[str, int | None]:
     }
 
 
-def read_results(file: Path) -> dict[str, Any]:
-    """Results so far.
+class EnvResults(Record):
+    """Hold what was measured so far.
 
-    Raises:
-        ConfigError: the file holds something else.
+    Attributes:
+        rows: by name, the parts that were measured and the reason why others were not.
+        machine: measured on.
     """
-    if not file.exists():
-        return {"rows": {}}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found | {"rows": {name: row | {} for name, row in found["rows"].items()}}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"Expected results of benchmarks.envs in {file}, got something else; remove it or"
-            " choose another"
-        ) from error
+
+    rows: dict[str, dict[str, Any]]
+    machine: dict[str, Any] = {}
+
+
+def store_of(file: Path) -> ResultStore[EnvResults]:
+    """Return the store that holds a results file."""
+    return ResultStore(
+        file.parent,
+        EnvResults,
+        about="results of benchmarks.envs",
+        remedy="remove it or choose another",
+    )
 
 
 def left_of(known: Mapping[str, Any], wanted: Mapping[str, int | None]) -> dict[str, int | None]:
@@ -156,10 +162,11 @@ def left_of(known: Mapping[str, Any], wanted: Mapping[str, int | None]) -> dict[
 
 def run(rows: list[Row], options: argparse.Namespace) -> int:
     """Measure what is not measured yet; gives how many rows failed that were ready."""
-    found = read_results(options.results)
+    stored = store_of(options.results).find(options.results.stem)
+    found: dict[str, dict[str, Any]] = {} if stored is None else dict(stored.rows)
     failed = 0
     for row in rows:
-        known: dict[str, Any] = {} if options.again else found["rows"].get(row.name, {})
+        known: dict[str, Any] = {} if options.again else found.get(row.name, {})
         wanted = asked_parts(row, options)
         left = left_of(known, wanted)
         if not left:
@@ -167,11 +174,10 @@ def run(rows: list[Row], options: argparse.Namespace) -> int:
             continue
         got = run_row(row, left, options)
         failed += "reason" in got and not got.get("missing", False)
-        found["rows"][row.name] = merged(known, got)
+        found[row.name] = merged(known, got)
         keep(found, options.results)
         say(f"{row.name}: {got.get('reason') or 'measured ' + ', '.join(got['parts'])}")
-    keep(found, options.results)
-    say(markdown(found))
+    say(keep(found, options.results))
     return failed
 
 
@@ -222,18 +228,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-def keep(found: dict[str, Any], file: Path) -> None:
-    """Write the results, whole at every moment, rows in their order, and the table beside them."""
-    rows = {name: found["rows"][name] for name in ROWS if name in found["rows"]}
-    found.update(machine=machine(), rows=rows)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for path, text in (
-        (file, json.dumps(found, indent=1) + "\n"),
-        (file.with_suffix(".md"), markdown(found)),
-    ):
-        draft = path.with_name(f".{path.name}.draft")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+def keep(found: dict[str, dict[str, Any]], file: Path) -> str:
+    """Write the rows in their order, and beside them the table, which is returned."""
+    rows = {name: found[name] for name in ROWS if name in found}
+    results = EnvResults(rows=rows, machine=machine())
+    store_of(file).keep(file.stem, results)
+    text = markdown(results.model_dump())
+    write_whole(file.with_suffix(".md"), text)
+    return text
 
 
 def say(text: str) -> None:

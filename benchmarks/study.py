@@ -31,7 +31,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from benchmarks import demonstrations
 from benchmarks.orderings import ORDERINGS, Ordering, findings
@@ -43,6 +42,7 @@ from experiential.evaluation.cell import Cell, cell_of, settings_digest
 from experiential.evaluation.curves import Point, evaluation_curve, mean_curve
 from experiential.evaluation.intervals import Interval
 from experiential.evaluation.page import show_percent, show_points
+from experiential.evaluation.results import ResultStore
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import make_env
 from experiential.training.checkpoint import CheckpointStore
@@ -267,9 +267,20 @@ def commit() -> str:
 # The study
 
 
+def cells_of(results: Path) -> ResultStore[StudyCell]:
+    """Return the store of the study's finished cells."""
+    return ResultStore(
+        results / "cells",
+        StudyCell,
+        about="a cell of the study",
+        remedy="remove it and run again",
+        indent=None,
+    )
+
+
 def cell_path(results: Path, environment: str, recipe: str, seed: int) -> Path:
-    """Where a finished cell is."""
-    return results / "cells" / environment / f"{recipe}-{seed}.json"
+    """Return the file of a finished cell."""
+    return cells_of(results).path(f"{environment}/{recipe}-{seed}")
 
 
 def order(
@@ -390,11 +401,7 @@ def finish_cell(
     """Run one cell here and write its file, which becomes visible at once and whole."""
     with TemporaryDirectory(prefix="experiential-study-") as scratch:
         cell = play_cell(environment, recipe, seed, Path(scratch), more)
-    path = cell_path(results, environment, recipe, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(cell.model_dump_json() + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    cells_of(results).keep(f"{environment}/{recipe}-{seed}", cell)
     say(f"later visits: {', '.join(f'{arm.arm} {arm.later().mean():.2f}' for arm in cell.arms)}")
 
 
@@ -407,15 +414,7 @@ def read_cells(results: Path) -> list[StudyCell]:
     Raises:
         ConfigError: a file is damaged, or there are none.
     """
-    found: list[StudyCell] = []
-    for path in sorted((results / "cells").glob("*/*.json")):
-        try:
-            found.append(StudyCell.model_validate_json(path.read_text(encoding="utf-8")))
-        except ValidationError as error:
-            raise ConfigError(
-                f"Expected a cell of the study in {path}, got: {str(error).splitlines()[0]}; remove"
-                " it and run again"
-            ) from error
+    found = list(cells_of(results).all())
     if not found:
         raise ConfigError(
             f"Expected finished cells in {results / 'cells'}, found none; run the study first"

@@ -15,12 +15,12 @@ import gymnasium as gym
 import pytest
 
 from benchmarks import env_cost, env_play, env_table, envs
-from benchmarks.data import find_data
 from benchmarks.env_rows import ROWS, Row, chosen
 from experiential.envs import ENVS, random_agent
 from experiential.envs.readiness import READINESS
 from experiential.envs.vault import VaultEnv
 from experiential.errors import ConfigError
+from experiential.evaluation.suites import find_data
 
 QUICK = ("--episodes", "6", "--memory-episodes", "6", "--tokenizer", "tiny")
 

@@ -17,7 +17,14 @@ from experiential.cli.evaluate import parse_arms, split_targets
 from experiential.errors import ConfigError, MissingExtraError
 from experiential.evaluation import picture
 from experiential.evaluation.card import Card, make_card
-from experiential.evaluation.cell import Cell, CellStore, cell_of, folder_digest, settings_digest
+from experiential.evaluation.cell import (
+    Cell,
+    cell_name,
+    cell_of,
+    cell_store,
+    folder_digest,
+    settings_digest,
+)
 from experiential.evaluation.curves import evaluation_curve, mean_curve, training_curve
 from experiential.evaluation.page import write_page
 from experiential.evaluation.picture import draw_card
@@ -178,23 +185,25 @@ class TestCells:
     """A finished cell is found again, under the same checkpoint and settings only."""
 
     def test_what_is_kept_is_found(self, tmp_path: Path) -> None:
-        store = CellStore(tmp_path / "cells")
-        assert store.find("c0", "complementary-0", "on") is None
-        store.keep(cell())
-        assert store.find("c0", "complementary-0", "on") == cell()
-        assert (
-            store.find("c1", "complementary-0", "on")
-            is store.find("c0", "other", "on")
-            is store.find("c0", "complementary-0", "off")
-            is None
-        )
+        store = cell_store(tmp_path / "cells")
+        name = cell_name("c0", "complementary-0", "on")
+        assert store.find(name) is None
+        store.keep(name, cell())
+        assert store.find(name) == cell()
+        assert cell_store(tmp_path / "cells", overwrite=True).find(name) is None
+        others = [
+            cell_name("c1", "complementary-0", "on"),
+            cell_name("c0", "other", "on"),
+            cell_name("c0", "complementary-0", "off"),
+        ]
+        assert [store.find(other) for other in others] == [None] * 3
 
     def test_a_damaged_cell_is_named(self, tmp_path: Path) -> None:
-        store = CellStore(tmp_path)
-        path = store.keep(cell())
+        store = cell_store(tmp_path)
+        path = store.keep("damaged", cell())
         path.write_text("{")
         with pytest.raises(ConfigError, match="--no-resume"):
-            store.find("c0", "complementary-0", "on")
+            store.find("damaged")
 
     def test_the_cell_of_an_event(self) -> None:
         experiment = load_experiment("complementary", ["seed=4"])

@@ -152,7 +152,7 @@ def play(
     """The cells of a run, with a line for each arm that is played."""
     from experiential.cli.train import QUIET
     from experiential.cli.view import describe_evaluation
-    from experiential.evaluation.cell import CellStore
+    from experiential.evaluation.cell import cell_store
     from experiential.training.run_evaluation import evaluate_run
 
     for name, value in QUIET.items():
@@ -167,7 +167,7 @@ def play(
                 soft_wrap=True,
             )
 
-    return evaluate_run(run, arms, CellStore(output / CELLS), resume=resume, observer=tell)
+    return evaluate_run(run, arms, cell_store(output / CELLS, overwrite=not resume), observer=tell)
 
 
 def write_report(

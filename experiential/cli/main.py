@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiential.cli import bank, envs, evaluate, serve
+from experiential.cli import bank, bench, envs, evaluate, serve
 from experiential.cli.errors import new_app, run_app, show_version
 from experiential.cli.rows import AsJson, show_rows
 
@@ -26,6 +26,7 @@ RayAddress = Annotated[
 
 app = new_app("Look at banks, runs, environments and the installation of experiential.")
 app.add_typer(bank.app, name="bank")
+app.add_typer(bench.app, name="bench")
 app.add_typer(envs.app, name="envs")
 app.command("eval")(evaluate.evaluate)
 app.command("serve")(serve.serve)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from experiential.config import Arm, Experiment
-from experiential.errors import ConfigError
+from experiential.evaluation.results import ResultStore
 from experiential.evaluation.visits import Cost, later
 from experiential.types import Record
 
@@ -94,47 +93,20 @@ def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoi
     )
 
 
-class CellStore:
-    """Cells in a folder, one file each, found by what was evaluated: checkpoint, settings, arm and version of the package."""
+def cell_store(folder: Path, *, overwrite: bool = False) -> ResultStore[Cell]:
+    """Return the store of cells in a folder; a cell's name in it is its `cell_name`.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def find(self, checkpoint: str, settings: str, arm: Arm) -> Cell | None:
-        """The stored cell, or None.
-
-        Raises:
-            ConfigError: its file cannot be read.
-        """
-        path = self._path(checkpoint, settings, arm)
-        return read_cell(path) if path.is_file() else None
-
-    def keep(self, cell: Cell) -> Path:
-        """Store a cell; it becomes visible at once and whole."""
-        path = self._path(cell.checkpoint, cell.settings, cell.arm)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft")
-        draft.write_text(cell.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, path)
-        return path
-
-    def _path(self, checkpoint: str, settings: str, arm: Arm) -> Path:
-        return self.folder / f"{_digest(f'{checkpoint} {settings} {package_version()}')}-{arm}.json"
-
-
-def read_cell(path: Path) -> Cell:
-    """The cell of a file.
-
-    Raises:
-        ConfigError: it holds none.
+    Args:
+        folder: of the files.
+        overwrite: find nothing, so that every cell is played again.
     """
-    try:
-        return Cell.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
-        cause = str(error).splitlines()[0]
-        raise ConfigError(
-            f"Expected a finished cell in {path}, got: {cause}; remove it, or use --no-resume"
-        ) from error
+    remedy = "remove it, or use --no-resume"
+    return ResultStore(folder, Cell, about="a finished cell", remedy=remedy, overwrite=overwrite)
+
+
+def cell_name(checkpoint: str, settings: str, arm: Arm) -> str:
+    """Return the name of a cell in a store, by all that decides its outcomes."""
+    return f"{_digest(f'{checkpoint} {settings} {package_version()}')}-{arm}"
 
 
 def settings_digest(experiment: Experiment, *, seed: bool = True) -> str:

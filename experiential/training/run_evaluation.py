@@ -13,7 +13,8 @@ from typing import Any
 from experiential.bank.index.chroma_server import FOLDER
 from experiential.config import Arm, Experiment
 from experiential.errors import CheckpointError
-from experiential.evaluation.cell import Cell, CellStore, cell_of, folder_digest, settings_digest
+from experiential.evaluation.cell import Cell, cell_name, cell_of, folder_digest, settings_digest
+from experiential.evaluation.results import ResultStore
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.metrics import Observer
 
@@ -79,50 +80,41 @@ def open_run(folder: Path, experiment: Experiment) -> EvaluatedRun:
 def evaluate_run(
     run: EvaluatedRun,
     arms: Sequence[Arm],
-    store: CellStore,
+    store: ResultStore[Cell],
     *,
-    resume: bool = True,
     observer: Observer | None = None,
 ) -> list[Cell]:
-    """One cell for each arm that the run can play, in the order asked; those already stored are not played again.
+    """Return one cell for each arm that the run can play, in the order asked.
 
     Args:
-        run: what is evaluated.
+        run: to evaluate.
         arms: which arms.
-        store: where finished cells are, and where each is put as soon as it is finished.
-        resume: use what is stored; otherwise everything is played again.
+        store: of finished cells. Those in it are not played again, others are stored as soon as
+            they are finished.
         observer: receives the events of what is played.
     """
-    found: dict[Arm, Cell] = {}
-    wanted = run.arms(arms)
-    if resume:
-        stored = (store.find(run.digest, settings_digest(run.experiment), arm) for arm in wanted)
-        found |= {cell.arm: cell for cell in stored if cell is not None}
-    left: tuple[Arm, ...] = tuple(arm for arm in wanted if arm not in found)
-    if left:
-        for cell in _play(run, left, store, observer):
-            found[cell.arm] = cell
-    return [found[arm] for arm in wanted]
-
-
-def _play(
-    run: EvaluatedRun, arms: tuple[Arm, ...], store: CellStore, observer: Observer | None
-) -> list[Cell]:
     from experiential.training.trainer import Trainer
 
-    cells: list[Cell] = []
+    settings = settings_digest(run.experiment)
+    wanted = run.arms(arms)
+    stored = {arm: store.find(cell_name(run.digest, settings, arm)) for arm in wanted}
+    found = {arm: cell for arm, cell in stored.items() if cell is not None}
+    left: tuple[Arm, ...] = tuple(arm for arm in wanted if arm not in found)
+    if not left:
+        return [found[arm] for arm in wanted]
 
     def observe(event: dict[str, Any]) -> None:
         if event["event"] == "eval":
-            cells.append(cell_of(event, run.name, run.experiment, run.digest))
-            store.keep(cells[-1])
+            cell = cell_of(event, run.name, run.experiment, run.digest)
+            found[cell.arm] = cell
+            store.keep(cell_name(run.digest, settings, cell.arm), cell)
         if observer is not None:
             observer(event)
 
     with TemporaryDirectory(prefix="experiential-eval-") as scratch:
-        trainer = Trainer(only_evaluation(run.experiment, arms), Path(scratch), observer=observe)
+        trainer = Trainer(only_evaluation(run.experiment, left), Path(scratch), observer=observe)
         asyncio.run(trainer.aevaluate(run.checkpoint, run.manifest))
-    return cells
+    return [found[arm] for arm in wanted]
 
 
 def only_evaluation(experiment: Experiment, arms: tuple[Arm, ...]) -> Experiment:

@@ -12,17 +12,24 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from benchmarks import run
-from benchmarks.players import Player
-from benchmarks.suite_play import Cell, Experience, Plan, PlayedEpisode, play_cell
-from benchmarks.suite_report import by_world, over_tasks, report
-from benchmarks.suites import SUITES, SuiteTask, find_suite
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
+from experiential.cli.errors import run_app
+from experiential.cli.main import app
 from experiential.envs import ENVS
 from experiential.envs.readiness import READINESS, Entry
 from experiential.errors import ConfigError
+from experiential.evaluation.players import Player
+from experiential.evaluation.suite_play import Plan, SuiteBank, play_cell
+from experiential.evaluation.suite_report import (
+    PlayedEpisode,
+    SuiteCell,
+    by_world,
+    over_tasks,
+    report,
+)
+from experiential.evaluation.suites import SUITES, SuiteTask, find_suite
 from experiential.llm.scripted import ScriptedLLM
 
 LAKE = find_suite("frozenlake").tasks[0]
@@ -36,7 +43,7 @@ def told(results: Path) -> dict[str, Any]:
 
 def evaluate(results: Path, *arguments: str) -> int:
     """The command line on a suite."""
-    return run.main(["run", "--results", str(results), *arguments])
+    return run_app(app, ["bench", "run", "--results", str(results), *arguments])
 
 
 @pytest.fixture
@@ -290,7 +297,7 @@ def test_the_arms_play_the_same_episodes_and_only_one_sees_the_bank_which_stays_
     plan, llm = Plan(episodes=6, visits=2, seed=3), ScriptedLLM(["<action>Down</action>"])
     cells = [
         asyncio.run(play_cell(LAKE, plan, lambda: ActorAgent(llm), one))
-        for one in (None, Experience(str(bank)))
+        for one in (None, SuiteBank(str(bank)))
     ]
     off, frozen = cells
     named = [[(one.world, one.visit, one.task_id) for one in cell.episodes] for cell in cells]
@@ -347,7 +354,7 @@ def test_with_learn_the_bank_grows_and_later_episodes_see_it(tmp_path: Path) -> 
     extractor = ExtractorAgent(
         ScriptedLLM([f'<answer>[{{"op": "add", "text": "{text}"}}]</answer>' for text in lessons])
     )
-    learning = Experience(str(folder), embedder="hashing", extractor=extractor)
+    learning = SuiteBank(str(folder), embedder="hashing", extractor=extractor)
     llm = ScriptedLLM(["<action>Down</action>"])
     cell = asyncio.run(play_cell(LAKE, Plan(episodes=4), lambda: ActorAgent(llm), learning))
     assert cell.arm == "on" and cell.entries == (0, 4)
@@ -359,7 +366,7 @@ def test_with_learn_the_bank_grows_and_later_episodes_see_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--suite", "nothing"), "Expected a suite among room, "),
+        (("--suite", "nothing"), "Expected one of suites (room, "),
         (
             ("--suite", "sokoban", "--tasks", "lake"),
             "Expected tasks of suite sokoban among sokoban-erl",
@@ -381,10 +388,13 @@ def test_with_learn_the_bank_grows_and_later_episodes_see_it(tmp_path: Path) -> 
             "Expected an existing bank",
         ),
         (("--suite", "frozenlake", "--agent", "random", "--split", "dev"), "Expected split to be"),
-        (("--suite", "frozenlake", "--agent", "nobody"), "Expected an agent as module:function"),
+        (
+            ("--suite", "frozenlake", "--agent", "nobody"),
+            "Expected an agent as llm, random, oracle or",
+        ),
         (
             ("--suite", "frozenlake", "--agent", "json:nothing"),
-            "Expected an agent as module:function",
+            "Expected an agent as llm, random, oracle or",
         ),
         (
             ("--suite", "frozenlake", "--backend", "openai"),
@@ -468,9 +478,9 @@ def played(world: int, visit: int, success: bool) -> PlayedEpisode:
     )  # fmt: skip
 
 
-def cell(task: str, arm: Any, outcomes: list[list[int]]) -> Cell:
+def cell(task: str, arm: Any, outcomes: list[list[int]]) -> SuiteCell:
     """A cell by outcomes per world and visit."""
-    return Cell(
+    return SuiteCell(
         task=task,
         arm=arm,
         episodes=tuple(
@@ -516,11 +526,79 @@ def test_the_mean_over_tasks_needs_tasks_with_worlds() -> None:
 
 
 def test_the_suites_are_listed_with_their_sources(capsys: Any) -> None:
-    assert run.main(["suites"]) == 0
+    assert run_app(app, ["bench", "suites"]) == 0
     shown = capsys.readouterr().out
     assert "Complementary RL, C.3 (6-Tasks)" in shown and shown.count("\n") == 3 * len(SUITES)
 
 
 def test_a_bank_that_cannot_be_opened_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="with --learn a bank is made"):
-        Experience(str(tmp_path / "none")).open()
+        SuiteBank(str(tmp_path / "none")).open()
+
+
+# Suites of other packages
+
+
+FOREIGN = """
+import gymnasium as gym
+from experiential.envs.vault import VaultEnv
+from experiential.evaluation.suites import Suite, SuiteTask
+
+gym.register("Mine-v0", entry_point=VaultEnv)
+MINE = Suite("mine", (SuiteTask("vaults", "Mine-v0", turns=8),), "no paper")
+
+def make():
+    return MINE
+
+def wrong():
+    return "mine"
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: Any) -> str:
+    """A module with an environment and a suite of its own, in the current folder."""
+    name = f"foreign_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(FOREIGN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+@pytest.mark.parametrize("attribute", ["MINE", "make"])
+def test_a_suite_of_another_package_with_its_environment_is_played(
+    attribute: str, foreign: str, tmp_path: Path
+) -> None:
+    gym.registry.pop("Mine-v0", None)
+    suite = ("--suite", f"{foreign}:{attribute}", "--episodes", "5")
+    assert evaluate(tmp_path / "o.json", *suite, "--agent", "oracle") == 0
+    found = told(tmp_path / "o.json")
+    assert found["report"]["tasks"][0]["success"]["mean"] == 1.0
+    assert found["settings"]["suite"] == "mine" and found["settings"]["data"] == {}
+    assert evaluate(tmp_path / "r.json", *suite, "--agent", "random") == 0
+
+
+def test_what_is_no_suite_is_refused_in_one_line_and_a_misspelt_name_gets_the_nearest(
+    foreign: str, tmp_path: Path, capsys: Any
+) -> None:
+    for name, message in (
+        (f"{foreign}:wrong", "to be a Suite or a callable that returns one, got str"),
+        (f"{foreign}:nothing", "Expected an attribute 'nothing'"),
+        ("six-tusk", "did you mean 'six-task'?"),
+    ):
+        assert evaluate(tmp_path / "r.json", "--suite", name, "--agent", "random") == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def test_another_backend_is_found_by_module_and_attribute(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "my_backend.py").write_text(
+        "from experiential.llm.scripted import ScriptedLLM\n"
+        "def open(**options):\n"
+        "    return ScriptedLLM(['<action>Down</action>'], name=options['model'])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = ("--suite", "frozenlake", "--episodes", "2", "--model", "m")
+    assert evaluate(tmp_path / "r.json", *arguments, "--backend", "my_backend:open") == 0
+    assert told(tmp_path / "r.json")["settings"]["backend"] == "my_backend:open"
+    assert evaluate(tmp_path / "s.json", *arguments, "--backend", "locale") == 2

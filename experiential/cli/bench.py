@@ -1,0 +1,403 @@
+"""`experiential bench`: list suites, and evaluate an agent on one, without a bank and with one.
+
+    experiential bench suites
+    experiential bench run --suite six-task --agent oracle
+    experiential bench run --suite sokoban --agent mymodule:act
+    experiential bench run --suite room --model smollm2 --bank FOLDER --learn
+
+A task that an arm has finished stands in the results file and is not played again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiential.cli.errors import complain, new_app
+from experiential.cli.rows import AsJson, show_json
+from experiential.errors import ConfigError
+from experiential.llm.base import LLM, open_llm, read_options
+from experiential.plugins import import_from_here, known_names
+
+if TYPE_CHECKING:
+    from experiential.evaluation.suite_play import MakeActor
+    from experiential.evaluation.suites import Suite
+
+FOLDER = Path("runs/benchmarks")
+"""Where results go by default."""
+_WIDE = 170
+"""Columns of a table that is not shown in a terminal."""
+_OF_AGENT = (
+    "backend",
+    "backend_option",
+    "model",
+    "base_url",
+    "dtype",
+    "temperature",
+    "max_tokens",
+    "constrain",
+    "history",
+    "instruction",
+    "replies",
+)
+_OF_RUN = (
+    "agent",
+    "episodes",
+    "visits",
+    "seed",
+    "split",
+    "search_and_ask",
+    "bank",
+    "namespace",
+    "embedder",
+    "learn",
+)
+"""Options that decide what is played; the former only where a language model is asked."""
+_SHAPES = {
+    "success": ("success, %", 100.0, ".1f"),
+    "reward": ("reward", 1.0, ".3f"),
+    "turns": ("turns", 1.0, ".1f"),
+    "tokens": ("tokens", 1.0, ",.0f"),
+    "seconds": ("seconds", 1.0, ".2f"),
+}
+"""Column, scale and format of each measure."""
+
+app = new_app("Evaluate agents on suites of environments.")
+
+
+@app.command()
+def suites(as_json: AsJson = False) -> None:
+    """List the suites: tasks, source, and what is missing. Those of installed packages count."""
+    from experiential.evaluation.suites import SUITES, find_data, find_suite
+
+    find_data()
+    rows: list[dict[str, Any]] = []
+    for name in known_names("suites", SUITES):
+        suite = find_suite(name)
+        to_do = [step for steps in suite.missing().values() for step in steps]
+        tasks = [task.name for task in suite.tasks]
+        rows.append({"suite": name, "tasks": tasks, "source": suite.source, "to_do": to_do})
+    if as_json:
+        show_json(rows)
+        return
+    for row in rows:
+        state = f"run: {' && '.join(row['to_do'])}" if row["to_do"] else "ready"
+        lines = (f"{row['suite']:11} {', '.join(row['tasks'])}", row["source"], state)
+        sys.stdout.write(f"\n{'':12}".join(lines) + "\n")
+
+
+@app.command()
+def run(
+    context: typer.Context,
+    suite: Annotated[
+        str, typer.Option(help="A name of `experiential bench suites`, or module:attribute.")
+    ],
+    tasks: Annotated[
+        str | None, typer.Option(help="Only these tasks of the suite, with commas between them.")
+    ] = None,
+    agent: Annotated[
+        str,
+        typer.Option(help="llm, random, oracle, or module:function of observation and info."),
+    ] = "llm",
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes of each task and arm.")] = 100,
+    visits: Annotated[
+        int, typer.Option(min=1, help="How many of the episodes meet the same world.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of worlds, episodes and sampling.")] = 0,
+    split: Annotated[str, typer.Option(help="Split of the environments.")] = "eval",
+    slots: Annotated[
+        int, typer.Option(min=0, help="Episodes at once; 0: 8 for llm, 1 for others.")
+    ] = 0,
+    results: Annotated[
+        Path | None,
+        typer.Option(help=f"A JSON file.  [default: {FOLDER}/SUITE-AGENT-SEED.json]"),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Play again what the results file holds.")
+    ] = False,
+    bank: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or address of a bank: each task is played without it and with it. It is"
+            " read, not written."
+        ),
+    ] = None,
+    learn: Annotated[
+        bool,
+        typer.Option("--learn", help="Let the bank grow; make it where there is none."),
+    ] = False,
+    namespace: Annotated[str, typer.Option(help="Namespace inside the bank.")] = "default",
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a bank that is made now: a sentence-transformers name or folder, or hashing."
+        ),
+    ] = None,
+    search_and_ask: Annotated[
+        int, typer.Option(min=0, help="Questions to the bank that an episode may ask.")
+    ] = 0,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Of --agent llm and of the extractor of --learn: local, openai, scripted, the name"
+            " of an installed one, or module:attribute."
+        ),
+    ] = "local",
+    backend_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Passed to the backend; may be repeated."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="With local tiny (default), smollm2, a folder or a hub name; with openai the name"
+            " at the server."
+        ),
+    ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            help="OpenAI-compatible server; else OPENAI_BASE_URL. The key is taken from"
+            " OPENAI_API_KEY."
+        ),
+    ] = None,
+    replies: Annotated[
+        Path | None,
+        typer.Option(help="Replies of the scripted backend, one a line, over and over."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of a local model.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Of a local model.")] = "auto",
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a response.")] = 256,
+    history: Annotated[
+        int | None, typer.Option(min=0, help="Past turns that are shown.  [default: all]")
+    ] = None,
+    instruction: Annotated[str, typer.Option(help="Said to the agent about the environment.")] = "",
+    constrain: Annotated[
+        bool,
+        typer.Option(
+            "--constrain", help="Choose among the admissible actions; always with the tiny model."
+        ),
+    ] = False,
+) -> int:
+    """Evaluate an agent on a suite; exit code 1 where every episode of a task failed.
+
+    Without --bank each task is played once, with --bank twice: on the same worlds and seeds,
+    without the bank and with it.
+    """
+    from experiential.agents.actor import ActorAgent
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.config import ModelSettings
+    from experiential.evaluation.players import SEATS, Player, seated_player
+    from experiential.evaluation.results import ResultStore
+    from experiential.evaluation.suite_play import Plan, SuiteBank, SuiteResults, play_suite
+    from experiential.evaluation.suites import find_data, find_suite
+    from experiential.llm.metered import Meter, Metered
+    from experiential.training.roles import prompt_set_name
+
+    find_data()
+    chosen = find_suite(suite, tasks.split(",") if tasks else None)
+    chosen.check_ready()
+    if learn and bank is None:
+        raise ConfigError("Expected --bank FOLDER with --learn, got none")
+    if search_and_ask and bank is None:
+        raise ConfigError("Expected --bank FOLDER with --search-and-ask, got none")
+    if visits > episodes:
+        raise ConfigError(
+            f"Expected at most as many --visits as --episodes ({episodes}), got {visits}"
+        )
+    file = results or FOLDER / f"{chosen.name}-{agent.replace(':', '.')}-{seed}.json"
+    store = ResultStore(
+        file.parent,
+        SuiteResults,
+        about="results of experiential bench run",
+        remedy="use --overwrite or another --results",
+        overwrite=overwrite,
+    )
+    with ExitStack() as stack:
+        asks = agent == "llm" or learn
+        llm = stack.enter_context(closing(open_backend(context.params))) if asks else None
+        tiny = backend == "local" and (model or "tiny") == "tiny"
+        prompts = prompt_set_name(ModelSettings(name="tiny" if tiny else "other"))
+
+        make_actor: MakeActor = seated_player
+        if agent == "llm":
+            assert llm is not None
+            actor_llm = llm
+            make_actor = lambda: ActorAgent(  # noqa: E731  (one agent for each slot)
+                actor_llm,
+                prompts=prompts,
+                instruction=instruction,
+                temperature=temperature,
+                max_tokens=max_tokens,
+                constrain=constrain or tiny,
+                history=history,
+            )
+        elif agent not in SEATS:
+            function = load_agent(agent)
+            make_actor = lambda: Player(function)  # noqa: E731
+
+        second = None
+        if bank is not None:
+            meter = Meter()
+            extractor = None
+            if learn and llm is not None:
+                extractor = ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=seed)
+            second = SuiteBank(bank, namespace, embedder, extractor, meter)
+
+        settings = settings_of(chosen, context.params, asks=asks)
+        if second is not None and second.extractor is None:
+            with second.open() as opened:
+                settings["commit"] = opened.head  # a bank that has grown since is another setting
+        name = file.name.removesuffix(".json")
+        done = store.find(name, settings) or SuiteResults(settings=settings)
+        slots = slots or (8 if agent == "llm" else 1)
+        plan = Plan(episodes, visits, seed, split, slots, search_and_ask, SEATS.get(agent))
+        try:
+            done = asyncio.run(
+                play_suite(
+                    chosen, plan, make_actor, second, done, lambda cells: store.keep(name, cells)
+                )
+            )
+        except KeyboardInterrupt:
+            return complain("interrupted; the same command goes on", 130)
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    console.print(report_table(f"{chosen.name}: {agent}, seed {seed}", done.report))
+    console.print(f"as in {chosen.source}", markup=False, highlight=False)
+    for task in done.report["tasks"]:
+        for reason, count in task["failures"].items():
+            line = f"{task['task']} ({task['arm']}): {count} failed: {reason}"
+            console.print(line, markup=False, highlight=False)
+    console.print(f"results: {store.path(name)}", markup=False, highlight=False, soft_wrap=True)
+    return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
+
+
+def open_backend(options: dict[str, Any]) -> LLM:
+    """Open the language model of the command line.
+
+    A backend from outside gets the model and the address where given, and its own options.
+
+    Raises:
+        ConfigError: an option that the backend needs is missing, or a file cannot be read.
+    """
+    backend, model = options["backend"], options["model"]
+    made = {name: options[name] for name in ("model", "base_url") if options[name] is not None}
+    if backend == "local":
+        made = {"model": model or "tiny", "dtype": options["dtype"], "device": options["device"]}
+    elif backend == "scripted":
+        made = {"replies": read_replies(options["replies"])}
+    elif backend == "openai":
+        if not model:
+            raise ConfigError(
+                "Expected --model NAME with --backend openai: the model's name at the server, got"
+                " none"
+            )
+        made["supports_choices"] = options["constrain"]
+    return open_llm(backend, **made | read_options(options["backend_option"] or ()))
+
+
+def read_replies(file: Path | None) -> list[str]:
+    """Return the lines of a file that are not empty: replies of a scripted backend.
+
+    Raises:
+        ConfigError: no such file, or nothing in it.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines() if file else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Expected a text file of replies, got {file}: {error}") from error
+    replies = [line for line in lines if line.strip()]
+    if not replies:
+        raise ConfigError(
+            "Expected --replies FILE with a reply a line for --backend scripted, got"
+            f" {file or 'none'}"
+        )
+    return replies
+
+
+def load_agent(name: str) -> Any:
+    """Return the user's function that ``module:function`` names.
+
+    Raises:
+        ConfigError: no such function.
+    """
+    module, _, function = name.partition(":")
+    found = (
+        getattr(import_from_here(module, f"--agent {name}"), function, None) if function else None
+    )
+    if not callable(found):
+        raise ConfigError(
+            "Expected an agent as llm, random, oracle or module:function, callable with observation"
+            f" and info, got {name!r}"
+        )
+    return found
+
+
+def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[str, Any]:
+    """Return all that decides what is played; results of other settings are never mixed with it.
+
+    Args:
+        suite: to play.
+        options: of the command line.
+        asks: a language model is asked, by the agent or an extractor.
+    """
+    from experiential.envs.readiness import READINESS
+    from experiential.evaluation.cell import package_version
+
+    given = {name: options[name] for name in (*_OF_RUN, *(_OF_AGENT if asks else ()))}
+    entries = {task.name: READINESS.get(task.id) for task in suite.tasks}
+    return {
+        "suite": suite.name,
+        "tasks": [
+            {"name": task.name, "id": task.id, "kwargs": task.kwargs, "turns": task.turns}
+            for task in suite.tasks
+        ],
+        "data": {
+            name: "real" if entry.has_data() else "made"
+            for name, entry in entries.items()
+            if entry is not None and entry.variable
+        },
+        **{name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
+        "commit": None,
+        "version": package_version(),
+    }
+
+
+def report_table(title: str, found: dict[str, Any]) -> Table:
+    """Lay the report of a suite out as a table; differences in success are in points."""
+    table = Table(
+        title=title,
+        caption=(
+            "95 % intervals; tokens 0: the agent has no model, or its backend shows no token ids"
+        ),
+    )
+    table.add_column("task")
+    table.add_column("arm")
+    for name in (*(column for column, _, _ in _SHAPES.values()), "episodes", "failed"):
+        table.add_column(name, justify="right")
+
+    def measured(row: dict[str, Any], sign: str = "") -> list[str]:
+        cells: list[str] = []
+        for name, (_, scale, shape) in _SHAPES.items():
+            mean, low, high = (
+                format(scale * row[name][end], sign + shape) for end in ("mean", "low", "high")
+            )
+            cells.append(f"{mean} [{low}, {high}]")
+        return cells
+
+    for row in (*found["tasks"], *found["overall"]):
+        cells = [row["task"], row["arm"], *measured(row), f"{row['episodes']}", f"{row['failed']}"]
+        table.add_row(*cells, end_section=row is found["tasks"][-1])
+    for row in found["differences"]:
+        table.add_row(row["task"], " − ".join(row["arms"]), *measured(row, "+"), "", "")
+    return table

@@ -1,0 +1,262 @@
+"""Play a suite: each task without a bank and with one, on the same worlds and seeds."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import gymnasium as gym
+import numpy as np
+
+from experiential.agents.actor import ActorAgent
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.manager import ExperienceManager
+from experiential.config import EnvSettings
+from experiential.errors import BankError, ConfigError, ExperientialError
+from experiential.evaluation.arms import ArmBank
+from experiential.evaluation.players import Player, Seat, Watched
+from experiential.evaluation.suite_report import PlayedEpisode, SuiteCell, report
+from experiential.evaluation.suites import Suite, SuiteTask
+from experiential.llm.metered import Meter
+from experiential.rollout.rollout import Episode, Job, NoBank, Rollout, Task, make_env
+from experiential.rollout.tasks import episode_seed, world_count
+from experiential.types import Record
+
+MakeActor = Callable[[], ActorAgent | Player]
+"""Builds the agent of a slot."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say how a suite is played.
+
+    Attributes:
+        episodes: of each task and arm; fewer where an environment lists fewer worlds than needed.
+        visits: episodes in each world.
+        seed: of worlds, episodes and sampling.
+        split: of the environments.
+        slots: episodes at once.
+        search_and_ask: calls that a guided episode may make.
+        seat: builds an agent that needs the environment itself; None for all other agents.
+    """
+
+    episodes: int = 100
+    visits: int = 1
+    seed: int = 0
+    split: str = "eval"
+    slots: int = 1
+    search_and_ask: int = 0
+    seat: Seat | None = None
+
+    def jobs(self, task: SuiteTask, worlds: int | None, condition: Any) -> list[Job]:
+        """Return the episodes of a task, visit by visit.
+
+        They follow from the name of the task and the seed alone, so that a task is played alike in
+        every suite and under every arm.
+
+        Args:
+            task: to play.
+            worlds: how many its environment lists; None where it lists none.
+            condition: of the episodes.
+        """
+        named = zlib.crc32(task.name.encode())
+        wanted = max(1, self.episodes // self.visits)
+        drawn: list[int] = list(range(wanted))
+        if worlds is not None:
+            shuffled = np.random.default_rng([self.seed, named]).permutation(worlds)
+            drawn = shuffled[:wanted].tolist()
+        jobs: list[Job] = []
+        for visit in range(self.visits):
+            for world in drawn:
+                seed = episode_seed(self.seed, named, world, visit)
+                options = {} if worlds is None else {"world": world}
+                played = Task(seed, f"{world}.{visit}", options)
+                jobs.append(Job(played, condition, sampling_seed=seed))
+        return jobs
+
+
+@dataclass
+class SuiteBank:
+    """Say which bank the second arm of a suite plays with, and whether it grows.
+
+    Attributes:
+        path: its folder or address.
+        namespace: inside it.
+        embedder: for a bank that is made now; None for the default.
+        extractor: distils finished episodes, which lets the bank grow; None only reads it.
+        meter: counts what the extractor generates.
+    """
+
+    path: str
+    namespace: str = "default"
+    embedder: str | None = None
+    extractor: Any | None = None
+    meter: Meter = field(default_factory=Meter)
+
+    @property
+    def arm(self) -> Literal["frozen", "on"]:
+        """Return the name of an arm with this bank."""
+        return "frozen" if self.extractor is None else "on"
+
+    def open(self) -> ExperienceBank:
+        """Open the bank, read-only where nothing distils.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        reading = self.extractor is None
+        try:
+            return ExperienceBank(
+                self.path, namespace=self.namespace, embedder=self.embedder, read_only=reading
+            )
+        except BankError as error:
+            hint = "; with --learn a bank is made where none is" if reading else ""
+            raise ConfigError(f"{error}{hint}") from error
+
+
+class SuiteResults(Record):
+    """Hold what was played of a suite so far.
+
+    Attributes:
+        settings: everything that decides what is played.
+        cells: the tasks that were played, each under one arm.
+        report: rates, means and differences of the cells, as `report` makes them.
+    """
+
+    settings: dict[str, Any]
+    cells: tuple[SuiteCell, ...] = ()
+    report: dict[str, Any] = {}
+
+
+async def play_suite(
+    suite: Suite,
+    plan: Plan,
+    make_actor: MakeActor,
+    bank: SuiteBank | None,
+    done: SuiteResults,
+    finished: Callable[[SuiteResults], object] = lambda results: None,
+) -> SuiteResults:
+    """Play the cells of a suite that are not done; each task without the bank first, then with it.
+
+    Args:
+        suite: to play.
+        plan: how.
+        make_actor: builds the agent of a slot.
+        bank: of the second arm; None plays without one alone.
+        done: results so far.
+        finished: called with all results after each cell.
+    """
+    for task in suite.tasks:
+        for one in (None,) if bank is None else (None, bank):
+            arm = "off" if one is None else one.arm
+            if any((cell.task, cell.arm) == (task.name, arm) for cell in done.cells):
+                continue
+            cells = (*done.cells, await play_cell(task, plan, make_actor, one))
+            done = done.model_copy(update={"cells": cells, "report": report(cells)})
+            finished(done)
+    return done
+
+
+async def play_cell(
+    task: SuiteTask, plan: Plan, make_actor: MakeActor, bank: SuiteBank | None
+) -> SuiteCell:
+    """Play one task under one arm.
+
+    Args:
+        task: to play.
+        plan: how.
+        make_actor: builds the agent of a slot.
+        bank: of the arm; None plays without one.
+
+    Raises:
+        ConfigError: the environment or the bank cannot be opened.
+    """
+    if bank is None:
+        episodes = await _episodes(task, plan, make_actor, ArmBank(NoBank()), 0)
+        return SuiteCell(task=task.name, arm="off", episodes=episodes)
+    before = bank.meter.spent()
+    with (
+        bank.open() as opened,
+        ExperienceManager(opened, bank.extractor, merge_every=0, seed=plan.seed) as manager,
+    ):
+        entries = len(opened)
+        at_once = plan.slots if bank.extractor is not None else 0
+        arm = ArmBank(manager, manager, entries)
+        episodes = await _episodes(task, plan, make_actor, arm, at_once)
+        entries_after = len(opened)
+    return SuiteCell(
+        task=task.name,
+        arm=bank.arm,
+        episodes=episodes,
+        entries=(entries, entries_after),
+        extractor=bank.meter.spent() - before,
+    )
+
+
+async def _episodes(
+    task: SuiteTask, plan: Plan, make_actor: MakeActor, arm: ArmBank, at_once: int
+) -> tuple[PlayedEpisode, ...]:
+    """Play all episodes of a cell, ``at_once`` of them between two distillations; 0 for all.
+
+    A bank that grows is held still while they play, so that what an episode is shown does not
+    depend on which other one ends first.
+    """
+    seconds: dict[int | None, float] = {}
+    settings = EnvSettings(
+        id=task.id, kwargs=task.kwargs, eval={"split": plan.split}, max_turns=task.turns
+    )
+    kwargs = task.kwargs | settings.eval
+    try:
+        worlds = world_count(task.id, kwargs)
+    except ExperientialError:
+        raise
+    except Exception as error:  # an environment of another package may raise anything
+        raise ConfigError(
+            f"Expected to make {task.id} with {kwargs}, got {type(error).__name__}: {error}"
+        ) from error
+    jobs = plan.jobs(task, worlds, arm.condition)
+
+    def watched(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
+        return Watched(make_env(settings, kwargs), seconds, plan.seat)
+
+    rollout = Rollout(
+        settings,
+        settings.eval,
+        arm.shown,
+        cast("Callable[[], ActorAgent]", make_actor),
+        slots=plan.slots,
+        search_and_ask=plan.search_and_ask,
+        make_env=watched,
+    )
+    played: list[Episode] = []
+    size = at_once or len(jobs)
+    try:
+        for start in range(0, len(jobs), size):
+            arm.hold()
+            played += await rollout.play(jobs[start : start + size])
+            await arm.settle()
+    finally:
+        rollout.close()
+    return tuple(
+        _record(task, job, episode, seconds.get(job.task.seed, 0.0))
+        for job, episode in zip(jobs, played, strict=True)
+    )
+
+
+def _record(task: SuiteTask, job: Job, episode: Episode, seconds: float) -> PlayedEpisode:
+    trajectory, (world, _, visit) = episode.trajectory, job.task.group.partition(".")
+    return PlayedEpisode(
+        world=int(world),
+        visit=int(visit),
+        task_id=trajectory.task_id,
+        success=trajectory.success,
+        reward=trajectory.reward if trajectory.error is None else task.failure,
+        turns=len(trajectory.turns),
+        prompt_tokens=sum(len(one.prompt_ids) for one in episode.generations),
+        response_tokens=sum(len(one.response_ids) for one in episode.generations),
+        seconds=seconds,
+        shown=len(trajectory.uses),
+        error=trajectory.error,
+    )

@@ -1,0 +1,189 @@
+"""Define suites: the environments of the papers as these set them, alone and mixed.
+
+A suite is chosen by name: a built-in one, the entry point of group ``experiential.suites`` of an
+installed package, or ``module:attribute``. The latter two stand for a `Suite` or for a callable
+without arguments that returns one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from experiential.envs.readiness import READINESS
+from experiential.errors import ConfigError
+from experiential.plugins import did_you_mean, resolve
+
+COMPLEMENTARY = "Complementary RL"
+ERL = "Experiential RL"
+DATA_FOLDER = "EXPERIENTIAL_DATA"
+"""Variable that names one folder with the real data of all environments."""
+DATA_PLACES = {
+    "ALFWORLD_DATA": "alfworld",
+    "WEBSHOP_DATA": "webshop",
+    "HOTPOTQA_DATA": "hotpotqa/*.json",
+    "SWE_TASKS": "swe/*.jsonl",
+}
+"""Variable of an environment to its place below that folder; of a pattern the first file counts."""
+
+
+@dataclass(frozen=True)
+class SuiteTask:
+    """Describe one environment of a suite.
+
+    Attributes:
+        name: of the task, in results.
+        id: environment id.
+        kwargs: arguments of ``gymnasium.make`` beside the split.
+        turns: after which an episode is truncated.
+        failure: reward counted for an episode that failed for a technical reason: the least that
+            the environment gives.
+        instruction: said to the agent about the environment; the environments of text say the rest
+            themselves.
+    """
+
+    name: str
+    id: str
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    turns: int = 30
+    failure: float = 0.0
+    instruction: str = ""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Group tasks that are evaluated together; their mean counts each task alike.
+
+    Attributes:
+        name: of the suite.
+        tasks: its environments.
+        source: paper and section that set it so.
+    """
+
+    name: str
+    tasks: tuple[SuiteTask, ...]
+    source: str
+
+    def missing(self) -> dict[str, list[str]]:
+        """Return the commands without which an environment cannot be made, by environment id.
+
+        An environment of another package is assumed to be ready: whether it can be made shows when
+        it is played.
+        """
+        needed = {
+            task.id: READINESS[task.id].missing() for task in self.tasks if task.id in READINESS
+        }
+        return {name: steps for name, steps in needed.items() if steps}
+
+    def check_ready(self) -> None:
+        """Refuse a suite one of whose environments cannot be made.
+
+        Raises:
+            ConfigError: packages or data are missing; the message has the commands.
+        """
+        if missing := self.missing():
+            to_do = "; ".join(
+                f"{name}: run {' && '.join(steps)}" for name, steps in missing.items()
+            )
+            raise ConfigError(
+                f"Expected all environments of suite {self.name} to be ready, got some that are"
+                f" not: {to_do}"
+            )
+
+
+_ROOM, _MAZE, _KEYROOM = (
+    SuiteTask(f"minihack-{preset}", "experiential/MiniHack-v0", {"preset": preset}, turns=30)
+    for preset in ("room", "maze", "keyroom")
+)
+_SOKOBAN_ERL, _SOKOBAN_COMPLEMENTARY = (
+    SuiteTask(f"sokoban-{preset}", "experiential/Sokoban-v0", {"preset": preset}, turns)
+    for preset, turns in (("erl", 8), ("complementary", 30))
+)
+_HOTPOTQA = SuiteTask("hotpotqa", "experiential/HotpotQA-v0", {"preset": "erl", "choices": True}, 5)
+_FROZENLAKE = SuiteTask("frozenlake", "experiential/FrozenLake-v0", {"preset": "erl"}, 8)
+
+
+def _alfworld(turns: int) -> SuiteTask:
+    """Return ALFWorld with the reward of Complementary RL: 1 for success, else -1."""
+    kwargs = {"turns": turns, "failure": -1.0}
+    return SuiteTask("alfworld", "experiential/ALFWorld-v0", kwargs, turns, failure=-1.0)
+
+
+def _webshop(turns: int) -> SuiteTask:
+    return SuiteTask("webshop", "experiential/WebShop-v0", {"turns": turns}, turns)
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("room", (_ROOM,), f"{COMPLEMENTARY}, C.1 (Room-Ultimate-5x5) and C.2 (30 turns)"),
+        Suite(
+            "alfworld",
+            (_alfworld(40),),
+            f"{COMPLEMENTARY}, C.1 (reward 1 and -1) and C.2 (40 turns)",
+        ),
+        Suite(
+            "webshop",
+            (_webshop(15),),
+            f"{COMPLEMENTARY}, C.1 (1,000 products); the turns are the environment's own",
+        ),
+        Suite("hotpotqa", (_HOTPOTQA,), f"{ERL}, B.3 (reward, 5 turns)"),
+        Suite(
+            "sokoban",
+            (_SOKOBAN_ERL, _SOKOBAN_COMPLEMENTARY),
+            f"{ERL}, B.2, and {COMPLEMENTARY}, C.1 (6 by 6, two boxes)",
+        ),
+        Suite("frozenlake", (_FROZENLAKE,), f"{ERL}, B.1"),
+        Suite(
+            "three-task",
+            (_ROOM, _webshop(30), _alfworld(30)),
+            f"{COMPLEMENTARY}, C.3 (3-Tasks) and C.2 (30 turns)",
+        ),
+        Suite(
+            "six-task",
+            (_ROOM, _MAZE, _KEYROOM, _SOKOBAN_COMPLEMENTARY, _webshop(30), _alfworld(30)),
+            f"{COMPLEMENTARY}, C.3 (6-Tasks) and C.2 (30 turns)",
+        ),
+    )
+}
+"""The built-in suites by name."""
+
+
+def find_suite(name: str, tasks: Sequence[str] | None = None) -> Suite:
+    """Return the suite of a name, with only some of its tasks where these are named.
+
+    Raises:
+        ConfigError: no such suite, no such task in it, or the name stands for something else.
+    """
+    found = cast("Any", resolve("suites", name, SUITES))
+    suite = found() if callable(found) else found
+    if not isinstance(suite, Suite):
+        raise ConfigError(
+            f"Expected {name} to be a Suite or a callable that returns one, got"
+            f" {type(suite).__name__}"
+        )
+    if tasks is None:
+        return suite
+    known = [task.name for task in suite.tasks]
+    for task in tasks:
+        if task not in known:
+            raise ConfigError(
+                f"Expected tasks of suite {name} among {', '.join(known)}, got"
+                f" {task!r}{did_you_mean(task, known)}"
+            )
+    return replace(suite, tasks=tuple(task for task in suite.tasks if task.name in tasks))
+
+
+def find_data() -> None:
+    """Set each environment's variable for real data from the folder that `DATA_FOLDER` names.
+
+    A variable that is set already stays. Nothing happens without that folder.
+    """
+    folder = os.environ.get(DATA_FOLDER)
+    for variable, place in DATA_PLACES.items() if folder else ():
+        found = sorted(Path(folder or "").expanduser().glob(place))
+        if found and not os.environ.get(variable):
+            os.environ[variable] = str(found[0].resolve())
