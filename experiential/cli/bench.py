@@ -351,11 +351,11 @@ def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[st
         options: of the command line.
         asks: a language model is asked, by the agent or an extractor.
     """
-    from experiential.envs.readiness import READINESS
+    from experiential.envs.readiness import readiness
     from experiential.evaluation.cell import package_version
 
     given = {name: options[name] for name in (*_OF_RUN, *(_OF_AGENT if asks else ()))}
-    entries = {task.name: READINESS.get(task.id) for task in suite.tasks}
+    entries = {task.name: readiness(task.id) for task in suite.tasks}
     return {
         "suite": suite.name,
         "tasks": [
@@ -365,7 +365,7 @@ def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[st
         "data": {
             name: "real" if entry.has_data() else "made"
             for name, entry in entries.items()
-            if entry is not None and entry.variable
+            if entry.variable
         },
         **{name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
         "commit": None,

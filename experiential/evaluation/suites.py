@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from experiential.envs.readiness import READINESS
+from experiential.envs.readiness import readiness
 from experiential.errors import ConfigError
 from experiential.plugins import did_you_mean, resolve
 
@@ -68,14 +68,8 @@ class Suite:
     source: str
 
     def missing(self) -> dict[str, list[str]]:
-        """Return the commands without which an environment cannot be made, by environment id.
-
-        An environment of another package is assumed to be ready: whether it can be made shows when
-        it is played.
-        """
-        needed = {
-            task.id: READINESS[task.id].missing() for task in self.tasks if task.id in READINESS
-        }
+        """Return the commands without which an environment cannot be made, by environment id."""
+        needed = {task.id: readiness(task.id).missing() for task in self.tasks}
         return {name: steps for name, steps in needed.items() if steps}
 
     def check_ready(self) -> None:
