@@ -26,8 +26,8 @@ from experiential.training.openrlhf import parts, versions
 from experiential.training.openrlhf import runtime as runtimes
 from experiential.training.openrlhf.learner import RankStats
 from experiential.training.openrlhf.rank_state import INDEX
-from experiential.training.openrlhf.remote import LostActorError
 from experiential.training.openrlhf.runtime import OpenRLHFRuntime, build_runtimes
+from experiential.training.openrlhf.supervisor import LostActorError
 from experiential.training.runtime import LossSettings, Sample
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,6 +40,10 @@ class RayError(Exception):
 
 
 class RayActorError(RayError):
+    """Stands for Ray's."""
+
+
+class RayTaskError(RayError):
     """Stands for Ray's."""
 
 
@@ -292,7 +296,9 @@ def experiment(*overrides: str) -> Experiment:
 def ray(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """What is used of Ray where nothing runs on it."""
     stub: Any = ModuleType("ray")
-    stub.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
+    stub.exceptions = SimpleNamespace(
+        RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
+    )
     stub.killed = []
     stub.kill = lambda actor: stub.killed.append(actor.name)
     monkeypatch.setitem(sys.modules, "ray", stub)
@@ -576,9 +582,7 @@ async def test_without_sharing_no_call_is_added(
     """Engines are held while weights are sent; nobody sleeps and nobody waits for a turn."""
     gpus.apart = True
     numbers = itertools.count()
-    start = lambda model, settings, seed: parts.EngineSeat(
-        Engine(f"engine {next(numbers)}", gpus), None
-    )  # noqa: E731
+    start = lambda *_, **__: parts.engine_life(Engine(f"engine {next(numbers)}", gpus))  # noqa: E731
     monkeypatch.setattr(parts, "start_engine", start)
     actor, extractor = build_runtimes(experiment("cluster.share_gpus=false"))
     assert gpus.take() == ["rays: join 8", "actor ranks: start", "extractor ranks: start"]
@@ -604,7 +608,9 @@ class Cluster(ModuleType):
 
     def __init__(self, *gpus: int, free: int | None = None) -> None:
         super().__init__("ray")
-        self.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
+        self.exceptions = SimpleNamespace(
+            RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
+        )
         self.gpus, self.free = gpus, sum(gpus) if free is None else free
 
     def is_initialized(self) -> bool:
@@ -715,12 +721,12 @@ def test_engines_that_do_not_start_are_named_and_waited_for_no_longer_than_is_se
         )
 
     with pytest.raises(
-        LostActorError,
+        BackendError,
         match="engines of the actor to start and fall asleep, got: ValueError: Free memory",
     ):
         sleeping_engines(monkeypatch, dies)
     over = Event()
-    with pytest.raises(LostActorError, match="engines of the actor to start within 0.01 s"):
+    with pytest.raises(BackendError, match="engines of the actor to start within 0.01 s"):
         sleeping_engines(monkeypatch, lambda **_: over.wait(30), seconds=0.01)
     over.set()
     with pytest.raises(TypeError, match="unexpected"):

@@ -69,7 +69,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 def kill(ray: Any, actor: BankActor) -> None:
     """Kill the actor, and wait until that is noticed."""
     known = len(actor.failures)
-    ray.kill(actor._host)
+    ray.kill(actor.supervisor.life.handle)
     wait_until(lambda: len(actor.failures) > known)
 
 

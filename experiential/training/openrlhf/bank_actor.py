@@ -1,15 +1,15 @@
-"""The bank's one writer as a Ray actor, served over HTTP to the trainer and to whoever else has its token."""
+"""Run the bank's one writer as a Ray actor, served over HTTP to all who have its token."""
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,25 +23,40 @@ from experiential.bank.http import wire
 from experiential.bank.http.remote import RemoteBank
 from experiential.bank.index.chroma_server import FOLDER
 from experiential.config import BankSettings, ClusterSettings
-from experiential.errors import BankError, BankLockedError, ExperientialError, MissingExtraError
-from experiential.training.openrlhf.calls import cause_of, is_joined, joined_ray, told
+from experiential.errors import (
+    BackendError,
+    BankError,
+    BankLockedError,
+    ExperientialError,
+    MissingExtraError,
+)
+from experiential.sync import EventLoopThread
+from experiential.training.openrlhf.supervisor import (
+    FailedCallError,
+    Life,
+    LostActorError,
+    Supervisor,
+    answer,
+    is_joined,
+    joined_ray,
+)
 
 if TYPE_CHECKING:
     from experiential.bank.http.shelf import Shelf
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 _CALLS = 8
 _CHECK_SECONDS = 10.0
 _CLOSE_SECONDS = 60.0
 _LOCK_SECONDS = 30.0
+_FOREVER = 1e9
 _PATIENCE = 300.0
 """Seconds that a client waits at most for a bank that is started again."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What is served, and where.
+    """Say which bank is served, and where.
 
     Attributes:
         folder: the bank's, absolute.
@@ -57,7 +72,7 @@ class Serving:
 
 
 class BankHost:
-    """The inside of the Ray actor: an open bank folder and the HTTP server of ``experiential serve`` in a thread."""
+    """Serve an open bank folder inside the Ray actor, as ``experiential serve`` does, in a thread."""
 
     def __init__(self) -> None:
         self._shelf: Shelf | None = None
@@ -65,10 +80,10 @@ class BankHost:
         self._ended = threading.Event()
 
     def serve(self, serving: Serving, patience: float) -> tuple[str, int]:
-        """Open the folder and begin to serve it; gives address of the node and port.
+        """Open the folder and begin to serve it; return the node's address and the port.
 
         Args:
-            serving: what, and where.
+            serving: bank, token and port.
             patience: seconds to wait for port and folder, which a killed writer may hold for a
                 moment.
 
@@ -76,24 +91,57 @@ class BankHost:
             BankError: the folder cannot be opened, or another process writes it.
             OSError: the port is taken.
         """
-        host = str(joined_ray().util.get_node_ip_address())
-        listener = _patiently(partial(_listening, host, serving.port), patience)
+        import uvicorn
+
+        from experiential.bank.http.service import create_app
+        from experiential.bank.http.shelf import Shelf
+
+        settings, host = serving.settings, str(joined_ray().util.get_node_ip_address())
+
+        def bound() -> socket.socket:
+            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((host, serving.port))
+            except OSError:
+                listener.close()
+                raise
+            return listener
+
+        def opened() -> Shelf:
+            return Shelf(
+                serving.folder,
+                namespaces=(settings.namespace,),
+                embedder=settings.embedder,
+                chroma=settings.chroma,
+            )
+
+        listener = _patiently(bound, patience)
         with ExitStack() as failed:
             failed.callback(listener.close)
-            shelf = self._shelf = _patiently(partial(_opened, serving), patience)
+            self._shelf = _patiently(opened, patience)
+            self._shelf.get(settings.namespace).bank.text_limit = settings.text_limit
             failed.pop_all()
-        self._server = _server(shelf, serving.token)
-        threading.Thread(
-            target=self._run, args=(listener,), name="bank-server", daemon=True
-        ).start()
-        return host, int(listener.getsockname()[1])
+        # Only now: until then clients are refused and try again; connected, they would time out.
+        listener.listen(2048)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(self._shelf, serving.token),
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=10,
+            )
+        )
 
-    def _run(self, listener: socket.socket) -> None:
-        try:
-            self._server.run(sockets=[listener])
-        finally:
-            listener.close()
-            self._ended.set()
+        def run() -> None:
+            try:
+                self._server.run(sockets=[listener])
+            finally:
+                listener.close()
+                self._ended.set()
+
+        threading.Thread(target=run, name="bank-server", daemon=True).start()
+        return host, int(listener.getsockname()[1])
 
     def until_ended(self) -> None:
         """Return when the server has ended; an actor that dies never returns."""
@@ -118,27 +166,8 @@ class BankHost:
             self._shelf.close()
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
-
-
-def _opened(serving: Serving) -> Shelf:
-    from experiential.bank.http.shelf import Shelf
-
-    settings = serving.settings
-    shelf = Shelf(
-        serving.folder,
-        namespaces=(settings.namespace,),
-        embedder=settings.embedder,
-        chroma=settings.chroma,
-    )
-    shelf.get(settings.namespace).bank.text_limit = settings.text_limit
-    return shelf
-
-
 def _patiently(work: Callable[[], T], patience: float) -> T:
-    """What ``work`` gives, tried again for a while where a port or a lock is held."""
+    """Return the result of ``work``, tried for ``patience`` s while a port or a lock is held."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -149,35 +178,12 @@ def _patiently(work: Callable[[], T], patience: float) -> T:
         time.sleep(0.1)
 
 
-def _check_server_packages() -> None:
-    try:
-        import fastapi  # noqa: F401  (asked for before an actor is started)  # pyright: ignore[reportUnusedImport]
-        import uvicorn  # noqa: F401  (as above)  # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        raise MissingExtraError(error.name or "uvicorn", "serve") from None
-
-
-def _server(shelf: Shelf, token: str) -> Any:
-    import uvicorn
-
-    from experiential.bank.http.service import create_app
-
-    return uvicorn.Server(
-        uvicorn.Config(
-            create_app(shelf, token),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=10,
-        )
-    )
-
-
 class BankActor:
-    """Runs the bank's one writer as a Ray actor on this node, and starts it again when it dies or does not answer.
+    """Run the bank's one writer as a Ray actor on this node, and start it again when it is lost.
 
     It is served at the address of this node with a random token. A bank that is started again has
     the same folder, token and port, so clients just try again; each write carries a key and is
-    carried out once. What was acknowledged is in the journal.
+    carried out once. Acknowledged writes are in the journal.
 
     >>> with BankActor("bank", BankSettings(), ClusterSettings()) as actor:  # doctest: +SKIP
     ...     actor.bank().add("The red door needs the brass key.")
@@ -188,9 +194,8 @@ class BankActor:
         cluster: time-outs and restarts.
 
     Attributes:
-        url: where the bank is served.
-        token: what its clients send.
-        failures: why each life of the actor that is over ended, oldest first.
+        url: address of the bank.
+        supervisor: starts the actor, and holds the reason of each loss.
 
     Raises:
         BankLockedError: another process writes the folder.
@@ -202,17 +207,27 @@ class BankActor:
         self, folder: str | os.PathLike[str], settings: BankSettings, cluster: ClusterSettings
     ) -> None:
         joined_ray()
-        _check_server_packages()
+        try:  # before an actor is started that would fail on them
+            import fastapi  # noqa: F401  # pyright: ignore[reportUnusedImport]
+            import uvicorn  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        except ImportError as error:
+            raise MissingExtraError(error.name or "uvicorn", "serve") from None
         self._cluster = cluster
         self._serving = Serving(str(Path(folder).resolve()), settings, secrets.token_urlsafe(32))
-        self.failures: list[str] = []
-        self._closing = threading.Event()
-        self._starting = threading.Lock()
-        self._host: Any = None
-        self._node = "a node unknown yet"
-        self._start(patience=0.0)
-        self._watch = threading.Thread(target=self._watching, name="bank-actor", daemon=True)
-        self._watch.start()
+        self.supervisor = Supervisor("bank actor on an unknown node", self._begin, cluster)
+        # A loop of its own: `fork` and `close` wait, and may be called from any other loop.
+        self._loop = EventLoopThread("bank-actor")
+
+        async def start() -> asyncio.Task[None]:
+            await self._started()
+            return asyncio.create_task(self._watching())
+
+        try:
+            self._watch = self._loop.run(start())
+        except BaseException as error:
+            self.supervisor.close()
+            self._loop.close()
+            raise _bank_error(error) from None
 
     def __enter__(self) -> BankActor:
         return self
@@ -225,29 +240,28 @@ class BankActor:
     ) -> None:
         self.close()
 
-    def __str__(self) -> str:
-        return f"bank actor on {self._node}"
-
     @property
     def token(self) -> str:
-        """What clients send as a bearer token."""
+        """Return the bearer token of clients."""
         return self._serving.token
 
     @property
     def settings(self) -> BankSettings:
-        """What the bank was opened with."""
+        """Return the settings that the bank was opened with."""
         return self._serving.settings
 
     @property
-    def alive(self) -> bool:
-        """Whether the bank is served, or will be again."""
-        return self._restartable() and not self._closing.is_set()
+    def failures(self) -> list[str]:
+        """Return the reason of each loss, oldest first."""
+        return self.supervisor.failures
 
-    def _restartable(self) -> bool:
-        return len(self.failures) <= self._cluster.restarts
+    @property
+    def alive(self) -> bool:
+        """Return whether the bank is served, or will be again."""
+        return self.supervisor.alive
 
     def bank(self) -> ActorBank:
-        """A client that can also be forked; close it before this."""
+        """Return a client that can also be forked; close it before this."""
         return ActorBank(
             self,
             timeout=self._cluster.call_timeout,
@@ -255,139 +269,101 @@ class BankActor:
         )
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> None:
-        """Copy the bank into another folder on this node's disk, as ``ExperienceBank.fork`` does; the copy is closed.
+        """Copy the bank into another folder on this node's disk; the copy is closed.
 
         Raises:
             BankError: the folder holds a bank already, the actor died meanwhile, or gave no answer
                 in time.
         """
-        with self._starting:  # a restart under way is waited for
-            self._ask(
-                "fork",
-                self.settings.namespace,
-                str(Path(path).resolve()),
-                keep_queue,
-                seconds=self._cluster.call_timeout,
+
+        async def fork() -> None:
+            life = await self._started()  # waits for a restart under way
+            await self.supervisor.ask(
+                life, "fork", self.settings.namespace, str(Path(path).resolve()), keep_queue
             )
+
+        try:
+            self._loop.run(fork())
+        except BackendError as error:
+            raise _bank_error(error) from None
 
     def close(self) -> None:
         """Close the bank and end the actor; safe to call twice, and after Ray was shut down."""
-        if self._closing.is_set():
+        if self._loop.loop.is_closed():
             return
-        self._closing.set()
-        if is_joined():
-            with self._starting:
-                self._finish()
-        self._watch.join()
 
-    def _finish(self) -> None:
-        try:
-            self._ask("close", seconds=min(_CLOSE_SECONDS, self._cluster.call_timeout))
-        except ExperientialError as error:
-            _log.warning(
-                "%s was not closed cleanly; what it acknowledged is in the journal: %s", self, error
-            )
-        joined_ray().kill(self._host)
+        async def stop() -> None:
+            self._watch.cancel()  # or it would start the bank again
+            await asyncio.gather(self._watch, return_exceptions=True)
+            if is_joined():
+                await self.supervisor.stop("close", _CLOSE_SECONDS)
 
-    def _start(self, patience: float) -> None:
-        """Begin a life; one that cannot serve the bank is ended at once."""
+        self._loop.run(stop())
+        self._loop.close()
+
+    def _begin(self) -> Life:
+        """Start the actor on this node, where the folder is."""
         ray = joined_ray()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        options = {
-            "num_cpus": 0,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "max_concurrency": _CALLS,
-        }
-        self._host = ray.remote(BankHost).options(scheduling_strategy=here, **options).remote()
-        try:
-            self._node, port = self._ask(
-                "serve", self._serving, patience, seconds=self._cluster.start_timeout
+        handle: Any = (
+            ray.remote(BankHost)
+            .options(
+                scheduling_strategy=here,
+                num_cpus=0,
+                max_restarts=0,
+                max_task_retries=0,
+                max_concurrency=_CALLS,
             )
-        except ExperientialError:
-            ray.kill(self._host)
-            raise
+            .remote()
+        )
+        # A killed writer may hold lock and port for a moment; at first they must be free.
+        patience = 0.0 if self._serving.port == 0 else _LOCK_SECONDS
+        begun = handle.serve.remote(self._serving, patience)
+        return Life(handle, begun, partial(ray.kill, handle))
+
+    async def _started(self) -> Life:
+        life = await self.supervisor.started()
+        node, port = life.result
         self._serving = replace(self._serving, port=port)
-        self.url = (
-            f"http://[{self._node}]:{port}" if ":" in self._node else f"http://{self._node}:{port}"
-        )
-        self._life: Any = self._host.until_ended.remote()
+        self.url = f"http://[{node}]:{port}" if ":" in node else f"http://{node}:{port}"
+        self.supervisor.name = f"bank actor on {node}"
+        return life
 
-    def _ask(self, method: str, *arguments: Any, seconds: float) -> Any:
-        """What a method of the host gives; its own errors come as they are, all else as ``BankError``."""
-        ray = joined_ray()
-        try:
-            return ray.get(getattr(self._host, method).remote(*arguments), timeout=seconds)
-        except ray.exceptions.RayTaskError as error:
-            cause = cause_of(error)
-            if isinstance(cause, ExperientialError):
-                raise cause from None
-            raise BankError(
-                f"Expected {method} of the {self} to succeed, got {type(cause).__name__}:"
-                f" {told(cause)}"
-            ) from None
-        except ray.exceptions.GetTimeoutError:
-            raise BankError(
-                f"Expected an answer to {method} from the {self} within {seconds:g} s, got none"
-            ) from None
-        except ray.exceptions.RayError as error:
-            raise BankError(
-                f"Expected an answer to {method} from the {self}, but it died: {told(error)}"
-            ) from None
-
-    def _watching(self) -> None:
-        """Until closed: wait for the end of a life, note why, start the next."""
+    async def _watching(self) -> None:
+        """Wait for the end of each life and start the next one, while any restart is left."""
         while self.alive and is_joined():
-            reason = self._end_of_life()
-            while reason is not None and self.alive:
-                with self._starting:
-                    reason = self._again(reason)
+            with suppress(BackendError):  # the supervisor has noted and logged it
+                life = await self._started()
+                await self._until_lost(life)
 
-    def _end_of_life(self) -> str | None:
-        """Why the present life is over, or None: it is not, the server has answered."""
-        ray = joined_ray()
-        ended, _ = ray.wait([self._life], timeout=_CHECK_SECONDS)
-        if not ended:
-            return self._unheard()
-        try:
-            ray.get(self._life, timeout=_CHECK_SECONDS)
-        except ray.exceptions.RayError as error:
-            return f"died: {told(error)}"
-        return "ended its server"
-
-    def _unheard(self) -> str | None:
-        """A complaint when the server does not answer, whatever it says."""
-        try:
-            headers = {"Authorization": f"Bearer {self.token}"}
-            httpx.get(
-                f"{self.url}{wire.PREFIX}health",
-                headers=headers,
-                timeout=self._cluster.call_timeout,
-                trust_env=False,
-            )
-        except httpx.TransportError as error:
-            return f"did not answer within {self._cluster.call_timeout:g} s: {type(error).__name__}"
-        return None
-
-    def _again(self, reason: str) -> str | None:
-        """Note that a life is over and start the next, if any is left; gives why that failed, if it did."""
-        if self._closing.is_set():
-            return None
-        self.failures.append(f"{self} {reason}")
-        joined_ray().kill(self._host)
-        if not self._restartable():
-            _log.error("%s; no restart is left of %d", self.failures[-1], self._cluster.restarts)
-            return None
-        _log.warning(
-            "%s; restart %d of %d", self.failures[-1], len(self.failures), self._cluster.restarts
+    async def _until_lost(self, life: Life) -> None:
+        """Return once a life is over: its actor died, its server ended, or it does not answer."""
+        seconds, headers = self._cluster.call_timeout, {"Authorization": f"Bearer {self.token}"}
+        ended = asyncio.ensure_future(
+            answer(life.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
         )
         try:
-            self._start(_LOCK_SECONDS)
-        except ExperientialError as error:
-            return f"did not start again: {error}"
-        return None
+            async with httpx.AsyncClient(headers=headers, timeout=seconds, trust_env=False) as http:
+                while not (await asyncio.wait([ended], timeout=_CHECK_SECONDS))[0]:
+                    await http.get(f"{self.url}{wire.PREFIX}health")
+            await ended
+            reason = "ended its server"
+        except httpx.TransportError as error:
+            reason = f"did not answer within {seconds:g} s: {type(error).__name__}"
+        except LostActorError as error:
+            reason = error.reason
+        finally:
+            ended.cancel()
+        self.supervisor.lose(life, reason)
+
+
+def _bank_error(error: BaseException) -> BaseException:
+    """Return the bank's own error where there is one; other failures of an actor as BankError."""
+    if isinstance(error, FailedCallError):
+        return error.cause if isinstance(error.cause, ExperientialError) else BankError(str(error))
+    return BankError(str(error)) if isinstance(error, BackendError) else error
 
 
 class ActorBank(RemoteBank):

@@ -1,4 +1,4 @@
-"""The vLLM engines of one policy: requests go to the least busy one, and one that dies is started again with the weights of now."""
+"""Serve one policy from vLLM engines: the least busy one answers, a lost one is started again."""
 
 from __future__ import annotations
 
@@ -6,77 +6,74 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from experiential.errors import BackendError
-from experiential.training.openrlhf.parts import EngineSeat, end_engine
-from experiential.training.openrlhf.remote import LostActorError, answer, answers
+from experiential.config import ClusterSettings
+from experiential.training.openrlhf.supervisor import Life, LostActorError, Supervisor
 
 
 @dataclass(eq=False)
 class Engine:
-    """One engine and what it is doing.
+    """Hold one engine and the number of its requests.
 
     Attributes:
-        running: requests that it has not answered yet.
-        restarts: times that it was started again.
+        actor: starts it, and starts it again.
+        running: requests without an answer yet.
+        connected: the life that the ranks are connected with and that has their weights.
     """
 
-    name: str
-    seat: EngineSeat
+    actor: Supervisor
     running: int = 0
-    restarts: int = 0
+    connected: Life | None = None
 
 
 class Engines:
-    """Engines that serve the same weights.
+    """Balance requests among engines that serve the same weights.
 
     Args:
         name: of the policy.
-        start: starts engine ``i`` and returns at once.
+        begin: starts engine ``i`` and returns at once.
         count: engines.
-        call_timeout: seconds that a request may take; an engine that takes longer is held for dead.
-        start_timeout: seconds that an engine may take to start.
-        restarts: times that each may be started again.
-        replaced: awaited after an engine was started again: connects it and gives it the weights of
-            now.
-        fixed: why an engine that is lost is not started again, for the error; None starts it again.
+        cluster: time-outs and restarts. An engine that takes longer than ``call_timeout`` for a
+            request counts as dead.
+        reconnect: awaited after an engine was started again: connects it and sends it the weights
+            of now.
+        fixed: reason for not starting a lost engine again, for the error; None starts it again.
     """
 
     def __init__(
         self,
         name: str,
-        start: Callable[[int], EngineSeat],
+        begin: Callable[[int], Life],
         count: int,
+        cluster: ClusterSettings,
         *,
-        call_timeout: float,
-        start_timeout: float,
-        restarts: int,
-        replaced: Callable[[], Awaitable[None]],
+        reconnect: Callable[[], Awaitable[None]],
         fixed: str | None = None,
     ) -> None:
-        self._start, self._replaced, self._restarts, self._fixed = start, replaced, restarts, fixed
-        self._call_timeout, self._start_timeout = call_timeout, start_timeout
-        self._engines = [Engine(f"{name} engine {i}", start(i)) for i in range(count)]
+        self._engines = [
+            Engine(Supervisor(f"{name} engine {i}", partial(begin, i), cluster, fixed=fixed))
+            for i in range(count)
+        ]
+        self._reconnect = reconnect
         self._mending = asyncio.Lock()
-        self._serving = asyncio.Event()
-        self._serving.set()
         self._busy_since: float | None = None
         self._busy = 0.0
 
     @property
     def handles(self) -> list[Any]:
-        """Ray handles, in order."""
-        return [engine.seat.handle for engine in self._engines]
+        """Return the Ray handles, in order."""
+        return [engine.actor.life.handle for engine in self._engines]
 
     @property
     def restarts(self) -> int:
-        """How often engines were started again."""
-        return sum(engine.restarts for engine in self._engines)
+        """Return how often engines were started again."""
+        return sum(engine.actor.restarts for engine in self._engines)
 
     @property
     def busy(self) -> float:
-        """Seconds in which at least one request was running."""
+        """Return the seconds in which at least one request was running."""
         return self._busy + (
             0.0 if self._busy_since is None else time.perf_counter() - self._busy_since
         )
@@ -87,95 +84,86 @@ class Engines:
         Raises:
             LostActorError: one died or took longer than the start time-out.
         """
-        await self._each("get_num_unfinished_requests", self._start_timeout)
+        lives = await asyncio.gather(*(engine.actor.started() for engine in self._engines))
+        for engine, life in zip(self._engines, lives, strict=True):
+            engine.connected = life
 
     async def generate(self, ids: Sequence[int], params: Any) -> Any:
-        """The finished request of one prompt; an engine that is lost is replaced and the request made again.
+        """Return the finished request of one prompt, made again elsewhere if its engine is lost.
 
         Raises:
             BackendError: the engine refused it, or was lost more often than it may be started
                 again.
         """
         while True:
-            await self._serving.wait()
+            await self._connect()
             engine = min(self._engines, key=lambda e: e.running)
-            handle = engine.seat.handle
+            life = engine.actor.life
             self._count(engine, +1)
             try:
-                return await answer(
-                    handle.generate.remote(list(ids), params), engine.name, self._call_timeout
-                )
+                return await engine.actor.ask(life, "generate", list(ids), params)
             except LostActorError as error:
-                await self._replace(engine, handle, error)
+                engine.actor.lose(life, error.reason)
             finally:
                 self._count(engine, -1)
 
+    async def mend(self) -> None:
+        """Start every engine again that is dead."""
+        for engine in self._engines:
+            life = engine.actor.life
+            try:
+                await engine.actor.ask(life, "get_num_unfinished_requests")
+            except LostActorError as error:
+                engine.actor.lose(life, error.reason)
+        await self._connect()
+
+    async def _connect(self) -> None:
+        """Give engines that were started again the weights of now; requests wait meanwhile."""
+        async with self._mending:
+            if any(engine.connected is not engine.actor.life for engine in self._engines):
+                lives = await asyncio.gather(*(e.actor.started() for e in self._engines))
+                await self._reconnect()
+                for engine, life in zip(self._engines, lives, strict=True):
+                    engine.connected = life
+
     async def pause(self) -> None:
         """Hold the engines between two tokens; running requests stay where they are."""
-        await self._each("pause_generation", self._call_timeout)
+        await self._each("pause_generation")
 
     async def resume(self) -> None:
         """Let the engines go on."""
-        await self._each("resume_generation", self._call_timeout)
+        await self._each("resume_generation")
 
     async def sleep(self) -> None:
-        """Move the weights to the machine's memory and forget the cache; no request may be running, vLLM would break it off."""
-        await self._each("sleep", self._call_timeout)
+        """Move the weights to the machine's memory and drop the cache.
+
+        No request may be running: vLLM would abort it.
+        """
+        await self._each("sleep")
 
     async def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
-        """Give sleeping engines back what is named; they answer once they have both.
+        """Give sleeping engines back the parts named; they answer once they have both.
 
-        Weights alone are enough to send new ones. An engine with weights alone cannot be put to
-            sleep: vLLM takes it for asleep.
+        Weights alone are enough to receive new ones. An engine with weights alone cannot be put to
+        sleep, because vLLM believes that it sleeps.
         """
-        await self._each("wake_up", self._call_timeout, list(parts))
+        await self._each("wake_up", list(parts))
         if "kv_cache" in parts:
-            await self._each("reset_prefix_cache", self._call_timeout)
+            await self._each("reset_prefix_cache")
 
     def close(self) -> None:
         """Kill the engines and free their GPUs."""
         for engine in self._engines:
-            end_engine(engine.seat)
-        self._engines.clear()
+            engine.actor.close()
 
-    async def mend(self) -> None:
-        """Replace every engine that is dead."""
-        for engine in list(self._engines):
-            handle = engine.seat.handle
-            try:
-                await answer(
-                    handle.get_num_unfinished_requests.remote(), engine.name, self._call_timeout
-                )
-            except LostActorError as error:
-                await self._replace(engine, handle, error)
+    async def _each(self, method: str, *arguments: Any) -> None:
+        async def ask(actor: Supervisor) -> None:
+            await actor.ask(actor.life, method, *arguments)
 
-    async def _each(self, method: str, seconds: float, *arguments: Any) -> None:
-        calls = [getattr(engine.seat.handle, method).remote(*arguments) for engine in self._engines]
-        await answers(calls, [engine.name for engine in self._engines], seconds)
-
-    async def _replace(self, engine: Engine, lost: Any, reason: LostActorError) -> None:
-        """Start an engine again, unless another request that lost it has done so already."""
-        async with self._mending:
-            if engine.seat.handle is not lost:
-                return
-            if self._fixed is not None:
-                raise BackendError(f"{reason}; {self._fixed}") from reason
-            if engine.restarts >= self._restarts:
-                raise BackendError(
-                    f"{reason}; it was started again {engine.restarts} times already"
-                    " (cluster.restarts)"
-                ) from reason
-            self._serving.clear()
-            try:
-                engine.restarts += 1
-                end_engine(engine.seat)
-                engine.seat = self._start(self._engines.index(engine))
-                await self.ready()
-                await self._replaced()
-            finally:
-                self._serving.set()
+        await asyncio.gather(*(ask(engine.actor) for engine in self._engines))
 
     def _count(self, engine: Engine, change: int) -> None:
+        """Count a request that begins or ends, and the time in which any is running."""
         before = any(e.running for e in self._engines)
         engine.running += change
         after = any(e.running for e in self._engines)

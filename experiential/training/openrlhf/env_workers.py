@@ -1,10 +1,9 @@
-"""Environments as Ray actors: a few processes on any node hold thousands of them, and nobody waits with a thread."""
+"""Hold environments in Ray actors: a few processes on any node hold thousands, without threads here."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -16,11 +15,19 @@ from typing import Any, NamedTuple, TypeVar
 import gymnasium as gym
 
 from experiential.config import ClusterSettings, EnvSettings
-from experiential.errors import EnvError, ExperientialError
+from experiential.errors import BackendError, EnvError, ExperientialError
 from experiential.rollout.awaited import Start, Step
 from experiential.rollout.rollout import make_env
 from experiential.sync import awaited, shared_loop
-from experiential.training.openrlhf.calls import answer, cause_of, is_joined, joined_ray, told
+from experiential.training.openrlhf.supervisor import (
+    FailedCallError,
+    Life,
+    LostActorError,
+    SilentActorError,
+    Supervisor,
+    is_joined,
+    joined_ray,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -33,12 +40,13 @@ _STUCK = _THREADS // 2
 """Calls that never came back after which a worker is started again."""
 _CLOSE_SECONDS = 10.0
 _SHARE_OF_CPU = 0.01
-"""What Ray reserves for a worker: environments mostly wait, and a node without CPUs is not asked.
+"""CPUs that Ray reserves for a worker: environments mostly wait. With 0, Ray would also place
+workers on nodes that offer no CPU.
 """
 
 
 class Spaces(NamedTuple):
-    """What an environment says of itself before it is played."""
+    """Describe an environment before it is played."""
 
     observation: gym.Space[str]
     action: gym.Space[str]
@@ -47,10 +55,10 @@ class Spaces(NamedTuple):
 
 
 class EnvHost:
-    """The inside of a Ray actor: environments by number, each call in a thread of its pool.
+    """Hold environments by number inside a Ray actor; each call runs in a thread of its pool.
 
-    What an environment raises is an answer, not an exception: methods give ``(value, None)`` or
-    ``(None, reason)``.
+    Errors of an environment are answers: methods return ``(value, None)`` or ``(None, reason)``,
+    because not every exception can be pickled.
 
     Args:
         index: number of this worker, for Ray's logs.
@@ -68,7 +76,7 @@ class EnvHost:
         return f"EnvHost({self._index})"
 
     async def begin(self, known: Sequence[tuple[EnvSettings, dict[str, Any]]]) -> str:
-        """Import what the environments need by making one of each kind; gives the address of the node."""
+        """Make one environment of each kind, which imports its package; return the node's address."""
         for settings, kwargs in known:
             await self.describe(settings, kwargs)
         return str(joined_ray().util.get_node_ip_address())
@@ -76,7 +84,7 @@ class EnvHost:
     async def describe(
         self, settings: EnvSettings, kwargs: dict[str, Any]
     ) -> tuple[Spaces | None, str | None]:
-        """The spaces of an environment, from one that is made and closed."""
+        """Return the spaces of an environment, from one that is made and closed."""
 
         def look() -> Spaces:
             env = make_env(settings, kwargs)
@@ -97,24 +105,22 @@ class EnvHost:
         seed: int | None,
         options: dict[str, Any] | None,
     ) -> tuple[Start | None, str | None]:
-        """Start an episode in the environment of this number, which is made where there is none: at first, and after a failure."""
-
-        def start() -> Start:
-            return self._envs[number].reset(seed=seed, options=options)
-
+        """Start an episode; the environment is made at first, and again after a failure."""
         if number not in self._envs:
             env, reason = await self._call(number, partial(make_env, settings, kwargs))
             if env is None:
                 return None, reason
             self._envs[number] = env
-        return await self._call(number, start)
+        return await self._call(
+            number, lambda: self._envs[number].reset(seed=seed, options=options)
+        )
 
     async def step(self, number: int, action: str) -> tuple[Any, str | None]:
         """Step the environment of this number."""
         return await self._call(number, lambda: self._known(number).step(action))
 
     async def attribute(self, number: int, name: str) -> tuple[Any, str | None]:
-        """An attribute of the environment of this number or of a wrapper that it is made with."""
+        """Return an attribute of the environment or of a wrapper that it is made with."""
         return await self._outcome(lambda: self._known(number).get_wrapper_attr(name))
 
     async def close(self, number: int) -> None:
@@ -127,12 +133,12 @@ class EnvHost:
         """Close every environment."""
         await asyncio.gather(*(self.close(number) for number in list(self._envs)))
 
-    async def abandon(self, number: int) -> int:
-        """Give up an environment that does not answer; gives how many calls of such ones are still open here."""
+    async def abandon(self, number: int) -> tuple[int, None]:
+        """Give up an environment that hangs; return how many calls of such ones are still open."""
         self._envs.pop(number, None)
         if number in self._running:
             self._abandoned.add(self._running.pop(number))
-        return len(self._abandoned)
+        return len(self._abandoned), None
 
     def _known(self, number: int) -> gym.Env[str, str]:
         if number not in self._envs:
@@ -142,10 +148,10 @@ class EnvHost:
         return self._envs[number]
 
     async def _call(self, number: int, work: Callable[[], T]) -> tuple[T | None, str | None]:
-        """One call of one environment; after a failure the next reset makes another, and what comes back too late is dropped."""
+        """Run one call of one environment; after a failure the next reset makes another."""
         call = self._running[number] = object()
         result, reason = await self._outcome(work)
-        if call in self._abandoned:
+        if call in self._abandoned:  # nobody waits for it any more, and a new one may be in place
             self._abandoned.discard(call)
             return None, "it was given up"
         self._running.pop(number, None)
@@ -155,185 +161,19 @@ class EnvHost:
 
     async def _outcome(self, work: Callable[[], T]) -> tuple[T | None, str | None]:
         result = await awaited(asyncio.get_running_loop().run_in_executor(self._pool, work))
-        return (
-            (None, f"{type(result).__name__}: {result}")
-            if isinstance(result, Exception)
-            else (result, None)
-        )
-
-
-class Life(NamedTuple):
-    """One Ray actor of a worker, from its start to its death."""
-
-    number: int
-    handle: Any
-    begun: Any
-
-
-class EnvWorker:
-    """The trainer's side of a worker: its present life, and how the earlier ones ended.
-
-    Args:
-        index: number of this worker.
-        cluster: time-outs, and how often it is started again.
-        known: the kinds of environments asked for so far; a new life makes one of each before it is
-            used.
-
-    Attributes:
-        failures: why each life that is over ended, oldest first.
-        alive: whether there is a life to ask; one that has only begun counts.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        cluster: ClusterSettings,
-        known: Sequence[tuple[EnvSettings, dict[str, Any]]],
-    ) -> None:
-        self.index, self._cluster, self._known = index, cluster, known
-        self.failures: list[str] = []
-        self.alive = True
-        self._node = "a node unknown yet"
-        self._lock = threading.Lock()
-        self._life = self._born()
-        self._started: Life | None = None
-
-    def __str__(self) -> str:
-        return f"env worker {self.index} on {self._node}"
-
-    def _born(self) -> Life:
-        options = {
-            "num_cpus": _SHARE_OF_CPU,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "max_concurrency": _CALLS,
-        }
-        handle: Any = (
-            joined_ray()
-            .remote(EnvHost)
-            .options(scheduling_strategy="SPREAD", **options)
-            .remote(self.index)
-        )
-        return Life(len(self.failures), handle, handle.begin.remote(list(self._known)))
-
-    async def started(self) -> Life:
-        """The present life, once it answers.
-
-        Raises:
-            EnvError: it does not; it is over, and another may have begun.
-        """
-        life = self._life
-        if self._started is not life:
-            self._node = await self._asked(life, life.begun, self._cluster.start_timeout, "begin")
-            self._started = life
-        return life
-
-    async def ask(
-        self, life: Life, method: str, *arguments: Any, seconds: float | None = None
-    ) -> Any:
-        """What a method of the host gives, in the life that it belongs to.
-
-        Args:
-            life: what ``started`` gave; a later one knows nothing of this call's environment.
-            method: a method of ``EnvHost`` that gives a value or a reason.
-            arguments: of the method; the first is the environment's number.
-            seconds: time-out; ``cluster.call_timeout`` by default.
-
-        Raises:
-            EnvError: the environment raised, did not answer in time, or its worker died; the
-                message names worker and node.
-        """
-        if life is not self._life or not self.alive:
-            raise EnvError(self._end_of(life), lost=True)
-        reference = getattr(life.handle, method).remote(*arguments)
-        value, reason = await self._asked(
-            life, reference, seconds or self._cluster.call_timeout, method, arguments[0]
-        )
-        if reason is not None:
-            raise EnvError(f"{self}: {method} failed: {reason}")
-        return value
-
-    async def _asked(
-        self, life: Life, reference: Any, seconds: float, method: str, number: object = None
-    ) -> Any:
-        exceptions = joined_ray().exceptions
-        try:
-            return await answer(reference, seconds)
-        except exceptions.RayTaskError as error:
-            raise EnvError(f"{self}: {method} failed: {told(cause_of(error))}") from None
-        except exceptions.RayError as error:
-            self._end(life, f"died: {told(error)}")
-        except TimeoutError:
-            await self._examine(life, f"{method} gave no answer within {seconds:g} s", number)
-        raise EnvError(self._end_of(life), lost=True)
-
-    async def _examine(self, life: Life, complaint: str, number: object) -> None:
-        """End a life that does not answer at all; where the host answers, only the environment hangs."""
-        if not isinstance(number, int):
-            self._end(life, complaint)
-            return
-        ray = joined_ray()
-        try:
-            stuck = await answer(
-                life.handle.abandon.remote(number), min(_PING_SECONDS, self._cluster.call_timeout)
-            )
-        except (TimeoutError, ray.exceptions.RayError):
-            self._end(life, f"hangs: {complaint}, and the worker did not answer either")
-            return
-        if stuck >= _STUCK:
-            self._end(life, f"holds {stuck} environments that hang; of the last one {complaint}")
-            return
-        _log.warning("%s: %s; its environment is given up", self, complaint)
-        raise EnvError(
-            f"{self}: {complaint}; the worker answers, so its environment hangs and is given up"
-        )
-
-    def _end(self, life: Life, reason: str) -> None:
-        """Note that a life is over, once, and begin the next one if any is left."""
-        with self._lock:
-            if life is not self._life or not self.alive:
-                return
-            joined_ray().kill(life.handle)
-            self.failures.append(f"{self} {reason}")
-            self.alive = len(self.failures) <= self._cluster.restarts
-            what = f"restart {len(self.failures)}" if self.alive else "no restart is left"
-            _log.warning("%s; %s of %d", self.failures[-1], what, self._cluster.restarts)
-            if self.alive:
-                self._life = self._born()
-
-    def _end_of(self, life: Life) -> str:
-        return (
-            self.failures[life.number] if life.number < len(self.failures) else f"{self} was closed"
-        )
-
-    def release(self, life: Life, number: int) -> None:
-        """Let the environment of this number close, and wait for nothing; a life that is over is not told."""
-        if life is self._life and self.alive and is_joined():
-            life.handle.close.remote(number)
-
-    async def close(self) -> None:
-        """Let the environments close, for 10 seconds at most, and end the present life for good."""
-        life = self._life
-        if self._started is life and self.alive:
-            await awaited(
-                answer(
-                    life.handle.close_all.remote(), min(_CLOSE_SECONDS, self._cluster.call_timeout)
-                )
-            )
-        with self._lock:
-            if self.alive:
-                self.alive = False
-                joined_ray().kill(self._life.handle)
+        if isinstance(result, Exception):
+            return None, f"{type(result).__name__}: {result}"
+        return result, None
 
 
 class EnvWorkers:
-    """A pool of Ray actors that hold environments, spread over the nodes of the cluster.
+    """Spread environments over a pool of Ray actors on the nodes of the cluster.
 
     Every worker is an asyncio actor with threads of its own: a call holds a thread there only while
     an environment really works, and none here. A worker that dies or no longer answers is started
-    again ``cluster.restarts`` times; the episodes that ran there end with an ``EnvError`` that
-    names the worker, its node and the reason, and the next ones run in the new one, or in another
-    worker when none is left of this one.
+    again ``cluster.restarts`` times. The episodes that ran there end with an ``EnvError`` that
+    names the worker, its node and the reason. The next ones run in the new worker, or in another
+    one when no restart is left.
 
     >>> workers = EnvWorkers(ClusterSettings(env_workers=2))  # doctest: +SKIP
     >>> env = workers.make(EnvSettings(), {"worlds": 2})  # doctest: +SKIP
@@ -360,13 +200,33 @@ class EnvWorkers:
         self._spaces: dict[str, Spaces] = {}
         self._numbers = count()
         self.workers = [
-            EnvWorker(index, cluster, self._known) for index in range(cluster.env_workers)
+            Supervisor(f"env worker {i} on an unknown node", partial(self._begin, i), cluster)
+            for i in range(cluster.env_workers)
         ]
+
+        async def start() -> None:
+            await asyncio.gather(*(self.home(i) for i in range(cluster.env_workers)))
+
         try:
-            shared_loop().run(self._start())
-        except EnvError:
+            shared_loop().run(start())
+        except BaseException:
             self.close()
             raise
+
+    def _begin(self, index: int) -> Life:
+        ray = joined_ray()
+        handle: Any = (
+            ray.remote(EnvHost)
+            .options(
+                scheduling_strategy="SPREAD",
+                num_cpus=_SHARE_OF_CPU,
+                max_restarts=0,  # a restart by Ray would lose the environments without a word
+                max_task_retries=0,
+                max_concurrency=_CALLS,
+            )
+            .remote(index)
+        )
+        return Life(handle, handle.begin.remote(list(self._known)), partial(ray.kill, handle))
 
     def __enter__(self) -> EnvWorkers:
         return self
@@ -379,11 +239,8 @@ class EnvWorkers:
     ) -> None:
         self.close()
 
-    async def _start(self) -> None:
-        await asyncio.gather(*(worker.started() for worker in self.workers))
-
     def make(self, settings: EnvSettings, kwargs: dict[str, Any]) -> RemoteEnv:
-        """An environment in one of the workers, in turn; a drop-in for ``rollout.make_env``.
+        """Return an environment in one of the workers, as ``rollout.make_env`` does here.
 
         The first one of a kind waits until a worker has made one, to learn its spaces; the others
         are made at their first reset.
@@ -393,69 +250,138 @@ class EnvWorkers:
         """
         kind = repr((settings.id, settings.max_turns, settings.kwargs | kwargs))
         if kind not in self._spaces:
-            self._spaces[kind] = shared_loop().run(self._describe(settings, kwargs))
+
+            async def describe() -> Spaces:
+                worker, life = await self.home(0)
+                return await self.ask(
+                    worker, life, "describe", settings, kwargs, seconds=self.settings.start_timeout
+                )
+
+            self._spaces[kind] = shared_loop().run(describe())
             self._known.append((settings, kwargs))
         return RemoteEnv(self, next(self._numbers), settings, kwargs, self._spaces[kind])
 
-    async def _describe(self, settings: EnvSettings, kwargs: dict[str, Any]) -> Spaces:
-        worker = self.worker_of(0)
-        life = await worker.started()
-        return await worker.ask(
-            life, "describe", settings, kwargs, seconds=self.settings.start_timeout
-        )
-
-    def worker_of(self, number: int) -> EnvWorker:
-        """The worker that the environment of this number lives in: its own, or the next one that still has a life.
+    async def home(self, number: int) -> tuple[Supervisor, Life]:
+        """Return the worker that holds an environment, started: its own, or one that is left.
 
         Raises:
+            EnvError: the worker was lost while it started.
             ExperientialError: no worker is left.
         """
         alive = [worker for worker in self.workers if worker.alive]
-        own = self.workers[number % len(self.workers)]
         if not alive:
-            ends = (
-                "; ".join(worker.failures[-1] for worker in self.workers if worker.failures)
-                or "they were closed"
-            )
+            ends = "; ".join(worker.failures[-1] for worker in self.workers if worker.failures)
             raise ExperientialError(
                 f"Expected an env worker that lives, got none after {self.settings.restarts}"
-                f" restarts each: {ends}"
+                f" restarts each: {ends or 'they were closed'}"
             )
-        return own if own.alive else alive[number % len(alive)]
+        index = number % len(self.workers)
+        worker = self.workers[index]
+        if not worker.alive:
+            worker = alive[number % len(alive)]
+            index = self.workers.index(worker)
+        try:
+            life = await worker.started()
+        except (LostActorError, FailedCallError) as error:
+            raise EnvError(f"{worker.name} {error.reason}", lost=True) from None
+        worker.name = f"env worker {index} on {life.result}"
+        return worker, life
+
+    async def ask(
+        self,
+        worker: Supervisor,
+        life: Life,
+        method: str,
+        *arguments: Any,
+        seconds: float | None = None,
+    ) -> Any:
+        """Call a method of `EnvHost` in the life in which the environment began.
+
+        Args:
+            worker: from `home`.
+            life: from `home`.
+            method: returns a value or a reason.
+            arguments: of the method; the first is the environment's number.
+            seconds: time-out; ``cluster.call_timeout`` by default.
+
+        Raises:
+            EnvError: the environment raised, did not answer in time, or its worker died; the
+                message names worker and node.
+        """
+        try:
+            value, reason = await worker.ask(life, method, *arguments, seconds=seconds)
+        except SilentActorError as error:
+            await self._examine(worker, life, f"{method} {error.reason}", arguments[0])
+            raise EnvError(f"{worker.name} {life.ended}", lost=True) from None
+        except LostActorError as error:
+            raise EnvError(f"{worker.name} {error.reason}", lost=True) from None
+        except FailedCallError as error:
+            raise EnvError(f"{worker.name}: {method} failed: {error.reason}") from None
+        if reason is not None:
+            raise EnvError(f"{worker.name}: {method} failed: {reason}")
+        return value
+
+    async def _examine(
+        self, worker: Supervisor, life: Life, complaint: str, number: object
+    ) -> None:
+        """End a worker that does not answer at all; where it answers, only the environment hangs.
+
+        Raises:
+            EnvError: only the environment hangs; the worker goes on.
+        """
+        if not isinstance(number, int):  # `describe`: there is no environment to give up
+            worker.lose(life, complaint)
+            return
+        seconds = min(_PING_SECONDS, self.settings.call_timeout)
+        try:
+            stuck, _ = await worker.ask(life, "abandon", number, seconds=seconds)
+        except BackendError:
+            worker.lose(life, f"hangs: {complaint}, and the worker did not answer either")
+            return
+        if stuck >= _STUCK:
+            worker.lose(life, f"holds {stuck} environments that hang; of the last one {complaint}")
+            return
+        _log.warning("%s: %s; its environment is given up", worker.name, complaint)
+        raise EnvError(
+            f"{worker.name}: {complaint}; the worker answers, so its environment hangs and is"
+            " given up"
+        )
 
     def failures(self) -> list[str]:
-        """How the lives of workers ended that are over, worker by worker."""
+        """Return the reasons of lost workers, worker by worker."""
         return [failure for worker in self.workers for failure in worker.failures]
 
     def close(self) -> None:
-        """Close the environments and end all workers; safe to call twice, and after Ray was shut down."""
-        if is_joined():
-            shared_loop().run(self._close())
+        """Close the environments within 10 seconds and end all workers; safe to call twice."""
+        if not is_joined():  # Ray was shut down, and the workers with it
+            return
 
-    async def _close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self.workers))
+        async def stop() -> None:
+            await asyncio.gather(*(w.stop("close_all", _CLOSE_SECONDS) for w in self.workers))
+
+        shared_loop().run(stop())
 
 
 class RemoteEnv(gym.Env[str, str]):
-    """A plain Gymnasium environment that lives in a worker.
+    """Play an environment that lives in a worker, as a plain Gymnasium environment.
 
     ``reset`` and ``step`` wait; ``areset`` and ``astep`` are the same as coroutines and hold no
-    thread. Seeds, options and info go through as they are; they must be picklable. After an
+    thread. Seeds, options and info go through unchanged; they must be picklable. After an
     ``EnvError`` the next ``reset`` starts anew, elsewhere if need be.
 
-    Caveat: attributes of the environment itself are asked for with ``get_wrapper_attr`` after the
-    first ``reset``, and come as copies.
+    Caveat: attributes of the environment itself are read with ``get_wrapper_attr`` after the first
+    ``reset``, and come as copies.
 
-    No vector version: the workers of ``EnvWorkers`` are what runs many at once.
+    No vector version: ``EnvWorkers`` runs many at once.
 
     Change log: v0.1.0 added.
 
     Args:
         workers: the pool.
-        number: which of its environments this is.
-        settings: what to make.
+        number: of this environment in the pool.
+        settings: of the environment to make.
         kwargs: override those of the settings.
-        spaces: what such an environment says of itself.
+        spaces: of this kind of environment.
     """
 
     def __init__(
@@ -466,18 +392,12 @@ class RemoteEnv(gym.Env[str, str]):
         kwargs: dict[str, Any],
         spaces: Spaces,
     ) -> None:
-        self._workers, self._number, self._settings, self._kwargs = (
-            workers,
-            number,
-            settings,
-            kwargs,
-        )
-        self.observation_space, self.action_space = (
-            deepcopy(spaces.observation),
-            deepcopy(spaces.action),
-        )
+        self._workers, self._number = workers, number
+        self._settings, self._kwargs = settings, kwargs
+        self.observation_space = deepcopy(spaces.observation)
+        self.action_space = deepcopy(spaces.action)
         self.metadata, self.render_mode = dict(spaces.metadata), spaces.render_mode
-        self._home: tuple[EnvWorker, Life] | None = None
+        self._home: tuple[Supervisor, Life] | None = None
 
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -488,8 +408,7 @@ class RemoteEnv(gym.Env[str, str]):
             EnvError: the environment or its worker failed.
             ExperientialError: no worker is left.
         """
-        worker = self._workers.worker_of(self._number)
-        self._home = worker, await worker.started()
+        self._home = await self._workers.home(self._number)
         return await self._ask("reset", self._settings, self._kwargs, seed, options)
 
     async def astep(self, action: str) -> Step:
@@ -506,38 +425,34 @@ class RemoteEnv(gym.Env[str, str]):
             raise EnvError(
                 f"Expected reset() before {method}, got a remote environment that was never started"
             )
-        worker, life = self._home
-        return await worker.ask(life, method, self._number, *arguments)
+        return await self._workers.ask(*self._home, method, self._number, *arguments)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
-        """``areset``, waited for."""
+        """Run ``areset`` and wait for it."""
         return shared_loop().run(self.areset(seed=seed, options=options))
 
     def step(self, action: str) -> Step:
-        """``astep``, waited for."""
+        """Run ``astep`` and wait for it."""
         return shared_loop().run(self.astep(action))
 
     def get_wrapper_attr(self, name: str) -> Any:
-        """An attribute of this object, or a copy of the remote environment's.
+        """Return an attribute of this object, or a copy of the remote environment's.
 
         Raises:
             EnvError: neither has it, or it cannot be sent.
         """
-        return (
-            getattr(self, name)
-            if hasattr(self, name)
-            else shared_loop().run(self._ask("attribute", name))
-        )
+        if hasattr(self, name):
+            return getattr(self, name)
+        return shared_loop().run(self._ask("attribute", name))
 
     def has_wrapper_attr(self, name: str) -> bool:
-        """Whether ``get_wrapper_attr`` gives something."""
-        return hasattr(self, name) or not isinstance(
-            shared_loop().run(awaited(self._ask("attribute", name))), Exception
-        )
+        """Return whether ``get_wrapper_attr`` finds the attribute."""
+        if hasattr(self, name):
+            return True
+        return not isinstance(shared_loop().run(awaited(self._ask("attribute", name))), Exception)
 
     def close(self) -> None:
-        """Close the remote environment; nobody waits for it."""
+        """Let the remote environment close, without waiting for it."""
         home, self._home = self._home, None
-        if home is not None:
-            worker, life = home
-            worker.release(life, self._number)
+        if home is not None and not home[1].ended and is_joined():
+            home[1].handle.close.remote(self._number)

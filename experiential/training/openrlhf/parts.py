@@ -15,14 +15,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiential.config import OptimSettings, PolicyClusterSettings
 from experiential.errors import BackendError
 from experiential.sync import attempted
 from experiential.training.openrlhf.learner import Learner, RankStats
 from experiential.training.openrlhf.rank_state import load_state, save_state
-from experiential.training.openrlhf.remote import LostActorError
+from experiential.training.openrlhf.supervisor import Life
 from experiential.training.runtime import LossSettings, Sample
 
 _FAR = 1_000_000_000
@@ -31,13 +31,6 @@ _SHARE = 0.2
 """Of a GPU and of a CPU, as OpenRLHF gives it to engines in a shared group: a number for Ray's
 count, no limit of anything.
 """
-
-
-class EngineSeat(NamedTuple):
-    """A running vLLM engine and the placement group that keeps its GPUs; None if the group is not for it alone."""
-
-    handle: Any
-    group: Any
 
 
 def arguments(
@@ -93,8 +86,8 @@ def strategy(args: Any) -> Any:
     return import_module("openrlhf.utils").get_strategy(args)
 
 
-def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> EngineSeat:
-    """One vLLM engine with GPUs of its own; returns at once, while it starts.
+def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> Life:
+    """Start one vLLM engine with GPUs of its own; return at once, while it starts.
 
     OpenRLHF makes the placement group inside and keeps it to itself, so it is found as the one that
     is new.
@@ -103,16 +96,19 @@ def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: in
     before = set(groups.placement_group_table())
     [handle] = _create_engines(1, model, settings, seed, None)
     [new] = set(groups.placement_group_table()) - before
-    return EngineSeat(
-        handle, groups.PlacementGroup(import_module("ray._raylet").PlacementGroupID.from_hex(new))
-    )
+    identity = import_module("ray._raylet").PlacementGroupID.from_hex(new)
+    return engine_life(handle, groups.PlacementGroup(identity))
 
 
-def end_engine(seat: EngineSeat) -> None:
-    """Kill an engine, whatever state it is in, and free its GPUs."""
-    import_module("ray").kill(seat.handle)
-    if seat.group is not None:
-        end_group(seat.group)
+def engine_life(handle: Any, group: Any = None) -> Life:
+    """Watch over an engine that starts; its end frees the GPUs of ``group``, if it has its own."""
+
+    def end() -> None:
+        import_module("ray").kill(handle)
+        if group is not None:
+            end_group(group)
+
+    return Life(handle, handle.get_num_unfinished_requests.remote(), end)
 
 
 def start_group(gpus: int, *, seconds: float) -> Any:
@@ -167,7 +163,7 @@ def start_sleeping_engines(
         Their Ray handles, in order.
 
     Raises:
-        LostActorError: one did not start, or took longer.
+        BackendError: one did not start, or took longer.
     """
     found: SimpleQueue[list[Any] | Exception] = SimpleQueue()
 
@@ -178,7 +174,7 @@ def start_sleeping_engines(
     try:
         engines = found.get(timeout=seconds)
     except Empty:
-        raise LostActorError(
+        raise BackendError(
             f"Expected the engines of the {name} to start within {seconds:g} s"
             " (cluster.start_timeout)"
         ) from None
@@ -188,7 +184,7 @@ def start_sleeping_engines(
             raise engines
     except ray.exceptions.RayError as error:
         cause = str(error).strip().splitlines()[-1]
-        raise LostActorError(
+        raise BackendError(
             f"Expected the engines of the {name} to start and fall asleep, got: {cause}"
         ) from error
     return engines

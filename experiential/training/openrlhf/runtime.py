@@ -37,8 +37,8 @@ from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
 from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
-from experiential.training.openrlhf.remote import answers
-from experiential.training.openrlhf.turns import SharedGpus, Sleeper
+from experiential.training.openrlhf.supervisor import Life, answers
+from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
 from experiential.training.runtime import (
     LossSettings,
     Policies,
@@ -66,7 +66,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     the weights which drew it.
 
     Where policies share GPUs, engines do not go on: all requests of a policy end before another
-    side has its turn (`turns`).
+    side has its turn (`time_slicing`).
 
     ``json_schema`` is not honoured; ``choices`` are, token by token, exactly as `TransformersLLM`
     does.
@@ -115,21 +115,19 @@ class OpenRLHFRuntime(PolicyRuntime):
             name,
             self._engine_start(seed),
             settings.engines,
-            call_timeout=cluster.call_timeout,
-            start_timeout=cluster.start_timeout,
-            restarts=cluster.restarts,
-            replaced=self._reconnect,
+            cluster,
+            reconnect=self._reconnect,
             fixed=None if shared is None else _FIXED,
         )
         self._group = parts.start_ranks(settings, None if shared is None else shared.group)
         self._ranks = parts.handles(self._group)
         self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
-        self._engine_side = Sleeper(
+        self._engine_side = Tenant(
             f"{name} engines",
             lambda: self._engines.wake("weights", "kv_cache"),
             self._engines.sleep,
         )
-        self._rank_side = Sleeper(
+        self._rank_side = Tenant(
             f"{name} ranks", lambda: self._all("reload_states"), lambda: self._all("offload_states")
         )
         strategy = parts.strategy(
@@ -250,7 +248,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         await answers(self._starting, self._rank_names, self._cluster.start_timeout)
         self.busy()
 
-    def _engine_start(self, seed: int) -> Callable[[int], parts.EngineSeat]:
+    def _engine_start(self, seed: int) -> Callable[[int], Life]:
         """Gives engine ``i``; those that share GPUs are started here, all at once."""
         if self._shared is None:
             return lambda i: parts.start_engine(self._model, self.settings, seed=seed + i)
@@ -263,7 +261,7 @@ class OpenRLHFRuntime(PolicyRuntime):
             name=self.name,
             seconds=seconds,
         )
-        return lambda i: parts.EngineSeat(handles[i], None)
+        return lambda i: parts.engine_life(handles[i])
 
     def _generating(self) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._shared is None else self._shared.generating(self._engine_side)

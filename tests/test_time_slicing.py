@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiential.training.openrlhf.turns import SharedGpus, Sleeper, Turns
+from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant, TimeSlicer
 
 pytestmark = pytest.mark.timeout(60)
 LONG = 1e9
@@ -32,7 +32,7 @@ class World:
     change: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.turns = Turns[str](self._change, term=self.term, clock=lambda: self.now)
+        self.slicer = TimeSlicer[str](self._change, seconds=self.term, clock=lambda: self.now)
         self.ready: str | None = None
         self.changing = False
 
@@ -49,7 +49,7 @@ class World:
         self, side: str, leave: asyncio.Event | int, *, alone: bool = False, who: str = ""
     ) -> None:
         """Take a turn, and stay until told, or for some rounds of the loop."""
-        async with self.turns.take(side, alone=alone):
+        async with self.slicer.slot(side, exclusive=alone):
             self.enter(side, alone)
             self.log.append(who or side)
             try:
@@ -206,10 +206,10 @@ async def test_who_gives_up_in_the_round_in_which_the_change_ends_does_not_stop_
     async def change(_: str) -> None:
         await changed.wait()
 
-    turns = Turns[str](change)
+    slicer = TimeSlicer[str](change)
 
     async def stay() -> None:
-        async with turns.take("train", alone=True):
+        async with slicer.slot("train", exclusive=True):
             pass
 
     one = asyncio.create_task(stay())
@@ -246,7 +246,7 @@ async def test_a_change_that_fails_is_told_to_those_it_was_made_for_and_tried_ag
 async def test_an_error_inside_ends_the_turn() -> None:
     world = World()
     with pytest.raises(ValueError, match="of mine"):
-        async with world.turns.take("train", alone=True):
+        async with world.slicer.slot("train", exclusive=True):
             raise ValueError("of mine")
     await finish(asyncio.create_task(world.stay("generate", 1)))
 
@@ -296,7 +296,7 @@ class Schedule:
         self.waiting += 1
         waits = True
         try:
-            async with world.turns.take(visit.side, alone=visit.alone):
+            async with world.slicer.slot(visit.side, exclusive=visit.alone):
                 self.waiting, waits = self.waiting - 1, False
                 assert self.changes - before <= ahead + 1, (
                     "more turns of others than there were others before"
@@ -353,7 +353,7 @@ class Bed:
 
     def __init__(self, name: str, others: list[Bed], log: list[str]) -> None:
         self.name, self.others, self.log, self.awake, self.broken = name, others, log, False, False
-        self.side = Sleeper(name, self.wake, self.sleep)
+        self.side = Tenant(name, self.wake, self.sleep)
         others.append(self)
 
     async def wake(self) -> None:

@@ -1,0 +1,293 @@
+"""Supervise Ray actors: ask them with a time-out, find them dead, start them again, name the cause."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from experiential.config import ClusterSettings
+from experiential.errors import BackendError, ConfigError, MissingExtraError
+
+_log = logging.getLogger(__name__)
+_LONGEST_REASON = 300
+_GUESSES = " Some common causes include"
+_DEAD_ENGINE = "EngineDeadError"
+"""vLLM's error in an actor that is alive after the process that computes has died."""
+
+
+class LostActorError(BackendError):
+    """A Ray actor died, did not answer in time, or was closed.
+
+    Args:
+        who: name of the actor.
+        reason: verb and cause, e.g. ``died: out of memory``.
+    """
+
+    def __init__(self, who: str, reason: str) -> None:
+        super().__init__(f"Expected {who} to be alive, but it {reason}")
+        self.who, self.reason = who, reason
+
+
+class SilentActorError(LostActorError):
+    """A Ray actor did not answer within ``seconds``; the call may still run."""
+
+    def __init__(self, who: str, seconds: float) -> None:
+        super().__init__(who, f"gave no answer within {seconds:g} s")
+        self.args = (
+            f"{self}; raise cluster.call_timeout if it is only slow (cluster.start_timeout while"
+            " it starts)",
+        )
+
+
+class FailedCallError(BackendError):
+    """A method of a living Ray actor raised ``cause``."""
+
+    def __init__(self, who: str, cause: BaseException) -> None:
+        self.cause, self.reason = cause, f"{type(cause).__name__}: {shorten(cause)}"
+        super().__init__(f"Expected {who} to do what was asked, got: {self.reason}")
+
+
+def joined_ray() -> Any:
+    """Return the ``ray`` package of a process that has joined a cluster.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: this process has not joined a cluster.
+    """
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise MissingExtraError("ray", "openrlhf") from None
+    if not ray.is_initialized():
+        raise ConfigError(
+            "Expected a process that has joined a Ray cluster, got one that has not; call"
+            " ray.init() first"
+        )
+    return ray
+
+
+def is_joined() -> bool:
+    """Return whether this process has joined a cluster that is still up."""
+    return bool(getattr(sys.modules.get("ray"), "is_initialized", bool)())
+
+
+def shorten(error: BaseException) -> str:
+    r"""Return Ray's message in one line of at most 300 characters, without ids and guessed causes.
+
+    >>> shorten(ValueError("The actor died.\n\tclass_name: Host\nIt was killed by `ray.kill`."))
+    'The actor died. It was killed by `ray.kill`.'
+    """
+    lines = [
+        line.strip()
+        for line in str(error).splitlines()
+        if line.strip() and not line.startswith("\t")
+    ]
+    text = " ".join(lines).partition(_GUESSES)[0] or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"
+
+
+async def answer(reference: Any, who: str, seconds: float) -> Any:
+    """Await the result of a remote call without holding a thread.
+
+    Args:
+        reference: Ray's ``ObjectRef``.
+        who: name of the actor, for errors.
+        seconds: time-out.
+
+    Raises:
+        LostActorError: the actor is dead.
+        SilentActorError: no result within ``seconds``.
+        FailedCallError: the method raised.
+    """
+    ray: Any = import_module("ray")
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
+    except TimeoutError:
+        raise SilentActorError(who, seconds) from None
+    except ray.exceptions.RayTaskError as error:
+        # Ray brings the method's own exception along where it could be pickled.
+        cause: Any = getattr(error, "cause", None)
+        failed = FailedCallError(who, cause if isinstance(cause, BaseException) else error)
+        if _DEAD_ENGINE in failed.reason or _DEAD_ENGINE in str(error):
+            raise LostActorError(who, f"died: {failed.reason}") from error
+        raise failed from error
+    except ray.exceptions.RayError as error:
+        raise LostActorError(who, f"died: {shorten(error)}") from error
+
+
+async def answers(references: Sequence[Any], who: Sequence[str], seconds: float) -> list[Any]:
+    """Await calls that were made at the same moment; raise the error of the first that fails."""
+    calls = zip(references, who, strict=True)
+    return list(await asyncio.gather(*(answer(call, name, seconds) for call, name in calls)))
+
+
+@dataclass(eq=False)
+class Life:
+    """Hold one actor from its start to its death.
+
+    Attributes:
+        handle: Ray's handle.
+        begun: reference of the first call, whose answer shows that the actor has started.
+        end: kills the actor, in whatever state it is.
+        result: answer of the first call.
+        started: whether that answer has come.
+        ended: reason of the end; empty while it lasts.
+    """
+
+    handle: Any
+    begun: Any
+    end: Callable[[], None]
+    result: Any = None
+    started: bool = False
+    ended: str = ""
+
+
+class Supervisor:
+    """Keep one Ray actor running: start it when it is needed, and again after it was lost.
+
+    The next life begins when somebody waits for it (`started`) and not when the last one ends, so
+    that ending needs no event loop and a pool that is being closed starts nothing. Calls may come
+    from several event loops.
+
+    Args:
+        name: of the actor, for errors; may be changed once the node is known.
+        begin: starts an actor and returns at once.
+        cluster: time-outs, and how often the actor is started again.
+        fixed: reason for not starting it again, for the error; None starts it again.
+
+    Attributes:
+        failures: reason of each loss, oldest first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[], Life],
+        cluster: ClusterSettings,
+        *,
+        fixed: str | None = None,
+    ) -> None:
+        self.name, self.failures = name, list[str]()
+        self._begin, self._cluster = begin, cluster
+        self._allowed = cluster.restarts if fixed is None else 0
+        self._final = fixed or f"no restart is left of {cluster.restarts} (cluster.restarts)"
+        self._lock = threading.Lock()
+        self._closed, self._last = False, ""
+        self._life: Life | None = begin()
+
+    @property
+    def restarts(self) -> int:
+        """Return how often the actor was started again."""
+        return min(len(self.failures), self._allowed)
+
+    @property
+    def alive(self) -> bool:
+        """Return whether an actor runs or may still be started."""
+        return not self._closed and len(self.failures) <= self._allowed
+
+    @property
+    def life(self) -> Life:
+        """Return the present life, begun now if the last one has ended.
+
+        Raises:
+            LostActorError: no restart is left, or the supervisor was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise LostActorError(self.name, "was closed")
+            if not self.alive:
+                raise LostActorError(self.name, f"{self._last}; {self._final}")
+            if self._life is None:
+                self._life = self._begin()
+            return self._life
+
+    async def started(self) -> Life:
+        """Return the present life once it has answered its first call.
+
+        Raises:
+            LostActorError: it was lost, or no restart is left.
+            FailedCallError: its first call raised; the life is over.
+        """
+        life = self.life
+        if not life.started:
+            try:
+                life.result = await answer(life.begun, self.name, self._cluster.start_timeout)
+            except LostActorError as error:
+                self.lose(life, error.reason)
+                raise
+            except FailedCallError as error:
+                self.lose(life, f"did not start: {error.reason}")
+                raise
+            life.started = True
+        return life
+
+    async def ask(
+        self, life: Life, method: str, *arguments: Any, seconds: float | None = None
+    ) -> Any:
+        """Call a method in one life; a later one knows nothing of its state.
+
+        Args:
+            life: from `started`.
+            method: of the actor.
+            arguments: of the method.
+            seconds: time-out; ``cluster.call_timeout`` by default.
+
+        Raises:
+            LostActorError: the actor died, now or before.
+            SilentActorError: it gave no answer; the caller decides whether it is lost.
+            FailedCallError: the method raised.
+        """
+        if life.ended:
+            raise LostActorError(self.name, life.ended)
+        reference = getattr(life.handle, method).remote(*arguments)
+        try:
+            return await answer(reference, self.name, seconds or self._cluster.call_timeout)
+        except SilentActorError:
+            raise
+        except LostActorError as error:
+            self.lose(life, error.reason)
+            raise
+
+    def lose(self, life: Life, reason: str) -> None:
+        """Kill an actor that is of no use any more and note why, once."""
+        with self._lock:
+            if life.ended:
+                return
+            life.ended = self._last = reason
+            self._life = None
+            self.failures.append(f"{self.name} {reason}")
+            life.end()
+        left = self._allowed - len(self.failures) + 1
+        _log.warning("%s; restarts left: %d", self.failures[-1], max(0, left))
+
+    def close(self) -> None:
+        """Kill the actor for good; safe to call twice."""
+        with self._lock:
+            self._closed = True
+            life, self._life = self._life, None
+            if life is not None:
+                life.ended = "was closed"
+                life.end()
+
+    async def stop(self, method: str, seconds: float) -> None:
+        """Let a running actor finish by one last call, then kill it for good.
+
+        Args:
+            method: of the actor.
+            seconds: time-out of the call, where ``cluster.call_timeout`` is not shorter.
+        """
+        life = self._life
+        try:
+            if life is not None and life.started:
+                call = getattr(life.handle, method).remote()
+                await answer(call, self.name, min(seconds, self._cluster.call_timeout))
+        except BackendError as error:
+            _log.warning("%s was not closed cleanly: %s", self.name, error)
+        finally:
+            self.close()

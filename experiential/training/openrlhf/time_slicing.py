@@ -1,0 +1,189 @@
+"""Share GPUs by time-slicing: one tenant uses them at a time, the others sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from experiential.sync import awaited
+
+K = TypeVar("K")
+
+SLICE_S = 30.0
+"""Seconds in which a slice admits newcomers of its own tenant while another tenant waits. A guess;
+nothing was measured.
+"""
+
+
+@dataclass(eq=False)
+class _Request(Generic[K]):
+    """Wait for a slice, or hold one."""
+
+    tenant: K
+    exclusive: bool
+    admitted: asyncio.Future[None]
+
+
+class TimeSlicer(Generic[K]):
+    """Schedule requests of several tenants, of which one is served at any time, on one event loop.
+
+    The oldest request decides which tenant is next, and all requests of that tenant are admitted
+    with it, unless it is exclusive. While others wait, newcomers of the tenant that is served are
+    admitted for ``seconds`` from the start of its slice, and only while one of its requests still
+    runs. So a request waits at most for the slices of those who came before it: each ``seconds``
+    and the work that was under way then.
+
+    No request runs while the tenant changes. A switch that fails is raised in the requests it was
+    made for; the next one is tried all the same.
+
+    Args:
+        switch: awaited before each slice with its tenant, also where that tenant had the last one.
+        seconds: see above.
+        clock: current time in seconds.
+    """
+
+    def __init__(
+        self,
+        switch: Callable[[K], Awaitable[None]],
+        *,
+        seconds: float = SLICE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prepare, self._seconds, self._clock = switch, seconds, clock
+        self._waiting: list[_Request[K]] = []
+        self._running: list[_Request[K]] = []
+        self._switching: asyncio.Task[None] | None = None
+        self._began = 0.0
+
+    @asynccontextmanager
+    async def slot(self, tenant: K, *, exclusive: bool) -> AsyncGenerator[None]:
+        """Hold a place in a slice of ``tenant`` until the block ends; may be cancelled at any time.
+
+        Args:
+            tenant: user of the GPUs.
+            exclusive: run without other requests of the same tenant.
+
+        Raises:
+            Exception: the error of the switch to this tenant.
+        """
+        request = _Request(tenant, exclusive, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._advance()
+        try:
+            await request.admitted
+            yield
+        finally:  # it has run, or it was cancelled while it waited
+            for requests in (self._waiting, self._running):
+                if request in requests:
+                    requests.remove(request)
+            self._advance()
+
+    def _advance(self) -> None:
+        if self._switching is not None or not self._waiting:
+            return
+        if not self._running:
+            loop = asyncio.get_running_loop()
+            self._switching = loop.create_task(self._switch(self._waiting[0]))
+        elif not self._running[0].exclusive:
+            same = self._shareable(self._running[0].tenant)
+            nobody_else = len(same) == len(self._waiting)
+            if nobody_else or self._clock() - self._began < self._seconds:
+                self._admit(same, None)
+
+    async def _switch(self, first: _Request[K]) -> None:
+        outcome = await awaited(self._prepare(first.tenant))
+        self._switching = None
+        self._began = self._clock()
+        if first in self._waiting:  # else it was cancelled meanwhile
+            group = [first] if first.exclusive else self._shareable(first.tenant)
+            self._admit(group, outcome if isinstance(outcome, Exception) else None)
+        self._advance()
+
+    def _shareable(self, tenant: K) -> list[_Request[K]]:
+        return [r for r in self._waiting if r.tenant == tenant and not r.exclusive]
+
+    def _admit(self, requests: list[_Request[K]], error: Exception | None) -> None:
+        for request in requests:
+            self._waiting.remove(request)
+            if request.admitted.done():  # cancelled: it is about to leave
+                continue
+            if error is not None:
+                request.admitted.set_exception(error)
+                continue
+            self._running.append(request)
+            request.admitted.set_result(None)
+
+
+@dataclass(frozen=True, eq=False)
+class Tenant:
+    """Wake and put to sleep the engines or the ranks of one policy.
+
+    Attributes:
+        name: for people.
+        wake: gives them the GPUs; awaited again if it failed.
+        sleep: takes the GPUs from them; also awaited where waking failed.
+    """
+
+    name: str
+    wake: Callable[[], Awaitable[object]]
+    sleep: Callable[[], Awaitable[object]]
+
+
+class SharedGpus:
+    """Let engines and ranks of both policies use the GPUs of one node in slices.
+
+    All sleep at first, and at most one tenant is awake. The last one stays awake until another
+    needs the GPUs: engines that generate between two updates are woken once.
+
+    Args:
+        group: Ray's placement group of these GPUs.
+        seconds: see `TimeSlicer`.
+    """
+
+    def __init__(self, group: object, *, seconds: float = SLICE_S) -> None:
+        self.group = group
+        self._slicer = TimeSlicer[Tenant | None](self._switch, seconds=seconds)
+        self._awake: Tenant | None = None
+        self._whole = True
+        self._policies: set[str] = set()
+
+    def join(self, policy: str) -> None:
+        """Note that a policy uses these GPUs from now on."""
+        self._policies.add(policy)
+
+    def leave(self, policy: str) -> bool:
+        """Note that a policy uses them no more; return whether it was the last one."""
+        was = policy in self._policies
+        self._policies.discard(policy)
+        return was and not self._policies
+
+    def generating(self, engines: Tenant) -> AbstractAsyncContextManager[None]:
+        """Hold a slot of engines; as many at once as there are requests."""
+        return self._slicer.slot(engines, exclusive=False)
+
+    def training(self, ranks: Tenant) -> AbstractAsyncContextManager[None]:
+        """Hold an exclusive slot of ranks."""
+        return self._slicer.slot(ranks, exclusive=True)
+
+    @asynccontextmanager
+    async def sending(self, engines: Tenant) -> AsyncGenerator[None]:
+        """Hold a slot in which all sleep at first and the block wakes ``engines`` part by part."""
+        async with self._slicer.slot(None, exclusive=True):
+            self._awake, self._whole = engines, False
+            yield
+            self._whole = True
+
+    async def _switch(self, tenant: Tenant | None) -> None:
+        if tenant is self._awake and self._whole:
+            return
+        if self._awake is not None and self._awake is not tenant:
+            await self._awake.sleep()
+            self._awake, self._whole = None, True
+        if tenant is not None:
+            self._awake, self._whole = tenant, False
+            await tenant.wake()
+            self._whole = True
