@@ -5,7 +5,7 @@
 
 Rounds alternate, so that a noisy machine disturbs both arms alike. Nothing is subtracted: a round
 with the bank includes retrieval, injection, the longer prompts, submission, and whatever
-distillation takes of the machine meanwhile. As in the bundled recipes the compute lane belongs to
+distillation takes of the machine meanwhile. As in the bundled recipes the executor belongs to
 the rollout while one runs, and distillation has the time between rollouts: ``distil_s`` is that
 time per round, ``step_ratio`` counts it in. What the actor reads changes what it does:
 ``turns_ratio`` and ``forwarded_ratio`` say how many turns were played and tokens computed, over

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
-from experiential.llm.lane import ComputeLane
+from experiential.llm.executor import DeviceExecutor
 from experiential.llm.transformers import TransformersLLM
 from experiential.types import FinishReason, Generation
 from tests.llm_tiny import tiny_random_model
@@ -307,7 +307,7 @@ async def test_changed_weights_drop_the_cache():
                 weight.mul_(1.1)
         llm.weights_changed(3)
 
-    await llm.lane.run(change)
+    await llm.executor.run(change)
     generation = await llm.generate(prompt(1, 60), SamplingParams(max_tokens=4, seed=0))
     assert generation.policy_version == 3 and llm.stats.cached_tokens == 0
     with torch.inference_mode():
@@ -364,7 +364,7 @@ async def test_cancelled_requests_leave_and_others_finish(llm: TransformersLLM):
         await asyncio.sleep(0.001)
     doomed.cancel()
     assert_exact([await kept])
-    await llm.lane.run(lambda: None, priority=9)
+    await llm.executor.run(lambda: None, priority=9)
     assert llm.stats.forwards < 300
 
 
@@ -377,7 +377,7 @@ async def test_background_is_served_while_a_rollout_decodes(llm: TransformersLLM
     )
     background = await llm.generate(prompt(2, 20), SamplingParams(max_tokens=2, seed=2, priority=1))
     assert_exact([background])
-    assert 1 in llm.lane.busy and 0 in llm.lane.busy
+    assert 1 in llm.executor.busy and 0 in llm.executor.busy
     rollout.cancel()
 
 
@@ -400,20 +400,20 @@ async def test_a_failing_forward_fails_its_requests_and_no_later_ones(
 
 
 async def test_closing_the_lane_fails_waiting_requests():
-    lane = ComputeLane("t")
-    llm = TransformersLLM(MODEL, TOKENIZER, lane=lane)
+    executor = DeviceExecutor("t")
+    llm = TransformersLLM(MODEL, TOKENIZER, executor=executor)
     task = asyncio.create_task(
         llm.generate(prompt(1, 10), SamplingParams(max_tokens=2000, temperature=0.01, seed=0))
     )
     await asyncio.sleep(0.05)
-    await asyncio.to_thread(lane.close)
-    with pytest.raises(BackendError, match="lane"):
+    await asyncio.to_thread(executor.close)
+    with pytest.raises(BackendError, match="executor"):
         await task
 
 
 async def test_two_adapters_share_one_base():
     """Each policy generates with its own LoRA adapter, exactly, though both decode at the same time
-    on one lane.
+    on one executor.
     """
     from experiential.config import LoraSettings
     from experiential.llm.models import add_adapters
@@ -424,9 +424,9 @@ async def test_two_adapters_share_one_base():
         for name, weight in model.named_parameters():
             if "lora_B.extractor" in name:
                 weight.normal_(std=0.5, generator=torch.Generator().manual_seed(len(name)))
-    lane = ComputeLane("shared")
+    executor = DeviceExecutor("shared")
     policies = [
-        TransformersLLM(model, tokenizer, lane=lane, adapter=name, name=name)
+        TransformersLLM(model, tokenizer, executor=executor, adapter=name, name=name)
         for name in ("actor", "extractor")
     ]
     sampling = SamplingParams(max_tokens=12, seed=4)
@@ -444,7 +444,7 @@ async def test_two_adapters_share_one_base():
             range(len(generation.response_ids)), list(generation.response_ids)
         ]
         assert generation.logprobs == pytest.approx(picked.tolist(), abs=1e-4)
-    lane.close()
+    executor.close()
 
 
 def test_bad_arguments_are_refused_at_once():

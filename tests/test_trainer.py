@@ -68,11 +68,11 @@ def policies(
     kind: type[LocalRuntime] = Scribe, lr: float = 1e-3
 ) -> tuple[LocalRuntime, LocalRuntime]:
     made: list[LocalRuntime] = []
-    lane = None
+    executor = None
     for name in ("actor", "extractor"):
         model, tokenizer = tiny_random_model()
-        llm = TransformersLLM(model, tokenizer, lane=lane, name=name)
-        lane = llm.lane
+        llm = TransformersLLM(model, tokenizer, executor=executor, name=name)
+        executor = llm.executor
         made.append(kind(llm, OptimSettings(lr=lr), name=name))
     return made[0], made[1]
 

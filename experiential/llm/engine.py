@@ -1,4 +1,4 @@
-"""Continuous batching over a causal language model: one lane closure per forward, exact behaviour log-probabilities."""
+"""Continuous batching over a causal language model: one executor closure per forward, exact behaviour log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from experiential.errors import BackendError
 from experiential.llm.forward import ForwardPass
 from experiential.llm.kv import KVBlock, to_tensor
-from experiential.llm.lane import ComputeLane
+from experiential.llm.executor import DeviceExecutor
 from experiential.llm.prefix_cache import PrefixCache
 from experiential.llm.request import Request
 from experiential.llm.sampling import draw_tokens
@@ -48,12 +48,12 @@ class _Track:
 
 
 class Engine:
-    """Decodes requests of each priority in a batch of their own, a forward at a time, on a compute lane."""
+    """Decodes requests of each priority in a batch of their own, a forward at a time, on a executor."""
 
     def __init__(
         self,
         forward: ForwardPass,
-        lane: ComputeLane,
+        executor: DeviceExecutor,
         *,
         max_batch: int,
         batch_wait: float,
@@ -61,7 +61,7 @@ class Engine:
         version: Callable[[], tuple[int, int]],
     ) -> None:
         self._forward = forward
-        self._lane = lane
+        self._executor = executor
         self._max_batch = max_batch
         self._batch_wait = batch_wait
         self._cache = cache
@@ -87,7 +87,7 @@ class Engine:
 
     def _schedule(self, track: _Track, delay: float) -> None:
         try:
-            step = self._lane.submit(
+            step = self._executor.submit(
                 lambda: self._step(track), priority=track.priority, delay=delay
             )
         except BackendError as error:
@@ -101,7 +101,7 @@ class Engine:
             self._fail_all(
                 track,
                 BackendError(
-                    "Expected an open compute lane, got one closed while requests were waiting"
+                    "Expected an open executor, got one closed while requests were waiting"
                 ),
             )
             return

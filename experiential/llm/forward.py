@@ -45,7 +45,7 @@ class LLMStats:
 
 
 class ForwardPass:
-    """The model seen as a function from new tokens and cached states to next-token logits. Call on the compute lane."""
+    """The model seen as a function from new tokens and cached states to next-token logits. Call on the executor."""
 
     def __init__(self, model: Any, *, pad: int, adapter: str | None, stats: LLMStats) -> None:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,4 +1,4 @@
-"""Counting what a policy generates, whatever backend it runs on."""
+"""Count what a policy generates, whatever backend it runs on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from experiential.types import Generation, Record
 
 
 class Spent(Record):
-    """What was generated.
+    """Hold the cost of some requests.
 
     Attributes:
         requests: responses that were asked for.
-        prompt_tokens: tokens of their prompts, as the model was given them; those found in a prefix
-            cache count too.
+        prompt_tokens: tokens of their prompts, those found in a prefix cache included.
         generated_tokens: tokens of the responses.
-        seconds: time in which at least one request was open, on the wall clock.
+        seconds: wall-clock time in which at least one request was open.
     """
 
     requests: int = 0
@@ -28,24 +27,24 @@ class Spent(Record):
 
     @property
     def tokens(self) -> int:
-        """Prompt and generated tokens."""
+        """Return prompt and generated tokens together."""
         return self.prompt_tokens + self.generated_tokens
 
     def __add__(self, other: Spent) -> Spent:
-        """Both together; their seconds are added, so they must not have run at one time."""
+        """Add two costs; the seconds add up too, so the two must not have run at one time."""
         return Spent(
             **{name: value + getattr(other, name) for name, value in self.model_dump().items()}
         )
 
     def __sub__(self, earlier: Spent) -> Spent:
-        """What came since ``earlier``."""
+        """Return the cost since ``earlier``."""
         return Spent(
             **{name: value - getattr(earlier, name) for name, value in self.model_dump().items()}
         )
 
 
 class Meter:
-    """Adds up what its backends generate; they may be used from several threads.
+    """Add up what its backends generate; they may be used from several threads.
 
     A backend that does not show token ids counts requests and seconds only.
     """
@@ -57,46 +56,45 @@ class Meter:
         self._since = 0.0
 
     def spent(self) -> Spent:
-        """What was generated so far; requests that are still open count their seconds only."""
+        """Return the cost so far; requests that are still open count their seconds only."""
         with self._lock:
             running = time.perf_counter() - self._since if self._open else 0.0
             return self._spent + Spent(seconds=running)
 
     def begin(self) -> None:
-        """A request starts."""
+        """Note that a request starts."""
         with self._lock:
             if not self._open:
                 self._since = time.perf_counter()
             self._open += 1
 
     def end(self, generation: Generation | None) -> None:
-        """A request has ended; None when it failed."""
+        """Note that a request has ended; ``generation`` is None when it failed."""
         with self._lock:
             self._open -= 1
-            seconds = 0.0 if self._open else time.perf_counter() - self._since
-            told = Spent(requests=1, seconds=seconds)
-            if generation is not None:
-                told += Spent(
-                    prompt_tokens=len(generation.prompt_ids),
-                    generated_tokens=len(generation.response_ids),
-                )
-            self._spent += told
+            self._spent += Spent(
+                requests=1,
+                seconds=0.0 if self._open else time.perf_counter() - self._since,
+                prompt_tokens=len(generation.prompt_ids) if generation else 0,
+                generated_tokens=len(generation.response_ids) if generation else 0,
+            )
 
 
 class Metered(LLM):
-    """A backend whose requests are counted by a meter.
+    """Pass requests on to a backend and count them with a meter.
 
     >>> import asyncio
     >>> from experiential.llm.scripted import ScriptedLLM
     >>> meter = Meter()
-    >>> asyncio.run(Metered(ScriptedLLM(["go north"]), meter).generate([{"role": "user", "content": "Where?"}])).text
+    >>> llm = Metered(ScriptedLLM(["go north"]), meter)
+    >>> asyncio.run(llm.generate([{"role": "user", "content": "Where?"}])).text
     'go north'
     >>> meter.spent().requests
     1
 
     Args:
-        llm: what generates.
-        meter: what counts; several backends may share one.
+        llm: the backend that generates.
+        meter: may be shared by several backends.
     """
 
     def __init__(self, llm: LLM, meter: Meter) -> None:
@@ -104,13 +102,13 @@ class Metered(LLM):
         self.name = llm.name
 
     @property
-    def version(self) -> int:  # type: ignore[override]  # a live value here, a class default in the base
-        """Optimiser steps the weights have seen."""
+    def version(self) -> int:  # type: ignore[override]  # a live value here, a default in the base
+        """Return the optimiser steps the weights have seen."""
         return self.llm.version
 
     @property
     def tokenizer(self) -> Any | None:
-        """The tokenizer of the backend."""
+        """Return the tokenizer of the backend."""
         return self.llm.tokenizer
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:

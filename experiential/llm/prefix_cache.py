@@ -15,7 +15,7 @@ Ids = NDArray[np.int64]
 class PrefixCache:
     """A least-recently-used store of (token ids, key-value tensor), bounded by the sum of tokens.
 
-    Used from one thread (the compute lane). All stored ids lie in one padded matrix, so that one
+    Used from one thread (the executor). All stored ids lie in one padded matrix, so that one
     vectorised comparison finds the best entry. An entry that is a prefix of a newer one is dropped,
     since the newer one serves the same matches.
 

@@ -13,7 +13,7 @@ from experiential.config import ModelSettings
 from experiential.errors import BackendError, MissingExtraError
 from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
 from experiential.llm.grammar import Schemas, canonical
-from experiential.llm.lane import ComputeLane
+from experiential.llm.executor import DeviceExecutor
 from experiential.llm.prefix_cache import PrefixCache
 from experiential.llm.request import Request, StopFinder, response_limit
 from experiential.llm.trie import choice_trie
@@ -44,7 +44,7 @@ class TransformersLLM(LLM):
         device: used when ``model`` is a name; auto, cpu, cuda, cuda:1 ...
         max_batch: sequences decoded together, per priority.
         prefix_cache_tokens: tokens of key-value states kept for reuse; 0 turns the cache off.
-        lane: where the model runs; give the same lane to all policies on one device. One of its own
+        executor: where the model runs; give the same executor to all policies on one device. One of its own
             by default.
         adapter: peft adapter to activate before each forward, so that two policies can share one
             base.
@@ -66,7 +66,7 @@ class TransformersLLM(LLM):
         device: str = "auto",
         max_batch: int = 64,
         prefix_cache_tokens: int = 65536,
-        lane: ComputeLane | None = None,
+        executor: DeviceExecutor | None = None,
         adapter: str | None = None,
         name: str | None = None,
         version: int = 0,
@@ -88,8 +88,8 @@ class TransformersLLM(LLM):
         self.version = version
         self.adapter = adapter
         self.stats = LLMStats()
-        self.lane = lane or ComputeLane(self.name)
-        self._owns_lane = lane is None
+        self.executor = executor or DeviceExecutor(self.name)
+        self._owns_executor = executor is None
         self._epoch = 0
         self._closed = False
         self._eos, pad = _special_tokens(self.model, self._tokenizer)
@@ -101,7 +101,7 @@ class TransformersLLM(LLM):
         self._context, self._vocabulary = forward.context, forward.vocabulary
         self._engine = Engine(
             forward,
-            self.lane,
+            self.executor,
             max_batch=max_batch,
             batch_wait=batch_wait,
             cache=self._cache,
@@ -178,14 +178,14 @@ class TransformersLLM(LLM):
         self._epoch += 1
 
     def close(self) -> None:
-        """Refuse further requests, and end the lane if it is this backend's own; safe to call twice."""
+        """Refuse further requests, and end the executor if it is this backend's own; safe to call twice."""
         self._closed = True
-        if self._owns_lane:
-            self.lane.close()
+        if self._owns_executor:
+            self.executor.close()
             self._cache.clear()
         else:
-            with contextlib.suppress(BackendError):  # a shared lane that is closed already
-                self.lane.submit(self._cache.clear)
+            with contextlib.suppress(BackendError):  # a shared executor that is closed already
+                self.executor.submit(self._cache.clear)
 
     def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
         if not messages:

@@ -17,7 +17,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.config import EnvSettings, Experiment, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
-from experiential.llm.lane import ComputeLane
+from experiential.llm.executor import DeviceExecutor
 from experiential.llm.transformers import TransformersLLM
 from experiential.rollout.rollout import make_env
 from experiential.training.batch_loss import Sums, add_sums, batch_loss, means
@@ -43,7 +43,7 @@ all the same.
 class LocalRuntime(PolicyRuntime):
     """Weights, optimiser and generation in one process.
 
-    Generation and training run on one `ComputeLane`, so a training step is atomic for generation
+    Generation and training run on one `DeviceExecutor`, so a training step is atomic for generation
     and there is nothing to synchronise. With LoRA, several runtimes share one frozen base, each
     with its own adapter.
 
@@ -53,8 +53,8 @@ class LocalRuntime(PolicyRuntime):
         name: role of this policy, stored in its generations.
         reference: keep what the KL penalty needs (the frozen base under LoRA, else a frozen copy of
             the weights).
-        priority: of training on the lane; 1 lets rollouts and the other policy's updates go first.
-        owns_lane: close the lane with this policy.
+        priority: of training on the executor; 1 lets rollouts and the other policy's updates go first.
+        owns_executor: close the executor with this policy.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class LocalRuntime(PolicyRuntime):
         name: str = "actor",
         reference: bool = False,
         priority: int = 0,
-        owns_lane: bool = False,
+        owns_executor: bool = False,
     ) -> None:
         self.llm, self.optim, self.name = llm, optim, name
-        self._priority, self._owns_lane = priority, owns_lane
+        self._priority, self._owns_executor = priority, owns_executor
         self._model: Any = llm.model
         self._parameters = _trainable(self._model, llm.adapter)
         self._optimizer = torch.optim.AdamW(
@@ -106,23 +106,23 @@ class LocalRuntime(PolicyRuntime):
             check_sample(sample)
         if not usable:
             return TrainStats(version=self.version)
-        return await self.llm.lane.run(lambda: self._train(usable, loss), priority=self._priority)
+        return await self.llm.executor.run(lambda: self._train(usable, loss), priority=self._priority)
 
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Log-probability of each trained token, per sample, in nats."""
-        return await self.llm.lane.run(
+        return await self.llm.executor.run(
             lambda: self._measured(samples, token_logprobs), priority=self._priority
         )
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Entropy of what each trained token was drawn from, per sample, in nats."""
-        return await self.llm.lane.run(
+        return await self.llm.executor.run(
             lambda: self._measured(samples, token_entropies), priority=self._priority
         )
 
     def foreground(self) -> AbstractContextManager[None]:
-        """Keep the lane for rollouts inside the block."""
-        return self.llm.lane.foreground()
+        """Keep the executor for rollouts inside the block."""
+        return self.llm.executor.foreground()
 
     async def sync(self) -> int:
         """Generation already uses the trained weights."""
@@ -130,15 +130,15 @@ class LocalRuntime(PolicyRuntime):
 
     async def save(self, folder: Path) -> None:
         """Write trainable weights, optimiser state and version."""
-        await self.llm.lane.run(lambda: self._save(Path(folder)), priority=0)
+        await self.llm.executor.run(lambda: self._save(Path(folder)), priority=0)
 
     async def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote."""
-        await self.llm.lane.run(lambda: self._load(Path(folder)), priority=0)
+        await self.llm.executor.run(lambda: self._load(Path(folder)), priority=0)
 
     async def anchor(self) -> None:
         """Take the weights of now as what a KL penalty is taken to, if a copy is kept for it; a checkpoint then holds them, too."""
-        await self.llm.lane.run(self._anchor, priority=0)
+        await self.llm.executor.run(self._anchor, priority=0)
 
     def _anchor(self) -> None:
         if self._reference is not None:
@@ -147,14 +147,14 @@ class LocalRuntime(PolicyRuntime):
 
     async def export(self, folder: Path) -> None:
         """Write weights (the adapter under LoRA) and tokenizer in Hugging Face format."""
-        await self.llm.lane.run(lambda: self._export(Path(folder)), priority=0)
+        await self.llm.executor.run(lambda: self._export(Path(folder)), priority=0)
 
     def close(self) -> None:
-        """Refuse further requests; wait for the lane's last job and end it, if it is owned."""
+        """Refuse further requests; wait for the executor's last job and end it, if it is owned."""
         self.llm.close()
-        if self._owns_lane:
+        if self._owns_executor:
             # A daemon thread that is inside torch when Python ends aborts the process (exit 134).
-            self.llm.lane.close()
+            self.llm.executor.close()
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         begin = time.perf_counter()
@@ -384,7 +384,7 @@ def build_runtimes(
     references: tuple[bool, bool] = (False, False),
     shared: bool = False,
 ) -> tuple[LocalRuntime, LocalRuntime]:
-    """Load actor and extractor onto one lane, which ends when the actor is closed.
+    """Load actor and extractor onto one executor, which ends when the actor is closed.
 
     The extractor's training waits for rollouts and for the actor's updates. Under LoRA both are
     adapters over one base, else two sets of weights.
@@ -405,7 +405,7 @@ def build_runtimes(
     second = extractor or actor
     if actor.threads:
         torch.set_num_threads(actor.threads)
-    lane = ComputeLane(patience=BACKGROUND_PATIENCE)
+    executor = DeviceExecutor(patience=BACKGROUND_PATIENCE)
     paired = actor.lora is not None and second == actor and not shared
     model, tokenizer = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
     other, other_tokenizer = (
@@ -418,10 +418,10 @@ def build_runtimes(
     runtimes = [
         LocalRuntime(
             TransformersLLM(
-                weights, words, max_batch=settings.max_batch, prefix_cache_tokens=settings.prefix_cache_tokens, lane=lane,
+                weights, words, max_batch=settings.max_batch, prefix_cache_tokens=settings.prefix_cache_tokens, executor=executor,
                 adapter=role if settings.lora else None, name=role,
             ),
-            optim, name=role, reference=reference, priority=priority, owns_lane=priority == 0,
+            optim, name=role, reference=reference, priority=priority, owns_executor=priority == 0,
         )
         for priority, (settings, role, weights, words, optim, reference) in enumerate(pairs[:1] if shared else pairs)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""One thread per compute device: every torch closure of the policies that share a device runs here, by priority."""
+"""Run all torch work of one device on one thread, by priority (docs/decisions/003)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ class _Job:
     future: Future[Any] = field(compare=False)
 
 
-class ComputeLane:
-    """Runs closures one at a time on its own thread: lower priority first, first come first served inside one.
+class DeviceExecutor:
+    """Run closures one at a time on a thread of its own: lower priority first, then in order.
 
-    A job of a lower rank that has waited ``patience`` seconds goes next, so that a busy rollout
-    (priority 0) cannot starve the background (priority 1); in turn a rollout waits for at most the
-    one job that is running. Inside ``foreground()`` the background does not get the moments either
-    in which a rollout waits for its environments.
+    A job that has waited ``patience`` seconds goes next, so that a busy rollout (priority 0) cannot
+    starve the background (priority 1). Inside ``foreground()`` the background does not get the
+    moments either in which a rollout waits for its environments.
 
     >>> import asyncio
-    >>> lane = ComputeLane("doc")
-    >>> asyncio.run(lane.run(lambda: 6 * 7))
+    >>> executor = DeviceExecutor("doc")
+    >>> asyncio.run(executor.run(lambda: 6 * 7))
     42
-    >>> lane.close()
+    >>> executor.close()
 
     Attributes:
         busy: seconds spent in closures, per priority.
@@ -57,33 +56,38 @@ class ComputeLane:
         self._condition = threading.Condition()
         self._closed = False
         self._foreground = 0
-        self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"executor-{name}", daemon=True)
         self._thread.start()
 
     async def run(self, fn: Callable[[], T], *, priority: int = 0) -> T:
-        """Run ``fn`` on the lane and return its result; awaitable from any event loop.
+        """Run ``fn`` on the executor's thread and return its result, from any event loop.
 
         Raises:
-            BackendError: the lane is closed, or was closed before ``fn`` started.
+            BackendError: the executor is closed, or was closed before ``fn`` started.
         """
         future = self.submit(fn, priority=priority)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
+            # close() cancels queued jobs; to the caller that is a failure, not its own cancellation
             if self._closed and future.cancelled():
                 raise BackendError(
-                    "Expected an open compute lane, got one that was closed while work was queued"
+                    "Expected an open executor, got one that was closed while work was queued"
                 ) from None
             raise
 
     def submit(self, fn: Callable[[], T], *, priority: int = 0, delay: float = 0.0) -> Future[T]:
-        """Queue ``fn``; it becomes runnable ``delay`` seconds from now."""
+        """Queue ``fn``, which becomes runnable ``delay`` seconds from now.
+
+        Raises:
+            BackendError: the executor is closed.
+        """
         future: Future[T] = Future()
         job = _Job(time.monotonic() + delay, next(self._order), priority, fn, future)
         with self._condition:
             if self._closed:
                 raise BackendError(
-                    "Expected an open compute lane, got a closed one; do not generate after close()"
+                    "Expected an open executor, got a closed one; do not generate after close()"
                 )
             if delay > 0:
                 heapq.heappush(self._later, job)
@@ -94,20 +98,18 @@ class ComputeLane:
 
     @contextlib.contextmanager
     def foreground(self) -> Generator[None]:
-        """Keep the lane for priority 0 and lower inside the block; other jobs start only after ``patience`` seconds."""
-        self._hold(1)
+        """Keep the thread for priority 0 and lower; other jobs start only after ``patience``."""
+        with self._condition:
+            self._foreground += 1
         try:
             yield
         finally:
-            self._hold(-1)
-
-    def _hold(self, change: int) -> None:
-        with self._condition:
-            self._foreground += change
-            self._condition.notify()
+            with self._condition:
+                self._foreground -= 1
+                self._condition.notify()
 
     def close(self) -> None:
-        """Finish the running closure, cancel the queued ones and end the thread; safe to call twice."""
+        """Finish the running closure, cancel the queued ones, end the thread; safe to repeat."""
         with self._condition:
             self._closed = True
             left = [*self._later, *(job for queue in self._ready.values() for job in queue)]
@@ -124,22 +126,22 @@ class ComputeLane:
             if not job.future.set_running_or_notify_cancel():
                 continue
             start = time.perf_counter()
+            result, failure = None, None
             try:
                 result = job.call()
-            except (
-                BaseException
-            ) as error:  # the boundary: whatever went wrong belongs to the caller who waits
-                self._spent(job.priority, start)
-                job.future.set_exception(error)
-            else:
-                self._spent(job.priority, start)
+            except BaseException as error:  # it belongs to the caller who waits, not to this thread
+                failure = error
+            spent = time.perf_counter() - start
+            self.busy[job.priority] = self.busy.get(job.priority, 0.0) + spent
+            if failure is None:
                 job.future.set_result(result)
-            del job
-
-    def _spent(self, priority: int, start: float) -> None:
-        self.busy[priority] = self.busy.get(priority, 0.0) + time.perf_counter() - start
+            else:
+                job.future.set_exception(failure)
+            # hold nothing while waiting for the next job: results may be large tensors
+            del job, result, failure
 
     def _next(self) -> _Job | None:
+        """Wait for the job to run next and take it; None when the executor has been closed."""
         with self._condition:
             while True:
                 now = time.monotonic()
