@@ -110,7 +110,7 @@ async def test_close_cancels_what_is_queued():
     executor.close()
 
 
-def test_inside_foreground_the_background_waits_even_for_an_idle_lane(executor: DeviceExecutor):
+def test_inside_foreground_the_background_waits_even_for_an_idle_executor(executor: DeviceExecutor):
     order: list[str] = []
     with executor.foreground():
         late = executor.submit(lambda: order.append("background"), priority=1)

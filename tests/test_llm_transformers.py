@@ -399,7 +399,7 @@ async def test_a_failing_forward_fails_its_requests_and_no_later_ones(
         await llm.generate(prompt(1, 10))
 
 
-async def test_closing_the_lane_fails_waiting_requests():
+async def test_closing_the_executor_fails_waiting_requests():
     executor = DeviceExecutor("t")
     llm = TransformersLLM(MODEL, TOKENIZER, executor=executor)
     task = asyncio.create_task(

@@ -106,7 +106,9 @@ class LocalRuntime(PolicyRuntime):
             check_sample(sample)
         if not usable:
             return TrainStats(version=self.version)
-        return await self.llm.executor.run(lambda: self._train(usable, loss), priority=self._priority)
+        return await self.llm.executor.run(
+            lambda: self._train(usable, loss), priority=self._priority
+        )
 
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Log-probability of each trained token, per sample, in nats."""
