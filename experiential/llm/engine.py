@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiential.errors import BackendError
+from experiential.llm.executor import DeviceExecutor
 from experiential.llm.forward import ForwardPass
 from experiential.llm.kv import KVBlock, to_tensor
-from experiential.llm.executor import DeviceExecutor
 from experiential.llm.prefix_cache import PrefixCache
 from experiential.llm.request import Request
 from experiential.llm.sampling import draw_tokens

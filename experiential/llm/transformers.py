@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from experiential.config import ModelSettings
 from experiential.errors import BackendError, MissingExtraError
 from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
-from experiential.llm.grammar import Schemas, canonical
 from experiential.llm.executor import DeviceExecutor
+from experiential.llm.grammar import Schemas, canonical
 from experiential.llm.prefix_cache import PrefixCache
 from experiential.llm.request import Request, StopFinder, response_limit
 from experiential.llm.trie import choice_trie
