@@ -101,7 +101,7 @@ async def local_step(
 ) -> dict[str, Any]:
     """One rollout and one update."""
     from experiential.llm.base import SamplingParams
-    from experiential.training.advantages import pooled_group_advantages
+    from experiential.training.advantages import cell_advantages
     from experiential.training.runtime import LossSettings, sample_from_generation
 
     size = job["group_size"]
@@ -119,8 +119,10 @@ async def local_step(
     ]
     generations = await asyncio.gather(*calls)
     middle = time.perf_counter()
-    advantages = pooled_group_advantages(
-        [reward(g.text) for g in generations], [i // size for i in range(len(generations))]
+    advantages = cell_advantages(
+        [reward(g.text) for g in generations],
+        [i // size for i in range(len(generations))],
+        [False] * len(generations),
     )
     weight = 1 / len(generations)
     samples = [

@@ -160,8 +160,12 @@ class ActorSettings(Settings):
         default="split",
         description="advantages within the halves of a group (eq. 5), or within all of it",
     )
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
-        default="grpo", description="how rewards become advantages"
+    estimator: str = Field(
+        default="grpo",
+        description="grpo, dr_grpo, rloo, reinforce++, or one of yours: how rewards become advantages",
+    )
+    loss: str = Field(
+        default="ppo", description="policy loss: ppo, cispo, or one of yours (docs/extending.md)"
     )
     aggregate: Literal["sequence", "token", "constant"] = Field(
         default="sequence",
@@ -688,8 +692,9 @@ class Experiment(Settings):
     )
     eval: EvalSettings = Field(default_factory=EvalSettings)
     run: RunSettings = Field(default_factory=RunSettings)
-    runtime: Literal["local", "openrlhf"] = Field(
-        default="local", description="local: torch in this process; openrlhf: a Ray cluster"
+    runtime: str = Field(
+        default="local",
+        description="local: torch in this process; openrlhf: a Ray cluster; or one of yours",
     )
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from experiential.training.advantages import (
     batch_advantages,
-    pooled_group_advantages,
-    split_group_advantages,
+    cell_advantages,
     split_weights,
     training_count_weights,
 )
@@ -37,7 +36,7 @@ def test_equation_5_by_hand() -> None:
     # sqrt(3)/4
     rewards = [1, 1, 0, 0, 1, 0, 0, 0]
     guided = [True] * 4 + [False] * 4
-    found = split_group_advantages(rewards, [0] * 8, guided)
+    found = cell_advantages(rewards, [0] * 8, guided)
     third = 1 / np.sqrt(3)
     np.testing.assert_allclose(found, [1, 1, -1, -1, np.sqrt(3), -third, -third, -third], rtol=1e-6)
     assert found.dtype == np.float32 and found.shape == (8,)
@@ -45,23 +44,19 @@ def test_equation_5_by_hand() -> None:
 
 def test_pooled_advantages_by_hand() -> None:
     # group 7: 1 0 0 0 pooled, mean 1/4, std sqrt(3)/4; group 2: 3 5, mean 4, std 1
-    found = pooled_group_advantages([1, 3, 0, 5, 0, 0], [7, 2, 7, 2, 7, 7])
+    found = cell_advantages([1, 3, 0, 5, 0, 0], [7, 2, 7, 2, 7, 7], [False] * 6)
     third = 1 / np.sqrt(3)
     np.testing.assert_allclose(found, [np.sqrt(3), -1, -third, 1, -third, -third], rtol=1e-6)
 
 
 def test_a_reward_gap_between_conditions_biases_pooled_advantages_and_not_split_ones() -> None:
     rewards, group, guided = [1, 1, 1, 0, 1, 0, 0, 0], [0] * 8, [True] * 4 + [False] * 4
-    assert pooled_group_advantages(rewards, group)[:4].sum() > 1
-    np.testing.assert_allclose(
-        split_group_advantages(rewards, group, guided)[:4].sum(), 0, atol=1e-6
-    )
+    assert cell_advantages(rewards, group, [False] * 8)[:4].sum() > 1
+    np.testing.assert_allclose(cell_advantages(rewards, group, guided)[:4].sum(), 0, atol=1e-6)
 
 
 def test_a_lone_member_and_a_constant_cell_give_zero() -> None:
-    found = split_group_advantages(
-        [1, 0, 0.3, 0.3, 0.3], [0, 0, 1, 1, 1], [True, False, True, True, True]
-    )
+    found = cell_advantages([1, 0, 0.3, 0.3, 0.3], [0, 0, 1, 1, 1], [True, False, True, True, True])
     np.testing.assert_array_equal(found, np.zeros(5, np.float32))
 
 
@@ -71,7 +66,7 @@ def test_every_cell_has_mean_zero_and_unit_variance_or_is_all_zero(
     rows: list[tuple[float, int, bool]],
 ) -> None:
     rewards, group, guided = columns(rows)
-    found = split_group_advantages(rewards, group, guided).astype(np.float64)
+    found = cell_advantages(rewards, group, guided).astype(np.float64)
     for g in set(group):
         for c in (True, False):
             cell, outcomes = (
@@ -90,16 +85,14 @@ def test_order_scale_shift_and_names_of_groups_do_not_matter(
     rows: list[tuple[float, int, bool]], random: Any
 ) -> None:
     rewards, group, guided = columns(rows)
-    base = split_group_advantages(rewards, group, guided)
+    base = cell_advantages(rewards, group, guided)
     order = random.sample(range(len(rows)), len(rows))
     np.testing.assert_allclose(
-        split_group_advantages(rewards[order], group[order], guided[order]), base[order], atol=1e-6
+        cell_advantages(rewards[order], group[order], guided[order]), base[order], atol=1e-6
     )
+    np.testing.assert_allclose(cell_advantages(3 * rewards - 7, group, guided), base, atol=1e-5)
     np.testing.assert_allclose(
-        split_group_advantages(3 * rewards - 7, group, guided), base, atol=1e-5
-    )
-    np.testing.assert_allclose(
-        split_group_advantages(rewards, [f"task {g}" for g in group], guided), base, atol=1e-6
+        cell_advantages(rewards, [f"task {g}" for g in group], guided), base, atol=1e-6
     )
 
 
@@ -169,8 +162,7 @@ def test_weights_of_equation_7_fall_with_the_count_and_stay_in_the_unit_interval
 
 def test_nothing_in_gives_nothing_out() -> None:
     for found in (
-        split_group_advantages([], [], []),
-        pooled_group_advantages([], []),
+        cell_advantages([], [], []),
         split_weights([], []),
         batch_advantages([]),
         training_count_weights(0, [], [], cooldown=1, decay=1.0),
@@ -181,9 +173,9 @@ def test_nothing_in_gives_nothing_out() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: split_group_advantages([1, 2], [0], [True, False]), r"shape \(2,\)"),
-        (lambda: split_group_advantages([1, 2], [0, 0], [True]), r"shape \(2,\)"),
-        (lambda: split_group_advantages([1, float("nan")], [0, 0], [True, True]), "finite"),
+        (lambda: cell_advantages([1, 2], [0], [True, False]), r"shape \(2,\)"),
+        (lambda: cell_advantages([1, 2], [0, 0], [True]), r"shape \(2,\)"),
+        (lambda: cell_advantages([1, float("nan")], [0, 0], [True, True]), "finite"),
         (lambda: batch_advantages([[1.0]]), "finite rewards of shape"),
         (lambda: training_count_weights(0, [1], [1, 2], cooldown=0, decay=0), "one shape"),
         (lambda: training_count_weights(0, [1], [1], cooldown=-1, decay=0), "at least 0"),
@@ -199,4 +191,4 @@ def test_wrong_arguments_say_what_was_expected(call: Any, message: str) -> None:
 @given(st.floats(-1e6, 1e6), st.integers(2, 9))
 def test_a_constant_cell_of_any_size_and_height_is_zero(height: float, members: int) -> None:
     assume(abs(height) > 0)
-    assert not split_group_advantages([height] * members, [0] * members, [True] * members).any()
+    assert not cell_advantages([height] * members, [0] * members, [True] * members).any()

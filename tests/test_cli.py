@@ -260,8 +260,16 @@ class TestUserErrors:
     def test_unknown_runtime(self, run_train: Train) -> None:
         assert_user_error(
             run_train("--runtime", "openrlf", "--dry-run"),
-            "Expected runtime to be 'local' or 'openrlhf', got 'openrlf'",
+            "Expected one of runtimes (local, openrlhf)",
+            "got 'openrlf'; did you mean 'openrlhf'?",
         )
+
+    @pytest.mark.parametrize(
+        ("setting", "nearest"),
+        [("actor.estimator=gpro", "grpo"), ("actor.loss=cisp", "cispo")],
+    )
+    def test_unknown_part(self, run_train: Train, setting: str, nearest: str) -> None:
+        assert_user_error(run_train(setting), f"did you mean {nearest!r}?")
 
     @pytest.mark.parametrize("package", ["openrlhf", "ray", "vllm", "deepspeed"])
     def test_missing_cluster_package(

@@ -20,10 +20,10 @@ import torch
 from experiential.config import OptimSettings
 from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
-from experiential.training.batch_loss import Sums, add_sums, means
 from experiential.training.local import LocalRuntime
+from experiential.training.losses import Sums, add_sums, means
 from experiential.training.openrlhf.learner import BLANK, Learner
-from experiential.training.runtime import LossKind, LossSettings, Sample, sample_from_generation
+from experiential.training.runtime import LossSettings, Sample, sample_from_generation
 from tests.llm_tiny import tiny_random_model
 
 MICRO = 3
@@ -167,7 +167,7 @@ async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtim
     here = local()
     samples = await drawn(here)
     if kind == "mixed":
-        kinds: list[LossKind | None] = [None, "sft", "reverse_kl"]
+        kinds: list[str | None] = [None, "sft", "reverse_kl"]
         samples, kind = [replace(s, kind=kinds[i % 3]) for i, s in enumerate(samples)], "ppo"
     loss = LossSettings(kind=kind, low=0.04, high=0.04, kl=0.0 if kind == "sft" else 0.3)
     stats = await here.train(samples, loss)

@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiential.training.losses import cispo_loss, kl_k3, ppo_clip_loss, reverse_kl_loss, sft_loss
+from experiential.training.losses import (
+    Terms,
+    batch_loss,
+    cispo_loss,
+    kl_k3,
+    ppo_clip_loss,
+    reverse_kl_loss,
+    sft_loss,
+)
+from experiential.training.runtime import LossSettings, Sample
 
 LOG = math.log
 
@@ -298,3 +307,19 @@ def test_wrong_shapes_and_names_are_refused() -> None:
         cispo_loss(double(1), double(1, 2), double(1), eps_low=0.1, eps_high=0.1)
     with pytest.raises(ValueError, match="ratio to be token or sequence"):
         ppo(double(1), double(1), double(1), [0], double(1), ratio="word")
+
+
+def squared(terms: Terms) -> tuple[torch.Tensor, dict[str, float]]:
+    """Pull log-probabilities to their advantages."""
+    return ((terms.logp - terms.advantages) ** 2).sum() * terms.share, {"n": float(terms.share)}
+
+
+def test_a_loss_from_outside_is_found_by_module_and_attribute() -> None:
+    sample = Sample(
+        tokens=(1, 2, 3), positions=(1, 2), logprobs=(-1.0, -1.0), advantages=(0.5, 1.5)
+    )
+    loss, sums = batch_loss(
+        torch.tensor([0.0, 1.0]), [sample], LossSettings(kind=f"{__name__}:squared"), total=4
+    )
+    assert loss.item() == pytest.approx((0.25 + 0.25) * 2 / 4)
+    assert sums == {"n": (1.0, 2)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import tempfile
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,9 @@ from typing import TYPE_CHECKING
 from experiential.config import ClusterSettings, EnvSettings, Experiment, ModelSettings
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.llm.models import resolve_model
+from experiential.plugins import Kind, resolve
+from experiential.training.advantages import ESTIMATORS
+from experiential.training.runtime import LOSSES, RUNTIMES
 
 if TYPE_CHECKING:
     from experiential.training.openrlhf.placement import Placement
@@ -54,6 +58,7 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
         experiment.model,
         *([experiment.extractor_model] if experiment.extractor_model else []),
     ]
+    check_names(experiment)
     clustered = experiment.runtime == "openrlhf"
     for model in models:
         if not (clustered and dry_run):
@@ -63,6 +68,22 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     check_env_arguments(experiment.env)
     check_bank(experiment.bank.path)
     return check_cluster(experiment, dry_run=dry_run) if clustered else None
+
+
+def check_names(experiment: Experiment) -> None:
+    """Refuse parts that do not exist; built-in ones are not imported for it.
+
+    Raises:
+        ConfigError: a name is none of the built-in parts, of the entry points, or an attribute.
+    """
+    named: list[tuple[Kind, str, Mapping[str, object]]] = [
+        ("runtimes", experiment.runtime, RUNTIMES),
+        ("estimators", experiment.actor.estimator, ESTIMATORS),
+        ("losses", experiment.actor.loss, LOSSES),
+    ]
+    for kind, name, builtins in named:
+        if name not in builtins:
+            resolve(kind, name, builtins)
 
 
 def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:

@@ -19,7 +19,7 @@ from experiential.envs.make import make
 from experiential.errors import BackendError, EnvError, ExperientialError
 from experiential.rollout.awaited import AwaitedEnv, Start, Step, given
 from experiential.sync import attempted
-from experiential.types import Answer, Condition, Generation, Trajectory, Use
+from experiential.types import Answer, Condition, Generation, Trajectory
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.feedback import FeedbackWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
@@ -379,8 +379,3 @@ def guided_members(group_size: int, guided: str) -> list[Condition]:
     """Conditions of a group's members: the first ceil(K/2) guided under ``half``, or all, or none."""
     share = {"all": group_size, "none": 0, "half": (group_size + 1) // 2}[guided]
     return [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
-
-
-def credited_uses(trajectory: Trajectory) -> list[Use]:
-    """The uses of a trajectory that count: none when the episode failed for a technical reason."""
-    return list(trajectory.uses) if trajectory.error is None else []

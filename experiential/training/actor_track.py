@@ -93,7 +93,7 @@ class ActorTrack:
     def _loss(self, step: int) -> LossSettings:
         settings = self._settings
         return LossSettings(
-            kind="ppo",
+            kind=settings.loss,
             low=settings.clip_low,
             high=settings.clip_high,
             ratio=settings.ratio,

@@ -1,39 +1,77 @@
-"""Advantages and per-trajectory weights: NumPy in, NumPy out, no gradient needed."""
+"""Advantages and per-trajectory weights: NumPy in, NumPy out, no gradient needed.
+
+An estimator is a function of `Cells`. To add one, name a ``module:function`` as
+``actor.estimator``, or declare an entry point of group ``experiential.estimators``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from experiential.plugins import resolve
+
 Floats = npt.NDArray[np.float32]
-Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++"]
-"""How rewards of one cell become advantages."""
 
 
-def split_group_advantages(
-    rewards: npt.ArrayLike, group: npt.ArrayLike, guided: npt.ArrayLike, *, eps: float = 1e-6
-) -> Floats:
-    """Advantages normalised inside each (group, condition) cell: eq. 5 of Complementary RL.
+class Cells(NamedTuple):
+    """Describe the rewards of a batch by (group, condition) cell; every array has shape (n,).
 
-    A = (r - mean) / std over the cell, with the population standard deviation (divided by K_c, not
-    K_c - 1), so that the advantages of a cell have mean 0 and variance 1.
-
-    Args:
-        rewards: outcome per trajectory, shape (n,), float.
-        group: id of the task instance, shape (n,), integer or text.
-        guided: condition, shape (n,), bool.
-        eps: spread (standard deviation) up to which a cell counts as constant.
-
-    Returns:
-        advantages, shape (n,), float32; a cell with fewer than two members or zero spread gives 0.
-
-    Raises:
-        ValueError: shapes differ, or a reward is not finite.
+    Attributes:
+        rewards: outcome per trajectory, float64.
+        cell: index of each trajectory's cell, in [0, number of cells), int64.
+        size: members of the trajectory's cell, K, int64.
+        mean: mean reward of its cell.
+        std: population standard deviation of the rewards of its cell.
     """
-    return cell_advantages(rewards, group, guided, eps=eps)
+
+    rewards: npt.NDArray[np.float64]
+    cell: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int64]
+    mean: npt.NDArray[np.float64]
+    std: npt.NDArray[np.float64]
+
+    @property
+    def centred(self) -> npt.NDArray[np.float64]:
+        """Return each reward minus the mean of its cell."""
+        return self.rewards - self.mean
+
+
+Estimator = Callable[[Cells], npt.NDArray[Any]]
+"""Returns one advantage per trajectory, shape (n,). Cells with a lone member or equal rewards are
+set to 0 afterwards, so an estimator need not guard its divisions there.
+"""
+
+
+def grpo(cells: Cells) -> npt.NDArray[np.float64]:
+    """Return A = (r - mean) / std: eq. 4 and 5 of Complementary RL (GRPO, Shao et al. 2024)."""
+    return cells.centred / cells.std
+
+
+def dr_grpo(cells: Cells) -> npt.NDArray[np.float64]:
+    """Return A = r - mean, so that a cell's spread does not weigh it (Liu et al. 2025)."""
+    return cells.centred
+
+
+def rloo(cells: Cells) -> npt.NDArray[np.float64]:
+    """Return A = r - mean of the others = (r - mean) K / (K - 1) (Ahmadian et al. 2024)."""
+    return cells.centred / (1.0 - 1.0 / cells.size)
+
+
+def reinforce_baseline(cells: Cells) -> npt.NDArray[np.float64]:
+    """Return A = (r - mean) / std over the whole batch (REINFORCE++-baseline, Hu et al. 2025)."""
+    return cells.centred / np.sqrt((cells.centred**2).mean())
+
+
+ESTIMATORS: dict[str, Estimator | str] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_baseline,
+}
 
 
 def cell_advantages(
@@ -41,53 +79,42 @@ def cell_advantages(
     group: npt.ArrayLike,
     guided: npt.ArrayLike,
     *,
-    estimator: Estimator = "grpo",
+    estimator: str | Estimator = "grpo",
     eps: float = 1e-6,
 ) -> Floats:
-    """Advantages relative to the members of the same (group, condition) cell; with ``guided`` all false a cell is a group.
+    """Compare each trajectory with the members of its (group, condition) cell.
 
-    With mean and population standard deviation over a cell of K members:
-
-    * ``grpo``: A = (r - mean) / std (Shao et al. 2024);
-    * ``dr_grpo``: A = r - mean, so that easy and hard tasks are not weighed up (Liu et al. 2025);
-    * ``rloo``: A = r - mean of the others = (r - mean) K / (K - 1) (Ahmadian et al. 2024);
-    * ``reinforce++``: A = (r - mean) / standard deviation of r - mean over the whole batch
-      (REINFORCE++-baseline, Hu et al. 2025).
+    With ``guided`` all false a cell is a whole group: pooled advantages, eq. 4 of Complementary RL.
+    Otherwise the halves of a group are compared apart: eq. 5.
 
     Args:
         rewards: outcome per trajectory, shape (n,), float.
         group: id of the task instance, shape (n,), integer or text.
         guided: condition, shape (n,), bool.
-        estimator: one of the above.
-        eps: spread (standard deviation) up to which a cell, or with ``reinforce++`` the batch,
-            counts as constant.
+        estimator: a name for `ESTIMATORS` or the plug-in door, or the function itself.
+        eps: spread (standard deviation) up to which a cell counts as constant.
 
     Returns:
         advantages, shape (n,), float32; a cell with fewer than two members or zero spread gives 0.
 
     Raises:
-        ValueError: shapes differ, a reward is not finite, or the estimator is unknown.
+        ConfigError: no such estimator.
+        ValueError: shapes differ, or a reward is not finite.
     """
-    if estimator not in get_args(Estimator):
-        raise ValueError(
-            f"Expected an estimator of {', '.join(get_args(Estimator))}, got {estimator!r}"
-        )
+    found = (
+        resolve("estimators", estimator, ESTIMATORS) if isinstance(estimator, str) else estimator
+    )
     values = _rewards(rewards)
+    if not len(values):
+        return np.zeros(0, np.float32)
     cell, count = _cells(len(values), group, guided)
-    sizes = np.bincount(cell, minlength=count)
-    centred = values - (np.bincount(cell, values, count) / np.maximum(sizes, 1))[cell]
-    spread = np.sqrt(np.bincount(cell, centred**2, count) / np.maximum(sizes, 1))[cell]
-    informative = (spread > eps) & (sizes[cell] > 1)
-    scale = np.ones(len(values))
-    if estimator == "grpo":
-        scale = np.where(informative, spread, 1.0)
-    elif estimator == "rloo":
-        scale = 1.0 - 1.0 / np.maximum(sizes[cell], 2)
-    elif estimator == "reinforce++":
-        scale = np.full(
-            len(values), max(float(np.sqrt((centred**2).mean())) if len(values) else 1.0, eps)
-        )
-    return np.where(informative, centred / scale, 0.0).astype(np.float32)
+    size = np.bincount(cell, minlength=count)
+    mean = (np.bincount(cell, values, count) / size)[cell]
+    std = np.sqrt(np.bincount(cell, (values - mean) ** 2, count) / size)[cell]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        advantages = found(Cells(values, cell, size[cell], mean, std))
+    informative = (std > eps) & (size[cell] > 1)
+    return np.where(informative, advantages, 0.0).astype(np.float32)
 
 
 def turn_advantages(
@@ -96,13 +123,13 @@ def turn_advantages(
     guided: npt.ArrayLike,
     *,
     discount: float = 1.0,
-    estimator: Estimator = "grpo",
+    estimator: str | Estimator = "grpo",
     eps: float = 1e-6,
 ) -> list[Floats]:
-    """Step-wise credit: an advantage per turn, relative to the members of the same (group, condition) cell at the same turn.
+    """Compare each turn with the same turn of the other members of its (group, condition) cell.
 
     G_t = r_t + discount G_(t+1), and A_t is the advantage of G_t among the members of the cell that
-    got as far as turn t. With the one reward at the end and no discount the first turn has the
+    got as far as turn t. With one reward at the end and no discount, the first turn has the
     advantage of the whole trajectory.
 
     Args:
@@ -110,8 +137,8 @@ def turn_advantages(
         group: id of the task instance, shape (n,), integer or text.
         guided: condition, shape (n,), bool.
         discount: gamma, in (0, 1].
-        estimator: as in ``cell_advantages``.
-        eps: likewise.
+        estimator: see ``cell_advantages``.
+        eps: see ``cell_advantages``.
 
     Returns:
         per trajectory one advantage per turn, float32; 0 where fewer than two members got so far,
@@ -126,56 +153,29 @@ def turn_advantages(
             f"Expected group and guided of shape ({len(rewards)},), got {labels.shape} and"
             f" {condition.shape}"
         )
-    names = np.unique(labels, return_inverse=True)[1].reshape(-1)
+    if not rewards:
+        return []
     lengths = [len(row) for row in rewards]
-    longest = max(lengths, default=0)
-    flat = np.array(
-        [value for row in rewards for value in _returns(row, discount)], dtype=np.float64
-    )
-    cell = np.array(
-        [
-            name * longest + turn
-            for name, n in zip(names.tolist(), lengths, strict=True)
-            for turn in range(n)
-        ],
-        dtype=np.int64,
-    )
-    values = cell_advantages(
-        flat, cell, np.repeat(condition, lengths), estimator=estimator, eps=eps
-    )
-    return np.split(values, np.cumsum(lengths)[:-1]) if lengths else []
-
-
-def _returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """G_t of every turn."""
     returns: list[float] = []
-    for reward in reversed(rewards):
-        returns.append(reward + discount * (returns[-1] if returns else 0.0))
-    return returns[::-1]
-
-
-def pooled_group_advantages(
-    rewards: npt.ArrayLike, group: npt.ArrayLike, *, eps: float = 1e-6
-) -> Floats:
-    """Advantages normalised inside each group, whatever the condition: eq. 4 of Complementary RL (plain GRPO).
-
-    Args:
-        rewards: outcome per trajectory, shape (n,), float.
-        group: id of the task instance, shape (n,), integer or text.
-        eps: spread up to which a group counts as constant.
-
-    Returns:
-        advantages, shape (n,), float32, with the conventions of ``split_group_advantages``.
-
-    Raises:
-        ValueError: shapes differ, or a reward is not finite.
-    """
-    values = _rewards(rewards)
-    return split_group_advantages(values, group, np.zeros(len(values), bool), eps=eps)
+    for row in rewards:
+        following = 0.0
+        backward: list[float] = []
+        for reward in reversed(row):
+            following = reward + discount * following
+            backward.append(following)
+        returns += reversed(backward)
+    # A cell is a (group, turn) pair here, so that only turns of the same number meet.
+    names = np.unique(labels, return_inverse=True)[1].reshape(-1)
+    turns = np.concatenate([np.arange(n) for n in lengths])
+    cell = np.repeat(names, lengths) * max(lengths) + turns
+    values = cell_advantages(
+        returns, cell, np.repeat(condition, lengths), estimator=estimator, eps=eps
+    )
+    return np.split(values, np.cumsum(lengths)[:-1])
 
 
 def split_weights(group: npt.ArrayLike, guided: npt.ArrayLike) -> Floats:
-    """Weight of each trajectory in the objective of eq. 5: 1/G * 1/C * 1/K_c.
+    """Return the weight of each trajectory in the objective of eq. 5: 1/G * 1/C * 1/K_c.
 
     G is the number of groups, C the number of conditions present in the trajectory's group (2, or 1
     where a group has one condition only, which gives its members 1/K each) and K_c the size of its
@@ -202,7 +202,7 @@ def split_weights(group: npt.ArrayLike, guided: npt.ArrayLike) -> Floats:
 
 
 def batch_advantages(rewards: npt.ArrayLike) -> Floats:
-    """A = r - mean over the batch, not divided by a spread: the advantage of eq. 3 of Complementary RL.
+    """Return A = r - mean over the batch, not divided by a spread: eq. 3 of Complementary RL.
 
     Args:
         rewards: mean reward per sample, shape (n,), float.
@@ -220,7 +220,7 @@ def batch_advantages(rewards: npt.ArrayLike) -> Floats:
 def training_count_weights(
     step: int, last_trained: npt.ArrayLike, counts: npt.ArrayLike, *, cooldown: int, decay: float
 ) -> Floats:
-    """Weight of each sample by how often it was trained on: eq. 7 of Complementary RL.
+    """Weigh each sample by how often it was trained on: eq. 7 of Complementary RL.
 
     w = 0 while step - last < cooldown, else (1 + count)^(-decay).
 
@@ -263,7 +263,7 @@ def _rewards(rewards: npt.ArrayLike) -> npt.NDArray[np.float64]:
 def _cells(
     n: int, group: npt.ArrayLike, guided: npt.ArrayLike
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Index of each trajectory's (group, condition) cell, and how many cells there are."""
+    """Return the index of each trajectory's (group, condition) cell, and the number of cells."""
     labels: npt.NDArray[Any] = np.asarray(group)
     condition = np.asarray(guided, dtype=bool)
     if labels.shape != (n,) or condition.shape != (n,):

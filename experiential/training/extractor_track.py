@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from experiential.bank.bank import ExperienceBank
 from experiential.config import ExtractorSettings
-from experiential.rollout.rollout import credited_uses
 from experiential.training.buffer import BufferSample, ExtractorBuffer
 from experiential.training.rewards import critic_reward, outcome, relative_rewards, use_reward
 from experiential.training.runtime import (
@@ -118,7 +117,9 @@ class ExtractorTrack:
         else:
             bases = [float(use_reward(t.success)) for t in trajectories]
         found = [
-            (use, base) for t, base in zip(trajectories, bases, strict=True) for use in _counted(t)
+            (use, base)
+            for t, base in zip(trajectories, bases, strict=True)
+            for use in counted_uses(t)
         ]
         known = [(use, base) for use, base in found if not math.isnan(base)]
         self.uncredited += len(found) - len(known)
@@ -216,10 +217,16 @@ class ExtractorTrack:
         )
 
 
-def _counted(trajectory: Trajectory) -> list[Use]:
-    """Its uses that count; an entry met twice in one episode counts once, by the first: T_m of section 3.3."""
+def counted_uses(trajectory: Trajectory) -> list[Use]:
+    """Return the uses that earn credit: T_m of section 3.3 of Complementary RL.
+
+    An entry that reached one episode several times counts once, by its first use. Episodes without
+    experience, and those that failed for a technical reason, have no uses that count.
+    """
+    if trajectory.error is not None or trajectory.condition is Condition.FREE:
+        return []
     first: dict[tuple[str, int, str | None], Use] = {}
-    for use in credited_uses(trajectory):
+    for use in trajectory.uses:
         first.setdefault((use.experience_id, use.experience_version, use.refinement), use)
     return list(first.values())
 

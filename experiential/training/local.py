@@ -20,8 +20,8 @@ from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.transformers import TransformersLLM
 from experiential.rollout.rollout import make_env
-from experiential.training.batch_loss import Sums, add_sums, batch_loss, means
 from experiential.training.logprobs import Measure, blocked_tokens, token_entropies, token_logprobs
+from experiential.training.losses import Sums, add_sums, batch_loss, means
 from experiential.training.packing import Row, micro_batches, pack
 from experiential.training.runtime import (
     LossSettings,

@@ -1,15 +1,169 @@
-"""Losses as pure functions of flat token tensors, each with its equation; all are to be minimised."""
+"""Losses as pure functions of flat token tensors, each with its equation; all are to be minimised.
+
+A policy loss is a function of `Terms`. To add one, name a ``module:function`` as ``actor.loss``, or
+declare an entry point of group ``experiential.losses``.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from experiential.plugins import resolve
+from experiential.training.runtime import LOSSES, LossSettings, Sample
+
 Stats = dict[str, float]
+Sums = dict[str, tuple[float, int]]
+"""Per metric its sum over tokens and their number, so that parts of a batch can be added up and
+become a mean in the end.
+"""
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this, so that ``exp`` and its gradient stay finite."""
+
+
+class Terms(NamedTuple):
+    """Hold the tokens of the samples that one policy loss is computed for.
+
+    Attributes:
+        logp: log-probability of each token under the policy, shape (n,), carries the gradient.
+        old_logp: the same under the behaviour policy, shape (n,).
+        advantages: shape (n,).
+        teacher: log-probability under a teacher, shape (n,); empty where the samples have none.
+        segment: index of each token's sample, shape (n,), long.
+        weights: weight of each sample, shape (m,).
+        share: n over the trained tokens of the whole batch; a mean over tokens times this adds up
+            to the batch's mean.
+        settings: clipping and other constants.
+    """
+
+    logp: Tensor
+    old_logp: Tensor
+    advantages: Tensor
+    teacher: Tensor
+    segment: Tensor
+    weights: Tensor
+    share: float
+    settings: LossSettings
+
+
+PolicyLoss = Callable[[Terms], tuple[Tensor, Stats]]
+"""Returns the loss, a scalar to be minimised, and metrics that are means over the tokens."""
+
+
+def ppo(terms: Terms) -> tuple[Tensor, Stats]:
+    """Compute ``ppo_clip_loss`` with the settings' ratio and clipping."""
+    settings = terms.settings
+    return ppo_clip_loss(
+        terms.logp,
+        terms.old_logp,
+        terms.advantages,
+        segment=terms.segment,
+        weights=terms.weights,
+        clip_low=settings.low,
+        clip_high=settings.high,
+        ratio=settings.ratio,
+    )
+
+
+def cispo(terms: Terms) -> tuple[Tensor, Stats]:
+    """Compute ``cispo_loss``: a mean over all tokens of the batch, whatever the samples' weights."""
+    settings = terms.settings
+    value, stats = cispo_loss(
+        terms.logp,
+        terms.old_logp,
+        terms.advantages,
+        eps_low=settings.low,
+        eps_high=settings.high,
+    )
+    return value * terms.share, stats
+
+
+def sft(terms: Terms) -> tuple[Tensor, Stats]:
+    """Compute ``sft_loss``; ``nll`` is the mean negative log-likelihood."""
+    stats = {"nll": -float(terms.logp.detach().mean())} if len(terms.logp) else {}
+    return sft_loss(terms.logp, terms.segment, terms.weights), stats
+
+
+def reverse_kl(terms: Terms) -> tuple[Tensor, Stats]:
+    """Compute ``reverse_kl_loss`` to the samples' teacher."""
+    return reverse_kl_loss(terms.logp, terms.teacher, segment=terms.segment, weights=terms.weights)
+
+
+def batch_loss(
+    logp: Tensor,
+    members: Sequence[Sample],
+    loss: LossSettings,
+    total: float,
+    reference: Tensor | None = None,
+) -> tuple[Tensor, Sums]:
+    """Compute what these samples add to the loss of their batch; parts of a batch add up to it.
+
+    Every runtime minimises this, so that all of them take the same step.
+
+    Args:
+        logp: log-probability of every trained token of ``members`` in their order, shape (n,),
+            carries the gradient.
+        members: samples of one batch, each whole.
+        loss: which loss, and its constants.
+        total: trained tokens of the whole batch, over which token means are taken.
+        reference: log-probability of the same tokens under the reference policy, shape (n,), for
+            the KL penalty.
+
+    Returns:
+        the loss, a scalar, and its metrics; those of a loss that only some samples ask for
+        (`Sample.kind`) carry its name in front.
+
+    Raises:
+        ConfigError: no such loss.
+    """
+    device = logp.device
+    kinds = [s.kind or loss.kind for s in members]
+    owner = torch.tensor(
+        [i for i, s in enumerate(members) for _ in s.positions], device=device, dtype=torch.long
+    )
+    value, sums = logp.sum() * 0.0, Sums()
+    for kind in dict.fromkeys([loss.kind, *kinds]):
+        chosen = [i for i, k in enumerate(kinds) if k == kind]
+        mine = torch.isin(owner, torch.tensor(chosen, device=device, dtype=torch.long))
+        own, count = [members[i] for i in chosen], int(mine.sum())
+        terms = Terms(
+            logp=logp[mine],
+            old_logp=torch.tensor([x for s in own for x in s.logprobs], device=device),
+            advantages=torch.tensor([x for s in own for x in s.advantages], device=device),
+            teacher=torch.tensor([x for s in own for x in s.teacher], device=device),
+            segment=torch.tensor(
+                [i for i, s in enumerate(own) for _ in s.positions], device=device, dtype=torch.long
+            ),
+            weights=torch.tensor([s.weight for s in own], device=device),
+            share=count / total if total else 0.0,
+            settings=loss,
+        )
+        compute: PolicyLoss = resolve("losses", kind, LOSSES)
+        part, stats = compute(terms)
+        # Imitated tokens are not the policy's own draws: only the batch's loss has the penalty.
+        if reference is not None and kind == loss.kind and count:
+            penalty = kl_k3(terms.logp, reference[mine]).mean()
+            part = part + loss.kl * penalty * terms.share
+            stats = stats | {"kl_reference": float(penalty.detach())}
+        value = value + part
+        front = "" if kind == loss.kind else f"{kind}_"
+        add_sums(sums, {f"{front}{name}": (mean * count, count) for name, mean in stats.items()})
+    return value, sums
+
+
+def add_sums(into: Sums, more: Mapping[str, tuple[float, int]]) -> None:
+    """Add the metrics of a part of a batch to those of the parts before."""
+    for name, (value, count) in more.items():
+        before = into.get(name, (0.0, 0))
+        into[name] = before[0] + value, before[1] + count
+
+
+def means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """Return each metric's mean over the tokens that have it."""
+    return {name: value / max(1, count) for name, (value, count) in sums.items()}
 
 
 def ppo_clip_loss(
@@ -23,13 +177,13 @@ def ppo_clip_loss(
     clip_high: float,
     ratio: Literal["token", "sequence"] = "token",
 ) -> tuple[Tensor, Stats]:
-    """Clipped surrogate of eq. 4 and 5 of Complementary RL, negated.
+    """Compute the clipped surrogate of eq. 4 and 5 of Complementary RL, negated.
 
     loss = -sum_s w_s * mean over t in s of min(rho A, clip(rho, 1 - low, 1 + high) A). With
     ``ratio="token"`` rho_t is pi(t) / pi_old(t), as in GRPO's code; with ``"sequence"`` it is the
     ratio of the whole sequence, exp of the *sum* of its token log-ratios, as eq. 4 is written, and
-    A is the mean of the sequence's token advantages. With ``advantages.split_group_advantages`` and
-    ``advantages.split_weights`` this is eq. 5.
+    A is the mean of the sequence's token advantages. With the advantages of
+    ``advantages.cell_advantages`` by half group and ``advantages.split_weights`` this is eq. 5.
 
     Args:
         logp: log-probability of each token under the policy, shape (n,), float, carries the
@@ -73,9 +227,9 @@ def ppo_clip_loss(
 def cispo_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Stats]:
-    """CISPO, eq. 3 of Complementary RL, negated: -(1 / n) * sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_t log pi(t).
+    """Compute CISPO, eq. 3 of Complementary RL, negated.
 
-    The clipped ratio only weighs the gradient (sg: stop-gradient), so that no token loses its
+    loss = -(1 / n) * sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_t log pi(t). The clipped ratio only weighs the gradient (sg: stop-gradient), so that no token loses its
     gradient. The mean is over all tokens of the batch. Its gradient at rho = 1 is that of
     REINFORCE.
 
@@ -106,7 +260,7 @@ def cispo_loss(
 
 
 def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Per-token estimate of KL(pi || ref) for tokens sampled from pi: exp(d) - d - 1 with d = log ref - log pi.
+    """Estimate KL(pi || ref) per token drawn from pi: exp(d) - d - 1 with d = log ref - log pi.
 
     Never negative, unbiased in value, low in variance (Schulman's k3, the KL term of GRPO).
 
@@ -127,7 +281,7 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def sft_loss(logp: Tensor, segment: Tensor, weights: Tensor) -> Tensor:
-    """Weighted negative log-likelihood: -sum_s w_s * mean over t in s of log pi(t); the distillation loss of ERL.
+    """Compute the distillation loss of ERL: -sum_s w_s * mean over t in s of log pi(t).
 
     Args:
         logp: log-probability of each target token, shape (n,), float.
@@ -149,7 +303,7 @@ def sft_loss(logp: Tensor, segment: Tensor, weights: Tensor) -> Tensor:
 def reverse_kl_loss(
     logp: Tensor, teacher_logp: Tensor, *, segment: Tensor, weights: Tensor
 ) -> tuple[Tensor, Stats]:
-    """On-policy distillation by KL(pi || teacher): the internalisation that ERL's appendix gives beside the supervised one.
+    """Compute the loss of on-policy distillation by KL(pi || teacher), from ERL's appendix.
 
     loss = sum_s w_s * mean over t in s of sg(log pi(t) - log teacher(t)) log pi(t), for tokens
     drawn from pi (sg: stop-gradient). In expectation its gradient is that of the divergence: the
@@ -192,7 +346,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _token_share(segment: Tensor, weights: Tensor) -> Tensor:
-    """w_s / |s| for every token, shape (n,)."""
+    """Return w_s / |s| for every token, shape (n,)."""
     lengths = torch.bincount(segment, minlength=len(weights))
     return (weights / lengths.clamp(min=1))[segment]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from experiential.config import FormatPart
 from experiential.envs.answers import exact_match as exact_match  # R_outcome of EvolveR
-from experiential.types import Condition, Trajectory, Use, Verdict
+from experiential.types import Trajectory, Verdict
 
 Key = tuple[str, int]
 """An experience at one version: (experience id, version)."""
@@ -26,40 +26,6 @@ def outcome(trajectory: Trajectory) -> float:
 def use_reward(success: bool) -> int:
     """r(m) of section 2.3: +1 when the episode that used the entry succeeded, else -1."""
     return 1 if success else -1
-
-
-def use_outcomes(trajectories: Iterable[Trajectory]) -> Iterator[tuple[Use, bool]]:
-    """Every use that earns credit, with its episode's success.
-
-    Episodes that failed for a technical reason and experience-free episodes give none.
-    """
-    for trajectory in trajectories:
-        if trajectory.error is None and trajectory.condition is Condition.GUIDED:
-            for use in trajectory.uses:
-                yield use, trajectory.success
-
-
-def entry_rewards(uses: Iterable[tuple[Use, bool]]) -> dict[Key, float]:
-    """Mean reward of each experience version: r(m) = 1/|T_m| * sum over tau in T_m of r(m, tau), section 3.3.
-
-    T_m is a set of episodes, so an entry that reached one episode several times counts once for it;
-    uses that name no episode count each.
-
-    Args:
-        uses: uses with the success of their episode, as ``use_outcomes`` gives them.
-
-    Returns:
-        (experience id, version) to a mean in [-1, 1].
-    """
-    seen: set[tuple[Key, str]] = set()
-    totals: dict[Key, list[int]] = {}
-    for use, success in uses:
-        key = (use.experience_id, use.experience_version)
-        if use.episode and (key, use.episode) in seen:
-            continue
-        seen.add((key, use.episode))
-        totals.setdefault(key, []).append(use_reward(success))
-    return {key: sum(rewards) / len(rewards) for key, rewards in totals.items()}
 
 
 CRITIC_SCORES: dict[Verdict, float] = {"accept": 1.0, "refine": 0.5, "reject": 0.0}

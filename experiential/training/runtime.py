@@ -19,8 +19,10 @@ from experiential.llm.base import LLM
 from experiential.plugins import resolve
 from experiential.types import Generation, Record
 
-LossKind = Literal["ppo", "cispo", "sft", "reverse_kl"]
-"""What is minimised: see `experiential.training.losses`."""
+LOSSES = {
+    name: f"experiential.training.losses:{name}" for name in ("ppo", "cispo", "sft", "reverse_kl")
+}
+"""Built-in policy losses, which import torch and so are imported when chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Sample:
     weight: float = 1.0
     temperature: float = 1.0
     policy_version: int = 0
-    kind: LossKind | None = None
+    kind: str | None = None
 
     def weighted(self, factor: float) -> Sample:
         """The same with its weight multiplied."""
@@ -89,7 +91,7 @@ def check_sample(sample: Sample) -> None:
 class LossSettings(Record):
     """Which loss to minimise and its constants."""
 
-    kind: LossKind = "ppo"
+    kind: str = Field(default="ppo", description="a name for `LOSSES` or the plug-in door")
     low: float = Field(
         default=0.2, gt=0.0, description="the ratio is clipped to [1 - low, 1 + high]"
     )

@@ -15,7 +15,7 @@ from experiential.config import ActorSettings
 from experiential.rollout.rollout import Episode
 from experiential.training.actor_samples import actor_samples
 from experiential.training.advantages import cell_advantages
-from experiential.training.batch_loss import batch_loss
+from experiential.training.losses import batch_loss
 from experiential.training.runtime import LossSettings
 from experiential.types import Condition, Generation, Trajectory
 

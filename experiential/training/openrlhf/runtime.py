@@ -29,7 +29,7 @@ from experiential.llm.request import Request, StopFinder
 from experiential.llm.trie import choice_trie
 from experiential.rollout.rollout import make_env
 from experiential.sync import EventLoopThread
-from experiential.training.batch_loss import Sums, add_sums, means
+from experiential.training.losses import Sums, add_sums, means
 from experiential.training.openrlhf import parts
 from experiential.training.openrlhf.bank_actor import BankActor
 from experiential.training.openrlhf.engines import Engines
