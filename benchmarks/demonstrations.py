@@ -111,7 +111,7 @@ def demonstrations(
     )
     if not vault and not hasattr(inner.unwrapped, "oracle_action"):
         raise SystemExit(f"Expected an environment with oracle_action(), got {experiment.env.id}")
-    options = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
+    options = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
     with (
         tempfile.TemporaryDirectory() as folder,
         ExperienceBank(folder, embedder=experiment.bank.embedder) as bank,

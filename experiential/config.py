@@ -423,9 +423,12 @@ class BankSettings(Settings):
             " None is the default model"
         ),
     )
-    chroma: str | None = Field(
+    store: str | None = Field(
         default=None,
-        description="address of a Chroma server that holds the index; None keeps it in the folder",
+        description=(
+            "index of a large bank: 'chroma', address of a Chroma server, 'exact' (in memory), an"
+            " entry point or module:attribute; None keeps it where it was, at first 'chroma'"
+        ),
     )
     retrieval: RetrievalSettings = Field(default_factory=RetrievalSettings)
     prepare_steps: int = Field(

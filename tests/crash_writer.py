@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import chromadb  # noqa: F401  (imported once, in the process that every writer is forked from)
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.index.chroma import ChromaIndex
+from experiential.bank.index.follower import Replica
 from experiential.bank.index.seal import Seal
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.storage.journal import Journal
@@ -98,13 +98,13 @@ class Fuse:
             )
         before = {
             "show": (ExperienceBank, "_show"),
-            "apply": (ChromaIndex, "apply"),
-            "clear": (ChromaIndex, "clear"),
+            "apply": (Replica, "apply"),
+            "clear": (Replica, "clear"),
         }
         before |= {"backup": (Journal, "backup"), "seal": (Seal, "_write")}
         after = {
-            "applied": (ChromaIndex, "apply"),
-            "cleared": (ChromaIndex, "clear"),
+            "applied": (Replica, "apply"),
+            "cleared": (Replica, "clear"),
             "backed up": (Journal, "backup"),
         }
         for points, early in ((before, True), (after, False)):

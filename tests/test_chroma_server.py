@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 import experiential as xp
-from experiential.bank.index import chroma
-from experiential.bank.index.chroma import IndexLostError
-from experiential.bank.index.chroma_server import TOKEN_VARIABLE, checked_address
+from experiential.bank.index import follower
+from experiential.bank.index.chroma import TOKEN_VARIABLE
+from experiential.bank.index.store import IndexLostError, checked_store
 from experiential.cli import main
 from experiential.cli.errors import run_app
 
@@ -112,7 +112,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is tried again soon; no test counts on how soon."""
-    monkeypatch.setattr(chroma, "PAUSES", (0.01, 0.05))
+    monkeypatch.setattr(follower, "PAUSES", (0.01, 0.05))
 
 
 def spread(texts: list[str]) -> Any:
@@ -155,7 +155,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_vectors_go_to_the_server_and_the_journal_stays(server: Server, folder: Path) -> None:
-    with LargeBank(folder, chroma=server.url) as bank:
+    with LargeBank(folder, store=server.url) as bank:
         entries = bank.add_many(TEXTS)
         bank.flush_index()
         assert bank._state.nearest.is_large and len(bank._state.nearest._tail) == 0, (
@@ -181,7 +181,7 @@ def test_banks_and_namespaces_have_collections_of_their_own(server: Server, tmp_
         ("one", "other", 2),
         ("two", "default", 3),
     ):
-        with SmallBank(tmp_path / path, namespace=namespace, chroma=server.url) as bank:
+        with SmallBank(tmp_path / path, namespace=namespace, store=server.url) as bank:
             bank.add_many(TEXTS[:count])
     assert sorted(server.collections().values()) == [1, 2, 3]
 
@@ -189,17 +189,17 @@ def test_banks_and_namespaces_have_collections_of_their_own(server: Server, tmp_
 def test_the_bank_remembers_its_server_until_it_is_told_another_place(
     server: Server, folder: Path
 ) -> None:
-    with SmallBank(folder, chroma=server.url) as bank:
+    with SmallBank(folder, store=server.url) as bank:
         bank.add("one")
     with SmallBank(folder) as bank:
         bank.add("two")
     assert list(server.collections().values()) == [2] and not (folder / "chroma").exists()
-    with SmallBank(folder, chroma="folder") as bank:
+    with SmallBank(folder, store="chroma") as bank:
         bank.add("three")
     with SmallBank(folder) as bank:
         assert bank.rebuild() == 3
     assert list(server.collections().values()) == [2] and (folder / "chroma").is_dir()
-    with SmallBank(folder, chroma=f"{server.url}/") as bank:
+    with SmallBank(folder, store=f"{server.url}/") as bank:
         bank.flush_index()
     assert list(server.collections().values()) == [3]
 
@@ -207,7 +207,7 @@ def test_the_bank_remembers_its_server_until_it_is_told_another_place(
 def test_a_copy_of_the_folder_does_not_write_into_the_collection_of_the_original(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
-    with LargeBank(folder, chroma=server.url) as bank:
+    with LargeBank(folder, store=server.url) as bank:
         bank.add_many(TEXTS)
         with bank.fork(tmp_path / "fork") as fork:
             fork.add("of the fork")
@@ -236,7 +236,7 @@ def test_a_restored_journal_is_not_taken_for_the_one_that_was_indexed(
     """The collection is ahead at first; what is written next brings the journal past it, with other
     entries at the same positions.
     """
-    with LargeBank(folder, chroma=server.url) as bank:
+    with LargeBank(folder, store=server.url) as bank:
         bank.add_many(TEXTS[:30])
     backup = (folder / "journal.sqlite").read_bytes()
     with LargeBank(folder) as bank:
@@ -256,10 +256,10 @@ def test_a_restored_journal_is_not_taken_for_the_one_that_was_indexed(
 
 
 def test_rebuild_makes_the_collection_again(server: Server, folder: Path) -> None:
-    with LargeBank(folder, chroma=server.url) as bank:
+    with LargeBank(folder, store=server.url) as bank:
         bank.add_many(TEXTS)
         bank.flush_index()
-        bank._follower.opened()._collection.delete(ids=[next(iter(bank)).id])
+        bank._follower.opened()._store._collection.delete(ids=[next(iter(bank)).id])
         assert found(bank, TEXTS[0]) != [TEXTS[0]]
         assert bank.rebuild() == 60 and found(bank, TEXTS[0]) == [TEXTS[0]]
     assert list(server.collections().values()) == [60]
@@ -271,7 +271,7 @@ def test_rebuild_makes_the_collection_again(server: Server, folder: Path) -> Non
 def test_a_small_bank_goes_on_without_the_server_and_the_server_catches_up(
     server: Server, folder: Path
 ) -> None:
-    with SmallBank(folder, chroma=server.url) as bank:
+    with SmallBank(folder, store=server.url) as bank:
         bank.add("before")
         bank.flush_index()
         server.kill()
@@ -288,7 +288,7 @@ def test_a_small_bank_is_opened_and_closed_while_the_server_is_gone(
     server: Server, folder: Path
 ) -> None:
     server.kill()
-    with SmallBank(folder, chroma=server.url) as bank:
+    with SmallBank(folder, store=server.url) as bank:
         bank.add("while it was gone")
     with SmallBank(folder) as bank:
         assert found(bank, "while it was gone") == ["while it was gone"]
@@ -299,7 +299,7 @@ def test_a_small_bank_is_opened_and_closed_while_the_server_is_gone(
 def test_a_large_bank_answers_from_memory_until_the_server_is_back(
     server: Server, folder: Path
 ) -> None:
-    with LargeBank(folder, chroma=server.url) as bank:
+    with LargeBank(folder, store=server.url) as bank:
         entries = bank.add_many(TEXTS)
         bank.flush_index()
         server.kill()
@@ -321,7 +321,7 @@ def test_a_large_bank_answers_from_memory_until_the_server_is_back(
 
 
 def test_a_large_bank_is_opened_while_the_server_is_gone(server: Server, folder: Path) -> None:
-    with LargeBank(folder, chroma=server.url) as bank:
+    with LargeBank(folder, store=server.url) as bank:
         bank.add_many(TEXTS)
     server.kill()
     with LargeBank(folder) as bank:
@@ -334,7 +334,7 @@ def test_a_large_bank_is_opened_while_the_server_is_gone(server: Server, folder:
 
 
 def test_a_server_that_comes_back_empty_is_filled_again(server: Server, folder: Path) -> None:
-    with LargeBank(folder, chroma=server.url) as bank:
+    with LargeBank(folder, store=server.url) as bank:
         bank.add_many(TEXTS)
         bank.flush_index()
         server.kill()
@@ -359,7 +359,7 @@ def test_searches_and_writes_never_fail_while_the_server_goes_and_comes(
     """Threads search for what is known to be there, and write, over three losses of the server."""
     wrong: list[str] = []
     done = threading.Event()
-    with LargeBank(folder, chroma=server.url) as bank:
+    with LargeBank(folder, store=server.url) as bank:
         bank.add_many(TEXTS)
         bank.flush_index()
 
@@ -401,16 +401,16 @@ def test_writes_do_not_wait_for_a_server_that_never_answers(folder: Path) -> Non
     """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        bank = LargeBank(folder, chroma=address)
+        bank = LargeBank(folder, store=address)
         bank.add_many(
-            [f"entry {i}" for i in range(2 * chroma.BATCH)]
+            [f"entry {i}" for i in range(2 * follower.BATCH)]
         )  # enough to wake the follower
         bank.add("and one more")
         assert found(bank, "and one more") == ["and one more"]
         assert bank._follower.failure is None or isinstance(bank._follower.failure, IndexLostError)
     bank.close()
     with SmallBank(folder, read_only=True) as reader:
-        assert len(reader) == 2 * chroma.BATCH + 1
+        assert len(reader) == 2 * follower.BATCH + 1
 
 
 # How it is asked for
@@ -440,7 +440,7 @@ def test_the_token_of_the_environment_is_sent(
                 if token
                 else monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
             )
-            with SmallBank(folder, chroma=url) as bank:
+            with SmallBank(folder, store=url) as bank:
                 bank.add("x")
                 with pytest.raises(IndexLostError, match="401"):
                     bank.flush_index()
@@ -462,16 +462,16 @@ def test_the_token_of_the_environment_is_sent(
     ],
 )
 def test_an_address_that_cannot_be_one_is_refused_at_once(folder: Path, address: str) -> None:
-    with pytest.raises(ValueError, match="Expected chroma to be an address"):
-        SmallBank(folder, chroma=address)
+    with pytest.raises(ValueError, match="the address of a Chroma server like"):
+        SmallBank(folder, store=address)
     with SmallBank(folder) as bank:  # the folder was given back, and nothing is remembered
         bank.add("x")
     assert (folder / "chroma").is_dir()
 
 
 def test_good_addresses() -> None:
-    assert checked_address("http://localhost").hostname == "localhost"
-    assert checked_address("https://chroma.example:443").port == 443
+    assert checked_store("http://localhost/") == "http://localhost"
+    assert checked_store("https://chroma.example:443") == "https://chroma.example:443"
 
 
 def test_the_command_moves_the_index_and_the_doctor_looks_at_it_there(
@@ -479,7 +479,7 @@ def test_the_command_moves_the_index_and_the_doctor_looks_at_it_there(
 ) -> None:
     with xp.ExperienceBank(folder, embedder="hashing") as bank:
         bank.add_many(TEXTS[:3])
-    assert run_app(main.app, ["bank", "rebuild", str(folder), "--chroma", server.url, "--yes"]) == 0
+    assert run_app(main.app, ["bank", "rebuild", str(folder), "--store", server.url, "--yes"]) == 0
     assert list(server.collections().values()) == [3]
     capsys.readouterr()
     assert run_app(main.app, ["bank", "doctor", str(folder)]) == 0

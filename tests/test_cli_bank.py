@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import experiential as xp
-from experiential.bank.index.chroma import ChromaIndex
+from experiential.bank.index.follower import Replica
+from experiential.bank.index.store import Site
 from experiential.cli import main
 from experiential.cli.errors import run_app
 
@@ -353,32 +354,33 @@ def test_doctor_says_who_writes_and_leaves_the_index_alone(folder: Path, run: Ru
 
 
 def index_of(folder: Path) -> Any:
-    return ChromaIndex(folder, "default")
+    digest = hashlib.sha256(b"default").hexdigest()[:16]
+    return Replica(Site("chroma", f"experience-{digest}", folder / "chroma"))
 
 
 def drop_one(folder: Path) -> None:
     index = index_of(folder)
-    index._collection.delete(ids=index._collection.get()["ids"][:1])
+    index._store._collection.delete(ids=index._store._collection.get()["ids"][:1])
     index.close()
 
 
 def turn_one(folder: Path) -> None:
     index = index_of(folder)
-    id = index._collection.get()["ids"][0]
-    index._collection.update(ids=[id], embeddings=[[1.0] + [0.0] * 255])
+    id = index._store._collection.get()["ids"][0]
+    index._store._collection.update(ids=[id], embeddings=[[1.0] + [0.0] * 255])
     index.close()
 
 
 def age_one(folder: Path) -> None:
     index = index_of(folder)
-    id = index._collection.get()["ids"][0]
-    index._collection.update(ids=[id], metadatas=[{"version": 9}])
+    id = index._store._collection.get()["ids"][0]
+    index._store._collection.update(ids=[id], metadatas=[{"version": 9}])
     index.close()
 
 
 def put_behind(folder: Path) -> None:
     index = index_of(folder)
-    index._collection.modify(metadata={"head": 1})
+    index._store._collection.modify(metadata={"mark": "1 of another journal"})
     index.close()
 
 
@@ -398,7 +400,7 @@ def garble(folder: Path) -> None:
         (age_one, "1 of 3 entries compared"),
         (put_behind, "at position 1, the journal at 3"),
         (lose, "missing"),
-        (garble, "Chroma cannot"),
+        (garble, "cannot be opened"),
     ],
 )
 def test_doctor_finds_a_harmed_index_and_its_command_mends_it(

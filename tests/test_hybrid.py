@@ -334,7 +334,7 @@ def test_words_respect_the_excluded_instance_and_the_filter(bank: xp.ExperienceB
 def test_every_live_entry_is_found_once_with_its_own_share(
     steps: list[tuple[int, str | None, bool]],
 ) -> None:
-    nearest, table = Nearest((), limit=1000, chroma=None), dict[str, Live]()
+    nearest, table = Nearest((), limit=1000), dict[str, Live]()
     rng = np.random.default_rng(0)
     for seq, (number, text, ask) in enumerate(steps):
         id = str(number)

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from experiential.bank.checks import checked_folder, checked_text
 from experiential.bank.evidence import credit
-from experiential.bank.index.chroma import IndexFollower
-from experiential.bank.index.chroma_server import FOLDER, place_of
 from experiential.bank.index.embed import (
     CachedEmbedder,
     Embedder,
@@ -27,7 +25,9 @@ from experiential.bank.index.embed import (
     recorded_embedder,
     resolve_embedder,
 )
+from experiential.bank.index.follower import IndexFollower
 from experiential.bank.index.nearest import Nearest
+from experiential.bank.index.store import CHROMA, chosen_site
 from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.operations import Consolidator, Distiller, keys_to_embed, source_of
 from experiential.bank.search.searchable import Searchable, scopes_of
@@ -78,8 +78,9 @@ class ExperienceBank(Searchable, Upkeep):
             sentence-transformers name or folder, or None: the one that the bank was made with, or
             the default model for a new bank.
         read_only: open a picture of the bank as it is now.
-        chroma: address of a Chroma server that holds the index; None is where it was before,
-            "folder" the bank's own folder.
+        store: where the index of a large bank is: "chroma" (in the bank's folder), the address of
+            a Chroma server, "exact" (in memory only), an entry point or ``module:attribute``; None
+            is where it was before, and at first "chroma".
 
     Raises:
         BankLockedError: another writer has the folder.
@@ -87,7 +88,7 @@ class ExperienceBank(Searchable, Upkeep):
     """
 
     RESIDENT_LIMIT = 100_000
-    """Entries up to which the exact index in memory answers; above it, Chroma does."""
+    """Entries up to which the exact index in memory answers; above it, the index store does."""
     text_limit = TEXT_LIMIT
     """Characters that the text of an entry may have; set it on a bank to change it there."""
 
@@ -112,7 +113,7 @@ class ExperienceBank(Searchable, Upkeep):
         namespace: str = "default",
         embedder: Embedder | str | None = None,
         read_only: bool = False,
-        chroma: str | None = None,
+        store: str | None = None,
     ) -> None:
         self.path = checked_folder(path)
         self.namespace = checked_text(namespace, "namespace")
@@ -130,13 +131,8 @@ class ExperienceBank(Searchable, Upkeep):
             self.queue = DistillationQueue(self._journal, namespace)
             self.receipts = Receipts(self._journal, namespace)
             self._writes = GroupCommit(self._journal, self._transaction)
-            self._follower = (
-                None
-                if read_only
-                else IndexFollower(
-                    self._history, place_of(self.path, namespace, self._history, chroma)
-                )
-            )
+            site = None if read_only else chosen_site(self.path, namespace, self._history, store)
+            self._follower = None if site is None else IndexFollower(self._history, site)
             self._finalizer = weakref.finalize(
                 self, _shut, self._follower, self._journal, lock, False
             )
@@ -174,12 +170,12 @@ class ExperienceBank(Searchable, Upkeep):
     def _searcher(self, entries: Sequence[Stored]) -> Nearest:
         follower = self._follower
         if follower is None:
-            return Nearest(entries, limit=len(entries), chroma=None)
+            return Nearest(entries, limit=len(entries))
         behind = self._history.last_seq() if follower.is_behind() else None
         return Nearest(
             entries,
             limit=self.RESIDENT_LIMIT,
-            chroma=follower.searchable,
+            replica=follower.searchable,
             lost=weakly(self._reside),
             behind=behind,
         )
@@ -245,7 +241,7 @@ class ExperienceBank(Searchable, Upkeep):
         return Counter()
 
     def close(self) -> None:
-        """Save counters, let Chroma catch up, give the folder back; safe to call twice."""
+        """Save counters, let the index catch up, give the folder back; safe to call twice."""
         if self._finalizer.alive and os.getpid() == self._pid:
             try:
                 if not self.read_only:
@@ -579,23 +575,24 @@ class ExperienceBank(Searchable, Upkeep):
         self._journal.backup(folder)
         embedder = self._embedder.wrapped
         embedder = None if isinstance(embedder, UnknownEmbedder) else embedder
-        copy = ExperienceBank(folder, namespace=self.namespace, embedder=embedder, chroma=FOLDER)
+        copy = ExperienceBank(folder, namespace=self.namespace, embedder=embedder, store=CHROMA)
         if not keep_queue:
             copy.queue.clear()
         return copy
 
     def rebuild(self) -> int:
-        """Make the Chroma index again from the journal; gives the number of entries indexed."""
+        """Make the index again from the journal; return the number of entries indexed."""
         self._check_writable()
-        assert self._follower is not None
+        if self._follower is None:  # all is in memory
+            return len(self)
         self._reside()
         return self._follower.rebuild()
 
     def flush_index(self) -> None:
-        """Wait until Chroma has caught up with the journal."""
+        """Wait until the index has caught up with the journal."""
         self._check_writable()
-        assert self._follower is not None
-        self._follower.flush()
+        if self._follower is not None:
+            self._follower.flush()
 
     # Inside
 
@@ -648,15 +645,17 @@ class ExperienceBank(Searchable, Upkeep):
             self._follower.note(len(draft.changes))
 
     def _reside(self) -> None:
-        """Search a large bank in memory, until Chroma holds all of the journal."""
+        """Search a large bank in memory, until the store holds all of the journal."""
         with self._lock:
             if self._follower is not None and self._state.nearest.is_large:
-                self._state.nearest.reside(self._history.live(self._head), self._history.last_seq())
+                self._state.nearest.hold_all(
+                    self._history.live(self._head), self._history.last_seq()
+                )
                 self._follower.lose()
 
     def _settle(self, seq: int) -> None:
         with self._lock:
-            self._state.nearest.settle(seq)
+            self._state.nearest.drop_indexed(seq)
 
     def _vectors(self, keys: Sequence[EntryKey]) -> dict[EntryKey, Vector]:
         return dict(zip(keys, self._embed_entries(keys), strict=True)) if keys else {}

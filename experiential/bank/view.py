@@ -31,7 +31,7 @@ class BankView(Searchable):
         self.commit = commit
         self._embedder = embedder
         self._stored = list(entries)
-        self._state = State(entries, dict(statistics), Nearest((), limit=0, chroma=None))
+        self._state = State(entries, dict(statistics), Nearest((), limit=0))
         self._nearest: Nearest | None = None
         self._lock = threading.Lock()
 
@@ -73,5 +73,5 @@ class BankView(Searchable):
     def _searcher(self) -> Nearest:
         with self._lock:
             if self._nearest is None:
-                self._nearest = Nearest(self._stored, limit=len(self._stored), chroma=None)
+                self._nearest = Nearest(self._stored, limit=len(self._stored))
             return self._nearest

@@ -56,7 +56,7 @@ def opened(
     write: bool = False,
     make: bool = False,
     embedder: str | None = None,
-    chroma: str | None = None,
+    store: str | None = None,
 ) -> Generator[ExperienceBank]:
     """The bank of a folder, read-only unless ``write``; what goes wrong inside is the user's error.
 
@@ -66,7 +66,7 @@ def opened(
         write: open it as its only writer.
         make: make it when it is not there.
         embedder: for a namespace that was never written.
-        chroma: where the index is to be from now on.
+        store: where the index is to be from now on.
 
     Raises:
         ConfigError: there is no bank in the folder, or it refused what was asked.
@@ -81,7 +81,7 @@ def opened(
 
     try:
         with ExperienceBank(
-            folder, namespace=namespace, embedder=embedder, read_only=not write, chroma=chroma
+            folder, namespace=namespace, embedder=embedder, read_only=not write, store=store
         ) as bank:
             yield bank
     except BankLockedError:
@@ -656,18 +656,21 @@ def doctor(folder: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def rebuild(
     folder: Folder,
-    chroma: Annotated[
+    store: Annotated[
         str | None,
         typer.Option(
-            help="Where the index is to be from now on: address of a Chroma server, or `folder`."
+            help=(
+                "Where the index is from now on: chroma, address of a Chroma server, exact, an"
+                " entry point or module:attribute."
+            )
         ),
     ] = None,
     namespace: Namespace = "default",
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make the Chroma index again from the journal."""
-    with opened(folder, namespace, write=True, chroma=chroma) as bank:
+    """Make the index again from the journal."""
+    with opened(folder, namespace, write=True, store=store) as bank:
         if not confirm(
             f"Make the index of namespace {namespace!r} in {folder} again from the journal?", yes
         ):

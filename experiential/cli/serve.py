@@ -54,12 +54,12 @@ def serve(
             help="For namespaces never written: a sentence-transformers name or folder, or hashing."
         ),
     ] = None,
-    chroma: Annotated[
+    store: Annotated[
         str | None,
         typer.Option(
             help=(
-                "Address of a Chroma server that holds the index, or `folder`; where it was before"
-                " by default."
+                "Where the index is: chroma, address of a Chroma server, exact, an entry point or"
+                " module:attribute; where it was before by default."
             )
         ),
     ] = None,
@@ -77,7 +77,7 @@ def serve(
 
     with _listening(host, port) as listener:
         try:
-            shelf = Shelf(folder, namespaces=namespace or (), embedder=embedder, chroma=chroma)
+            shelf = Shelf(folder, namespaces=namespace or (), embedder=embedder, store=store)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:

@@ -239,7 +239,7 @@ def compare(first: Visits, second: Visits) -> Interval:
 
 def _options(experiment: Experiment, worlds: int) -> dict[str, Any]:
     """Options of the managers: no merging, and room for all episodes of a visit, whose distillation is held back."""
-    settings = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "chroma"})
+    settings = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
     return settings | {
         "merge_every": 0,
         "seed": experiment.eval.seed,

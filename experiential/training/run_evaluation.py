@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from experiential.bank.index.chroma_server import FOLDER
+from experiential.bank.index.store import CHROMA
 from experiential.config import Arm, Experiment
 from experiential.errors import CheckpointError
 from experiential.evaluation.cell import Cell, cell_name, cell_of, folder_digest, settings_digest
@@ -121,6 +121,6 @@ def only_evaluation(experiment: Experiment, arms: tuple[Arm, ...]) -> Experiment
     """The settings of an evaluation in a scratch folder: these arms, nothing before, and no server that holds the run's own index."""
     changes = {
         "eval": experiment.eval.model_copy(update={"before": False, "arms": arms}),
-        "bank": experiment.bank.model_copy(update={"path": None, "chroma": FOLDER}),
+        "bank": experiment.bank.model_copy(update={"path": None, "store": CHROMA}),
     }
     return experiment.model_copy(update=changes)

@@ -211,7 +211,7 @@ class Trainer:
                 source.fork(folder).close()
         self._bank = stack.enter_context(self._runtime.open_bank(folder))
         options: dict[str, Any] = settings.bank.model_dump(
-            exclude={"path", "namespace", "embedder", "chroma"}
+            exclude={"path", "namespace", "embedder", "store"}
         )
         self._manager = stack.enter_context(
             ExperienceManager(self._bank, self._roles.extractor(), seed=settings.seed, **options)

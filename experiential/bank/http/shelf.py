@@ -15,8 +15,8 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.consolidation.dedupe import Duplicates
 from experiential.bank.evidence.trust import Book
 from experiential.bank.http.wire import At, Page
-from experiential.bank.index.chroma_server import checked_place
 from experiential.bank.index.embed import Embedder
+from experiential.bank.index.store import checked_store
 from experiential.bank.storage.journal import Journal
 from experiential.bank.storage.lock import WriterLock
 from experiential.bank.view import BankView
@@ -171,7 +171,7 @@ class Shelf:
             namespaces.
         namespaces: those that may be asked for; none named allows all.
         embedder: for namespaces that were never written.
-        chroma: where the index of a folder's namespaces is, see ``ExperienceBank``.
+        store: where the index of a folder's namespaces is, see ``ExperienceBank``.
 
     Raises:
         BankLockedError: another process writes the folder.
@@ -184,13 +184,13 @@ class Shelf:
         *,
         namespaces: Sequence[str] = (),
         embedder: Embedder | str | None = None,
-        chroma: str | None = None,
+        store: str | None = None,
     ) -> None:
         self._lock = threading.RLock()
         self._open: dict[str, ServedBank] = {}
         self._allowed = tuple(dict.fromkeys(namespaces))
         self._embedder = embedder
-        self._chroma = checked_place(chroma)
+        self._store = checked_store(store)
         self._folder: Path | None = None
         self._claim: WriterLock | None = None
         self._journal: Journal | None = None
@@ -247,7 +247,7 @@ class Shelf:
             self._folder,
             namespace=namespace,
             embedder=self._embedder_for(namespace),
-            chroma=self._chroma,
+            store=self._store,
         )
 
     def _embedder_for(self, namespace: str) -> Embedder | str | None:

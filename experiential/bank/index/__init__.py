@@ -1,1 +1,1 @@
-"""Nearest entries: exact and resident, or Chroma for large banks; words; and the embeddings themselves."""
+"""Find entries: exactly in memory, in an index store, by words; and embed texts."""

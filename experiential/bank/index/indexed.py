@@ -1,4 +1,4 @@
-"""Searches of a large bank: Chroma's approximate answers, checked against the live entries, until there are as many as there should be."""
+"""Search a bank too large for memory: a store's approximate answers, checked and completed."""
 
 from __future__ import annotations
 
@@ -7,111 +7,120 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from experiential.bank.index.chroma import ChromaIndex, Indexed
+from experiential.bank.index.follower import Replica
 from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.search.where import Scope, Where
 from experiential.bank.storage.history import Live
 from experiential.types import Experience
 
 _SPARE = 32
-"""Results asked of Chroma beyond those wanted, for versions that have changed since they were
-indexed.
-"""
+"""Results asked of the store beyond those wanted, for versions that have changed since."""
 _FEW = 500
 """Entries that pass a filter, up to which all of them are compared."""
 _MOST = 4096
-"""Results asked of Chroma for one query, at most; what is missing then is compared one by one."""
+"""Results asked of the store for one query; what is missing then is compared one by one."""
 _AT_ONCE = 2000
 Row = list[Scored[Experience]]
 
 
 class IndexedSearch:
-    """One search: ``live`` are the entries as they stand, ``passing`` gives the ids of those that pass a filter."""
+    """Search a store and the recent writes that it does not hold yet.
+
+    Args:
+        replica: the store.
+        live: the entries as they stand.
+        passing: returns the ids of the entries that pass a filter.
+    """
 
     def __init__(
-        self, chroma: ChromaIndex, live: Mapping[str, Live], passing: Callable[[Where], list[str]]
+        self, replica: Replica, live: Mapping[str, Live], passing: Callable[[Where], list[str]]
     ) -> None:
-        self._chroma = chroma
+        self._replica = replica
         self._live = live
         self._passing = passing
 
     def search(
         self, queries: Vector, n: int, scopes: Sequence[Scope], recent: Sequence[Row]
     ) -> list[Row]:
-        """The ``n`` nearest entries of each query, those of ``recent`` (not yet in Chroma) counted in."""
+        """Return the ``n`` nearest entries of each query, best first.
+
+        Args:
+            queries: unit vectors, shape (m, d), float32.
+            n: how many for each query.
+            scopes: what each query may find.
+            recent: for each query the nearest entries that are held in memory.
+        """
         rows: list[Row] = [[] for _ in queries]
         for where in dict.fromkeys(scope.where for scope in scopes):
             places = [place for place, scope in enumerate(scopes) if scope.where == where]
             part = [(queries[place], scopes[place], recent[place]) for place in places]
-            for place, row in zip(places, self._of_one_filter(part, n, where), strict=True):
+            for place, row in zip(places, self._search_filtered(part, n, where), strict=True):
                 rows[place] = row
         return rows
 
-    def _of_one_filter(
+    def _search_filtered(
         self, part: Sequence[tuple[Vector, Scope, Row]], n: int, where: Where | None
     ) -> list[Row]:
-        ids = None if where is None else self._passing(where)
-        size = len(self._live) if ids is None else len(ids)
-        if ids is not None and size <= _FEW:
-            return [self._exact(query, scope, row, n, ids) for query, scope, row in part]
-        rows = [row for _, _, row in part]
         total = len(self._live)
-        scale = 1 if where is None or where.is_for_chroma else math.ceil(total / size)
+        ids = None if where is None else self._passing(where)
+        size = total if ids is None else len(ids)
+        if ids is not None and size <= _FEW:
+            return [self._compare_all(query, scope, row, n, ids) for query, scope, row in part]
+        # Ask for more if the store cannot check the whole filter, and again while a row is short:
+        # some of the answers are old versions, or out of the query's scope.
+        scale = 1 if where is None or where.is_indexed else math.ceil(total / size)
         asked = 2 * n * scale + _SPARE
+        rows = [row for _, _, row in part]
         short: list[int] = list(range(len(part)))
         while short:
             count = min(asked, total, _MOST)
-            found = self._chroma.search(
-                np.stack([part[i][0] for i in short]),
-                count,
-                None if where is None else where.for_chroma(),
-            )
+            vectors = np.stack([part[i][0] for i in short])
+            found = self._replica.search(vectors, count, {} if where is None else where.indexed)
             for i, hits in zip(short, found, strict=True):
-                rows[i] = merged(part[i][2], self._checked(hits, part[i][1]), n)
+                _, scope, recent = part[i]
+                current = [
+                    Scored(live.experience, hit.cosine)
+                    for hit in hits
+                    if (live := self._live.get(hit.id)) is not None
+                    and live.experience.version == hit.version
+                    and scope.admits(live)
+                ]
+                rows[i] = merged(recent, current, n)
             short = [i for i in short if len(rows[i]) < min(n, size)]
             if count < asked or count in (total, _MOST):
                 break
             asked *= 4
         for i in short:
-            rows[i] = self._exact(*part[i], n, list(self._live) if ids is None else ids)
+            rows[i] = self._compare_all(*part[i], n, list(self._live) if ids is None else ids)
         return rows
 
-    def _checked(self, hits: Sequence[Indexed], scope: Scope) -> Row:
-        """Those that stand at the version that Chroma has, and that the query may find."""
-        return [
-            Scored(live.experience, hit.cosine)
-            for hit in hits
-            if (live := self._live.get(hit.id)) is not None
-            and live.experience.version == hit.version
-            and scope.admits(live)
-        ]
-
-    def _exact(self, query: Vector, scope: Scope, recent: Row, n: int, ids: Sequence[str]) -> Row:
+    def _compare_all(
+        self, query: Vector, scope: Scope, recent: Row, n: int, ids: Sequence[str]
+    ) -> Row:
+        """Return the exact answer among some entries."""
         row = recent
         for start in range(0, len(ids), _AT_ONCE):
             found = [
-                live
+                live.experience
                 for id in ids[start : start + _AT_ONCE]
                 if (live := self._live.get(id)) is not None and scope.admits(live)
             ]
-            row = merged(
-                row, self.cosines(self._chroma, query, [live.experience for live in found]), n
-            )
+            row = merged(row, cosines(self._replica, query, found), n)
         return row
 
-    @staticmethod
-    def cosines(chroma: ChromaIndex, query: Vector, items: Sequence[Experience]) -> Row:
-        """Each of these entries that Chroma has at the same version, with its cosine."""
-        held = chroma.held([item.id for item in items]) if items else {}
-        known = [
-            (item, held[item.id][1])
-            for item in items
-            if item.id in held and held[item.id][0] == item.version
-        ]
-        return [Scored(item, float(vector @ query)) for item, vector in known]
+
+def cosines(replica: Replica, query: Vector, items: Sequence[Experience]) -> Row:
+    """Return the entries that the store has at the same version, each with its cosine."""
+    held: Mapping[str, tuple[int, Vector]]
+    held = replica.fetch([item.id for item in items]) if items else {}
+    return [
+        Scored(item, float(held[item.id][1] @ query))
+        for item in items
+        if item.id in held and held[item.id][0] == item.version
+    ]
 
 
 def merged(recent: Row, indexed: Row, n: int) -> Row:
-    """The ``n`` best of both, the recent version of an entry that is in both."""
+    """Return the ``n`` best of both; of an entry in both, the recent version."""
     best = {hit.item.id: hit for hit in [*indexed, *recent]}
     return sorted(best.values(), key=lambda hit: -hit.score)[:n]

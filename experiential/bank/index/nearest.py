@@ -1,4 +1,4 @@
-"""Nearest live entries: exact and resident while a bank is small, Chroma with a resident tail of recent writes once it is large."""
+"""Find the nearest live entries: in memory, exactly, or in an index store once a bank is large."""
 
 from __future__ import annotations
 
@@ -7,51 +7,42 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from experiential.bank.index.chroma import ChromaIndex, IndexLostError
-from experiential.bank.index.indexed import IndexedSearch
+from experiential.bank.index.follower import Replica
+from experiential.bank.index.indexed import IndexedSearch, cosines
 from experiential.bank.index.lexical import Found, Lexical
+from experiential.bank.index.store import IndexLostError
 from experiential.bank.index.vectors import Scored, Snapshot, Vector, VectorIndex
 from experiential.bank.search.where import Members, Scope, Where
 from experiential.bank.storage.history import Live, Stored
 from experiential.types import Experience
 
 _QUIET = 0.5
-"""Seconds without a search or a write after which Chroma may be written: each write of it stops the
-process for 30 to 100 ms.
-"""
+"""Seconds without a search or a write after which the store may be written."""
 Table = Callable[[], Mapping[str, Live]]
-"""Gives the live entries as they are when it is called."""
+"""Returns the live entries as they are when it is called."""
 Row = list[Scored[Experience]]
 
 
-class Shown(NamedTuple):
-    """What searches see: the resident entries, and whether Chroma holds others."""
+class Published(NamedTuple):
+    """Hold what searches see: the entries in memory, and whether the store holds others."""
 
     resident: Snapshot[Experience] | None
     is_large: bool
 
 
-class Worded(NamedTuple):
-    """What the words of one query found, and the resident rows of these entries (None: in Chroma only)."""
-
-    found: Found
-    rows: list[int | None]
-
-
 class Nearest:
-    """The search structure of one bank; the bank's writer changes it under its lock, any thread searches it.
+    """Search the entries of one bank; the bank's writer changes them under its lock.
 
-    What is written shows at the next ``publish``, all at once. A search by vectors alone takes no
-    lock. One by words too holds up ``publish`` while it looks the words up, so that vectors and
-    words are of one moment.
+    Changes show at the next ``publish``, all at once. A search by vectors alone takes no lock. A
+    search by words holds up ``publish`` while it looks the words up, so that vectors and words are
+    of one moment.
 
     Args:
         entries: the live ones, oldest first.
-        limit: how many are held here before Chroma may answer for those that it holds.
-        chroma: gives the index of a large bank; None holds all here.
-        lost: called when the index is away; it has to call ``reside``.
-        behind: the last journal position, when Chroma does not hold everything up to it yet; None
-            when it does.
+        limit: how many are held in memory before the store may answer for those that it holds.
+        replica: returns the store; None holds all entries in memory.
+        lost: called when the store does not answer; it has to call ``hold_all``.
+        behind: the last journal position, if the store does not hold everything up to it yet.
     """
 
     def __init__(
@@ -59,17 +50,16 @@ class Nearest:
         entries: Sequence[Stored],
         *,
         limit: int,
-        chroma: Callable[[], ChromaIndex] | None,
+        replica: Callable[[], Replica] | None = None,
         lost: Callable[[], None] | None = None,
         behind: int | None = None,
     ) -> None:
         self._limit = limit
-        self._chroma = chroma
+        self._replica = replica
         self._lost = lost
-        self._large = chroma is not None and behind is None and len(entries) > limit
-        self._tail: dict[str, int] = {}
+        self._large = replica is not None and behind is None and len(entries) > limit
+        self._tail: dict[str, int] = {}  # entries in memory, with the position of their last write
         self._index: VectorIndex[Experience] | None = None
-        self._shown = Shown(None, self._large)
         self._changes: dict[str, tuple[Stored, int] | None] = {}
         self._lock = threading.Lock()
         self._lexical: Lexical | None = None
@@ -81,26 +71,27 @@ class Nearest:
 
     @property
     def is_large(self) -> bool:
-        """Whether Chroma answers, and not the resident matrix alone."""
+        """Return whether the store answers, and not memory alone."""
         return self._large
 
     def patience(self) -> float:
-        """Seconds that Chroma should still wait before it is written: while all is held here, until the bank was unused for a while."""
-        if self._large or len(self._tail) > self._limit or self._chroma is None:
+        """Return the seconds that writing the store should wait: until the bank is unused.
+
+        There is nothing to wait for once the store is needed to answer searches.
+        """
+        if self._large or len(self._tail) > self._limit or self._replica is None:
             return 0.0
         return max(0.0, self._used + _QUIET - time.monotonic())
 
     def put(self, stored: Stored, seq: int) -> None:
-        """An entry stands at a new version since journal position ``seq``."""
-        self._note(stored.experience.id, (stored, seq))
+        """Let an entry stand at a new version since journal position ``seq``."""
+        self._changes.pop(stored.experience.id, None)
+        self._changes[stored.experience.id] = (stored, seq)
 
     def remove(self, id: str) -> None:
-        """An entry is gone."""
-        self._note(id, None)
-
-    def _note(self, id: str, change: tuple[Stored, int] | None) -> None:
+        """Take an entry out."""
         self._changes.pop(id, None)
-        self._changes[id] = change
+        self._changes[id] = None
 
     def publish(self) -> None:
         """Let searches see what was written since the last call, all at once."""
@@ -118,18 +109,21 @@ class Nearest:
                 self._leave(id) if change is None else self._enter(*change)
             self._show()
 
-    def settle(self, seq: int) -> None:
-        """Chroma holds everything up to journal position ``seq``; in a large bank the tail need not."""
+    def drop_indexed(self, seq: int) -> None:
+        """Drop entries from memory that the store holds, which is at journal position ``seq``.
+
+        A small bank keeps all of them.
+        """
         if self._large or len(self._tail) > self._limit:
-            settled = [id for id, position in self._tail.items() if position <= seq]
+            indexed = [id for id, position in self._tail.items() if position <= seq]
             with self._lock:
-                for id in settled:
+                for id in indexed:
                     self._leave(id)
-                self._large = self._large or bool(settled)
+                self._large = self._large or bool(indexed)
                 self._show()
 
-    def reside(self, entries: Sequence[Stored], seq: int) -> None:
-        """Chroma is away: hold all live entries here, until it holds everything up to journal position ``seq``."""
+    def hold_all(self, entries: Sequence[Stored], seq: int) -> None:
+        """Hold all live entries in memory until the store is at journal position ``seq``."""
         with self._lock:
             self._index, self._tail, self._large = None, {}, False
             for stored in entries:
@@ -137,7 +131,8 @@ class Nearest:
             self._show()
 
     def _show(self) -> None:
-        self._shown = Shown(None if self._index is None else self._index.snapshot(), self._large)
+        resident = None if self._index is None else self._index.snapshot()
+        self._published = Published(resident, self._large)
 
     def _enter(self, stored: Stored, seq: int) -> None:
         if self._index is None:
@@ -158,102 +153,105 @@ class Nearest:
         scopes: Sequence[Scope],
         texts: Sequence[str] = (),
     ) -> list[Row]:
-        """The ``n`` nearest live entries in the scope of each query, best first.
+        """Return the ``n`` nearest live entries in the scope of each query, best first.
 
-        With ``texts``, the queries in words, also the ``n`` that the words of each find best, and
-        of all the share of words that they have.
+        Args:
+            queries: unit vectors, shape (m, d), float32.
+            n: how many for each query.
+            table: the live entries.
+            scopes: what each query may find.
+            texts: the queries in words. A row then also has the ``n`` entries that the words find
+                best, and of each entry the share of the words that it has.
         """
         self._used = time.monotonic()
-        if not texts:
-            return self._found(lambda: self._by_vectors(self._shown, queries, n, table, scopes))
-        self.index_words(table)
-        return self._found(lambda: self._by_both(queries, texts, n, table, scopes))
-
-    def _found(self, search: Callable[[], list[Row]]) -> list[Row]:
-        """What a search gives; when Chroma is away, what it gives once all is held here."""
         try:
-            return search()
+            return self._search(queries, n, table, scopes, texts)
         except IndexLostError:
             if self._lost is None:
                 raise
-            self._lost()
-            return search()
+            self._lost()  # from now on all entries are in memory
+            return self._search(queries, n, table, scopes, texts)
 
-    def _by_both(
-        self, queries: Vector, texts: Sequence[str], n: int, table: Table, scopes: Sequence[Scope]
+    def _search(
+        self,
+        queries: Vector,
+        n: int,
+        table: Table,
+        scopes: Sequence[Scope],
+        texts: Sequence[str],
     ) -> list[Row]:
-        with self._lock:
-            shown = self._shown
-            asked = list(zip(texts, scopes, strict=True))
-            worded = {
-                one: self._look_up(one[0], n, one[1]) for one in dict.fromkeys(asked)
-            }  # a group asks the same several times
-        rows = self._by_vectors(shown, queries, n, table, scopes)
-        return [
-            self._joined(shown, query, row, worded[one])
-            for query, row, one in zip(queries, rows, asked, strict=True)
-        ]
+        published = self._published
+        asked = list(zip(texts, scopes, strict=True)) if texts else []
+        by_words: dict[tuple[str, Scope], tuple[Found, list[int | None]]] = {}
+        if asked:
+            self.index_words(table)
+            with self._lock:
+                assert self._lexical is not None
+                published, index = self._published, self._index
+                for text, scope in dict.fromkeys(asked):  # a group asks the same several times
+                    found = self._lexical.search(text, n, scope)
+                    ids = [live.experience.id for live in found.entries]
+                    at = [None if index is None else index.row(id) for id in ids]
+                    by_words[text, scope] = found, at
+        resident = published.resident
+        rows: list[Row] = [[] for _ in queries]
+        if resident is not None:
+            exclude = [scope.exclude for scope in scopes]
+            rows = resident.search(queries, n, exclude, [scope.where for scope in scopes])
+        if published.is_large and self._replica is not None:
+
+            def passing(where: Where) -> list[str]:
+                with self._lock:
+                    return self._members.of(where, lambda: list(table().values()))
+
+            searched = IndexedSearch(self._replica(), table(), passing)
+            rows = searched.search(queries, n, scopes, rows)
+        return (
+            [
+                self._joined(published, query, row, *by_words[one])
+                for query, row, one in zip(queries, rows, asked, strict=True)
+            ]
+            if asked
+            else rows
+        )
 
     def index_words(self, table: Table) -> None:
-        """Make the index of words, if there is none yet; it is kept up with what is written from then on."""
+        """Index the words of all entries, at the first call; writes keep the index up to date."""
         if self._lexical is None:
             with self._lock:
                 if self._lexical is None:
                     self._lexical = Lexical(list(table().values()))
 
-    def _look_up(self, text: str, n: int, scope: Scope) -> Worded:
-        assert self._lexical is not None
-        found = self._lexical.search(text, n, scope)
-        index = self._index
-        return Worded(
-            found,
-            [None if index is None else index.row(live.experience.id) for live in found.entries],
-        )
+    def _joined(
+        self,
+        published: Published,
+        query: Vector,
+        near: Row,
+        found: Found,
+        at: Sequence[int | None],
+    ) -> Row:
+        """Return the nearest entries and those found by words, with cosines and shares of words.
 
-    def _by_vectors(
-        self, shown: Shown, queries: Vector, n: int, table: Table, scopes: Sequence[Scope]
-    ) -> list[Row]:
-        recent: list[Row] = [[] for _ in queries]
-        if shown.resident is not None:
-            recent = shown.resident.search(
-                queries, n, [scope.exclude for scope in scopes], [scope.where for scope in scopes]
-            )
-        if not shown.is_large or self._chroma is None:
-            return recent
-        return IndexedSearch(self._chroma(), table(), self._passing(table)).search(
-            queries, n, scopes, recent
-        )
-
-    def _passing(self, table: Table) -> Callable[[Where], list[str]]:
-        def passing(where: Where) -> list[str]:
-            with self._lock:
-                return self._members.of(where, lambda: list(table().values()))
-
-        return passing
-
-    def _joined(self, shown: Shown, query: Vector, near: Row, worded: Worded) -> Row:
-        """The nearest entries and those that words found, each with its cosine and its share of words."""
+        Args:
+            published: what the search saw.
+            query: unit vector, shape (d,).
+            near: the nearest entries.
+            found: the entries found by words.
+            at: their rows in memory; None for those that only the store holds.
+        """
         known = {hit.item.id for hit in near}
-        pairs = zip(worded.found.entries, worded.rows, strict=True)
-        more = [(live.experience, row) for live, row in pairs if live.experience.id not in known]
-        placed = [(item, row) for item, row in more if row is not None]
-        cosines = (
-            []
-            if shown.resident is None or not placed
-            else shown.resident.cosines(query, [row for _, row in placed])
-        )
-        hits = [
-            *near,
-            *(Scored(item, cosine) for (item, _), cosine in zip(placed, cosines, strict=True)),
+        more = [
+            (live.experience, row)
+            for live, row in zip(found.entries, at, strict=True)
+            if live.experience.id not in known
         ]
-        if (
-            shown.is_large
-            and self._chroma is not None
-            and (far := [item for item, row in more if row is None])
-        ):
-            hits += IndexedSearch.cosines(self._chroma(), query, far)
-        weights = worded.found.weights
-        return sorted(
-            (hit._replace(words=weights.share(hit.item)) for hit in hits),
-            key=lambda hit: -hit.score,
-        )
+        hits = [*near]
+        if published.resident is not None:
+            placed = [(item, row) for item, row in more if row is not None]
+            scores = published.resident.cosines(query, [row for _, row in placed])
+            hits += [Scored(item, score) for (item, _), score in zip(placed, scores, strict=True)]
+        far = [item for item, row in more if row is None]
+        if far and published.is_large and self._replica is not None:
+            hits += cosines(self._replica(), query, far)
+        worded = [hit._replace(words=found.weights.share(hit.item)) for hit in hits]
+        return sorted(worded, key=lambda hit: -hit.score)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 from pydantic_core import to_jsonable_python
@@ -79,19 +79,22 @@ class Where:
         )
 
     @property
-    def is_for_chroma(self) -> bool:
-        """Whether Chroma can check all of it."""
-        return all(_chroma_has(name, values) for name, values in self._fields.items())
+    def indexed(self) -> dict[str, list[str]]:
+        """Return the part that index stores can check: texts by field, "" for no task.
 
-    def for_chroma(self) -> dict[str, Any] | None:
-        """The part that Chroma can check, in its language; None when there is none. What passes the whole filter passes this part."""
-        checked = {
-            name: values for name, values in self._fields.items() if _chroma_has(name, values)
+        What passes the whole filter passes this part.
+        """
+        return {
+            name: [cast("str", value or "") for value in values]
+            for name, values in self._fields.items()
+            if name in ("kind", "task")
+            and all(isinstance(v, str) or (v is None and name == "task") for v in values)
         }
-        parts = [
-            {name: {"$in": [value or "" for value in values]}} for name, values in checked.items()
-        ]
-        return {"$and": parts} if len(parts) > 1 else (parts[0] if parts else None)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Return whether index stores can check all of it."""
+        return len(self.indexed) == len(self._fields)
 
 
 Filter = Mapping[str, Any] | Where
@@ -178,13 +181,6 @@ def _forms(name: str, value: object) -> tuple[Value, ...]:
             f" got {value!r}"
         )
     return (value,)
-
-
-def _chroma_has(name: str, values: Sequence[Value]) -> bool:
-    """Whether these values of a field are in the index: kind and task are, as text, and no task as empty text."""
-    return name in ("kind", "task") and all(
-        isinstance(value, str) or (value is None and name == "task") for value in values
-    )
 
 
 def _held(item: Experience, name: str) -> Iterable[object]:

@@ -8,22 +8,21 @@ import random
 import shlex
 import shutil
 import sqlite3
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
 
-from experiential.bank.index.chroma import CHROMA_NAME, ChromaIndex, IndexLostError
-from experiential.bank.index.chroma_server import FOLDER, ServerIndex, recorded
+from experiential.bank.index.follower import Replica
+from experiential.bank.index.store import CHROMA, IndexLostError, Site, recorded_site
+from experiential.bank.index.vectors import Vector
 from experiential.bank.storage.history import History
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import LOCK_NAME
 from experiential.errors import BankError
-from experiential.sync import attempted
 from experiential.types import Record
 
 SAMPLE = 256
@@ -195,66 +194,51 @@ def _queue(folder: Path, journal: Journal, namespace: str) -> Iterator[Finding]:
 
 def _index(folder: Path, history: History, namespace: str, rebuild: str) -> Finding:
     name = f"{namespace}: index"
-    if not history.last_seq():
-        return Finding(what=name, status="ok", found="nothing to index")
-    if (server := recorded(history, namespace)) is not None:
-        return _index_at_server(history, name, *server, rebuild)
-    if not (folder / CHROMA_NAME).is_dir():
-        return Finding(
-            what=name, status="wrong", found="the Chroma folder is missing", mend=rebuild
-        )
-    with TemporaryDirectory(prefix="experiential-doctor-") as scratch:
-        copy = Path(scratch)
-        shutil.copytree(folder / CHROMA_NAME, copy / CHROMA_NAME)
-        wrong = attempted(partial(_opened_disagreement, copy, history, namespace))
-    if isinstance(wrong, Exception):
-        wrong = f"Chroma cannot read its folder: {wrong}"
-    if wrong:
-        return Finding(what=name, status="wrong", found=wrong, mend=rebuild)
-    return Finding(
-        what=name,
-        status="ok",
-        found=f"{history.live_count()} entries at position {history.last_seq()}, as in the journal",
-    )
-
-
-def _index_at_server(
-    history: History, name: str, url: str, collection: str, rebuild: str
-) -> Finding:
-    try:
-        index = ServerIndex(url, collection, make=False)
+    site = recorded_site(folder, namespace, history)
+    if site is None or not history.last_seq():
+        found = "nothing to index" if site is not None else "all entries are in memory"
+        return Finding(what=name, status="ok", found=found)
+    whole = f"{history.live_count()} entries at position {history.last_seq()}, as in the journal"
+    if site.folder is None:
         try:
-            wrong = _disagreement(index, history)
-        finally:
-            index.close()
-    except IndexLostError as error:
-        mend = (
-            f"start it (chroma run), or have the index in the folder again: {rebuild} --chroma"
-            f" {FOLDER}"
-        )
-        return Finding(what=name, status="wrong", found=str(error), mend=mend)
-    found = (
-        wrong
-        or f"{history.live_count()} entries at position {history.last_seq()}, as in the journal"
-    )
+            wrong = _opened_disagreement(site, history)
+        except IndexLostError as error:
+            mend = (
+                f"start it (chroma run), or have the index in the folder again: {rebuild} --store"
+                f" {CHROMA}"
+            )
+            return Finding(what=name, status="wrong", found=str(error), mend=mend)
+        whole, wrong = f"at {site.store}: {whole}", wrong and f"at {site.store}: {wrong}"
+    elif not site.folder.is_dir():
+        wrong = f"the folder {site.folder.name} is missing"
+    else:
+        with TemporaryDirectory(prefix="experiential-doctor-") as scratch:
+            # A copy, because opening a store may change its files.
+            copy = Path(scratch) / site.folder.name
+            shutil.copytree(site.folder, copy)
+            try:
+                wrong = _opened_disagreement(site._replace(folder=copy), history)
+            except IndexLostError as error:
+                wrong = f"the index cannot be read: {error}"
+            if any(Path(scratch).glob(f"{copy.name}.damaged-*")):
+                wrong = "the folder of the index cannot be opened"
     return Finding(
         what=name,
         status="wrong" if wrong else "ok",
-        found=f"at {url}: {found}",
+        found=wrong or whole,
         mend=rebuild if wrong else "",
     )
 
 
-def _opened_disagreement(copy: Path, history: History, namespace: str) -> str:
-    index = ChromaIndex(copy, namespace)
+def _opened_disagreement(site: Site, history: History) -> str:
+    index = Replica(site)
     try:
-        damaged = any(copy.glob(f"{CHROMA_NAME}.damaged-*"))
-        return "Chroma cannot open its folder" if damaged else _disagreement(index, history)
+        return _disagreement(index, history)
     finally:
         index.close()
 
 
-def _disagreement(index: ChromaIndex, history: History) -> str:
+def _disagreement(index: Replica, history: History) -> str:
     """How the index differs from the journal; empty when it does not."""
     last, head, live = history.last_seq(), index.head, history.live(history.head())
     if head != last:
@@ -265,7 +249,8 @@ def _disagreement(index: ChromaIndex, history: History) -> str:
         stored.experience.id: stored
         for stored in random.Random(0).sample(live, min(SAMPLE, len(live)))
     }
-    held = index.held(list(sample)) if sample else {}
+    held: Mapping[str, tuple[int, Vector]]
+    held = index.fetch(list(sample)) if sample else {}
     bad = [
         id
         for id, stored in sample.items()

@@ -21,7 +21,7 @@ import httpx
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.http import wire
 from experiential.bank.http.remote import RemoteBank
-from experiential.bank.index.chroma_server import FOLDER
+from experiential.bank.index.store import CHROMA
 from experiential.config import BankSettings, ClusterSettings
 from experiential.errors import (
     BackendError,
@@ -113,7 +113,7 @@ class BankHost:
                 serving.folder,
                 namespaces=(settings.namespace,),
                 embedder=settings.embedder,
-                chroma=settings.chroma,
+                store=settings.store,
             )
 
         listener = _patiently(bound, patience)
@@ -405,4 +405,4 @@ class ActorBank(RemoteBank):
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> ExperienceBank:
         """A writable copy in another folder of this node, made where the journal is and then opened here."""
         self._actor.fork(path, keep_queue=keep_queue)
-        return ExperienceBank(path, namespace=self.namespace, chroma=FOLDER)
+        return ExperienceBank(path, namespace=self.namespace, store=CHROMA)

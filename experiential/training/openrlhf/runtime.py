@@ -499,7 +499,7 @@ class ClusterRuntime:
             folder,
             namespace=self._bank.namespace,
             embedder=self._bank.embedder,
-            chroma=self._bank.chroma,
+            store=self._bank.store,
         )
 
     def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:

@@ -1,0 +1,298 @@
+"""Keep an index store behind the journal: written in the background, replayed, rebuilt."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+from experiential.bank.index.seal import Seal
+from experiential.bank.index.store import Indexed, IndexLostError, IndexStore, Site
+from experiential.bank.index.vectors import Vector
+from experiential.bank.storage.history import History, Stored
+
+BATCH = 256
+"""Changes after which the follower writes without being asked."""
+PAUSES = (1.0, 60.0)
+"""Seconds after which the follower tries again what failed: at first, and at most."""
+_log = logging.getLogger(__name__)
+
+
+class Replica:
+    """Hold an open index store; whatever it raises comes as ``IndexLostError``.
+
+    The files of a store in a folder are sealed after each write. A folder whose seal is broken, or
+    that cannot be opened, is set aside, and the store starts empty.
+
+    Args:
+        site: where the store is.
+
+    Attributes:
+        head: position of the last journal change in the store; 0 when it is empty.
+        stamp: tells that change from one at the same position of another journal.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._seal = Seal(site.folder)
+        if self._seal.is_broken():
+            self._set_aside("its files are not those that were sealed")
+        try:
+            self._open()
+        except IndexLostError as error:
+            # A folder without files is that of a store elsewhere, which is merely away.
+            if site.folder is None or not any(site.folder.iterdir()):
+                raise
+            self._set_aside(error.__cause__)
+            self._open()
+
+    def _open(self) -> None:
+        with self._answering(), self._seal:
+            self._store: IndexStore = self._site.open()
+            head, _, self.stamp = self._store.mark().partition(" ")
+            self.head = int(head or 0)
+
+    def _set_aside(self, reason: object) -> None:
+        folder = self._site.folder
+        assert folder is not None
+        self._seal.leave()
+        aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
+        folder.rename(aside)
+        _log.warning(
+            "The index in %s could not be opened (%s); set aside as %s, rebuilt from the journal",
+            folder.name,
+            reason,
+            aside.name,
+        )
+
+    @contextlib.contextmanager
+    def _answering(self) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:  # a store may raise anything when its files or server are gone
+            raise IndexLostError(
+                f"Expected the index {self._site} to answer, got {type(error).__name__}: {error}"
+            ) from error
+
+    def __len__(self) -> int:
+        with self._answering():
+            return len(self._store)
+
+    def clear(self) -> None:
+        """Remove everything."""
+        with self._answering(), self._seal:
+            self._store.clear()
+            self.head, self.stamp = 0, ""
+
+    def apply(self, changes: Sequence[tuple[int, str, Stored | None]], stamp: str) -> None:
+        """Write a run of journal changes, the last of which has a stamp."""
+        last = {id: stored for _, id, stored in changes}
+        put = [stored for stored in last.values() if stored is not None]
+        removed = [id for id, stored in last.items() if stored is None]
+        head = changes[-1][0]
+        with self._answering(), self._seal:
+            self._store.write(put, removed, f"{head} {stamp}")
+        self.head, self.stamp = head, stamp
+
+    def search(
+        self, queries: Vector, n: int, where: Mapping[str, Sequence[str]]
+    ) -> list[list[Indexed]]:
+        """Return the ``n`` nearest entries of each query, see ``IndexStore.search``."""
+        with self._answering():
+            return self._store.search(queries, n, where)
+
+    def fetch(self, ids: Sequence[str]) -> Mapping[str, tuple[int, Vector]]:
+        """Return version and vector of those of these entries that are here."""
+        with self._answering():
+            return self._store.fetch(ids)
+
+    def close(self) -> None:
+        """Release the store and its folder."""
+        with self._seal:
+            self._store.close()
+        self._seal.leave()
+
+
+class IndexFollower:
+    """Keep an index store behind the journal on a thread of its own; no writer waits for it.
+
+    A failed write is tried again after a pause, which doubles from failure to failure.
+
+    Args:
+        history: what is followed.
+        site: where the store is.
+
+    Attributes:
+        failure: of the last attempt, until one succeeds.
+        on_advance: called with each position of the journal that the store has reached.
+        patience: seconds for which writing should still wait.
+    """
+
+    def __init__(self, history: History, site: Site) -> None:
+        self.failure: Exception | None = None
+        self.on_advance: Callable[[int], None] | None = None
+        self.patience: Callable[[], float] = lambda: 0.0
+        self._history = history
+        self._site = site
+        self._replica: Replica | None = None
+        self._work = threading.RLock()
+        self._wake = threading.Event()
+        self._halt = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pending = 0
+        self._pause = PAUSES[0]
+        self._is_lost = False
+        self._held = int(history.meta(site.mark) or 0)
+
+    def is_behind(self) -> bool:
+        """Return whether the journal holds more, as far as is known without opening the store."""
+        last = self._history.last_seq()
+        is_gone = self._site.folder is not None and not self._site.folder.is_dir()
+        return last > 0 and (self._held != last or is_gone)
+
+    def note(self, changes: int) -> None:
+        """Count new changes of the journal, and wake the thread when enough have come together."""
+        self._pending += changes
+        if self._pending >= BATCH:
+            self.wake()
+
+    def wake(self) -> None:
+        """Catch up soon, in the background."""
+        self._pending = 0
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._follow, name="experiential-index", daemon=True
+            )
+            self._thread.start()
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Catch up now.
+
+        Raises:
+            IndexLostError: the store does not answer.
+        """
+        with self._work:
+            self._catch_up()
+
+    def rebuild(self) -> int:
+        """Write the store again from the journal; return the number of entries in it."""
+        with self._work:
+            self.opened().clear()
+            self._catch_up()
+            return len(self.opened())
+
+    def opened(self) -> Replica:
+        """Return the store, opened on first use and cleared if it belongs to another journal.
+
+        Raises:
+            IndexLostError: it does not answer.
+        """
+        if (replica := self._replica) is not None:
+            return replica
+        with self._work:
+            if self._replica is None:
+                replica = Replica(self._site)
+                last, head = self._history.last_seq(), replica.head
+                if head == 0:
+                    is_ours = len(replica) == 0
+                else:
+                    is_ours = head <= last and replica.stamp == self._history.stamp(head)
+                    # At the journal's end the numbers are known, and loss shows.
+                    complete = head < last or len(replica) == self._history.live_count()
+                    is_ours = is_ours and complete
+                if not is_ours:
+                    replica.clear()
+                self._replica = replica
+            return self._replica
+
+    def searchable(self) -> Replica:
+        """Return the store if it holds all that it was said to hold.
+
+        Raises:
+            IndexLostError: it does not, or does not answer.
+        """
+        replica = self.opened()
+        if replica.head < self._held:
+            raise IndexLostError(
+                f"Expected the index {self._site} at position {self._held} of the journal, got it"
+                f" at {replica.head}"
+            )
+        return replica
+
+    def lose(self) -> None:
+        """Open the store anew and catch up in the background, because it did not answer."""
+        self._is_lost = True
+        self.wake()
+
+    def stop(self, *, catch_up: bool = True) -> None:
+        """End the thread and close the store, after catching up if it is behind."""
+        self._halt.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._work:
+            if catch_up and self.is_behind():
+                self._try_catch_up()
+            self._drop()
+
+    def _drop(self) -> None:
+        with self._work:
+            replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.close()
+
+    def _follow(self) -> None:
+        while not self._halt.is_set():
+            self._wake.wait(None if self.failure is None else self._pause)
+            self._wake.clear()
+            has_more = True
+            while has_more:
+                # An embedded store stops the whole process while it writes (Chroma 30 to 100 ms),
+                # so it waits while the bank is busy and has no need of it.
+                while not self._halt.is_set() and (left := self.patience()) > 0:
+                    self._halt.wait(left)
+                has_more = not self._halt.is_set() and self._try_catch_up(1)
+
+    def _try_catch_up(self, batches: int | None = None) -> bool:
+        """Catch up by so many batches, or wholly; return whether there is more to write."""
+        try:
+            with self._work:
+                return self._catch_up(batches)
+        except Exception as error:  # noqa: BLE001  (kept in ``failure``, and tried again)
+            self._pause = PAUSES[0] if self.failure is None else min(2 * self._pause, PAUSES[1])
+            if self.failure is None:
+                _log.warning(
+                    "The index could not be written (%s); the journal is complete, the index is"
+                    " replayed when it can be",
+                    error,
+                )
+            self.failure = error
+            self._drop()
+            return False
+
+    def _catch_up(self, batches: int | None = None) -> bool:
+        if self._is_lost:
+            self._is_lost = False
+            self._drop()
+        replica = self.opened()
+        written = 0
+        while changes := self._history.changes_after(replica.head, BATCH):
+            if written == batches:
+                return True
+            replica.apply(changes, self._history.stamp(changes[-1][0]))
+            self._advance(replica.head)
+            written += 1
+        self._advance(replica.head)
+        self._history.set_meta(self._site.mark, str(replica.head))
+        if self.failure is not None:
+            _log.warning("The index has caught up with the journal again")
+            self.failure = None
+        return False
+
+    def _advance(self, seq: int) -> None:
+        self._held = seq
+        if self.on_advance is not None:
+            self.on_advance(seq)
