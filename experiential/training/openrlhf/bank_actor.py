@@ -72,7 +72,7 @@ class Serving:
 
 
 class BankHost:
-    """Serve an open bank folder inside the Ray actor, as ``experiential serve`` does, in a thread."""
+    """Serve an open bank folder inside the Ray actor, as ``experiential serve`` does."""
 
     def __init__(self) -> None:
         self._shelf: Shelf | None = None

@@ -1,4 +1,4 @@
-"""Hold environments in Ray actors: a few processes on any node hold thousands, without threads here."""
+"""Hold environments in Ray actors: few processes on any node, and no thread here."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class EnvHost:
         return f"EnvHost({self._index})"
 
     async def begin(self, known: Sequence[tuple[EnvSettings, dict[str, Any]]]) -> str:
-        """Make one environment of each kind, which imports its package; return the node's address."""
+        """Make one environment of each kind, to import its package; return the node's address."""
         for settings, kwargs in known:
             await self.describe(settings, kwargs)
         return str(joined_ray().util.get_node_ip_address())

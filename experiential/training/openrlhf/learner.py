@@ -1,4 +1,4 @@
-"""What one DeepSpeed rank does with samples: OpenRLHF's training loop, with this project's loss and log-probabilities plugged in."""
+"""Learn on one DeepSpeed rank: OpenRLHF's loop with this project's loss and log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLANK = Sample(tokens=(0, 0), positions=(), logprobs=(), advantages=())
 
 @dataclass
 class RankStats:
-    """What one rank's share of one call of ``learn`` came to; sums over ranks are those of the whole batch.
+    """Sum up one rank's share of one call of ``learn``; ranks add up to the whole batch.
 
     Attributes:
         loss: sum of this rank's parts of the loss, over all updates.
@@ -36,13 +36,13 @@ class RankStats:
 
 
 class PluggedLoss(torch.nn.Module):
-    """Called where OpenRLHF calls its ``PolicyLoss``, with the same arguments and the same five results.
+    """Stand in for OpenRLHF's ``PolicyLoss``, with the same arguments and five results.
 
     OpenRLHF and DeepSpeed average what ranks and accumulated micro-batches return; this loss is a
     sum over the batch, so it is multiplied by the number of both.
 
     Attributes:
-        settings: which loss to minimise; set before each call of ``fit``.
+        settings: loss to minimise; set before each call of ``fit``.
         accumulated: micro-batches per optimiser step and rank.
     """
 
@@ -65,7 +65,7 @@ class PluggedLoss(torch.nn.Module):
         batch_num_tokens: torch.Tensor | float = 0.0,
         global_batch_size: torch.Tensor | float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        """The scaled loss, the share of clipped tokens and the KL divergence from the behaviour policy.
+        """Return the scaled loss, the share of clipped tokens and the KL from the behaviour policy.
 
         Args:
             log_probs: shape (b, t - 1), carries the gradient; 0 where ``action_mask`` is.
@@ -87,16 +87,16 @@ class PluggedLoss(torch.nn.Module):
 
 
 class Learner:
-    """One rank's samples, loss and log-probabilities, around OpenRLHF's policy actor.
+    """Train one rank's samples with OpenRLHF's policy actor.
 
-    It takes the place of three things in OpenRLHF's trainer: the loss function, the forward pass
-    (temperature and constraints are those of each sample, and only trained positions are brought to
-    float32), and, around each training step, the record of which samples the step is about.
+    It replaces the loss function and the forward pass of OpenRLHF's trainer (temperature and
+    constraints are those of each sample, and only trained positions are brought to float32), and
+    notes before each training step which samples the step is about.
 
     Args:
         trainer: OpenRLHF's ``ActorPPOTrainer`` of this rank.
-        fit: trains on the trainer's replay buffer and clears it; gives the status of the last
-            epochs.
+        fit: trains on the trainer's replay buffer and clears it; returns the status of the last
+            epoch.
         append: puts an ``Experience`` into the replay buffer.
         make_experience: builds one from its fields.
         accumulated: micro-batches per optimiser step and rank.
@@ -137,8 +137,8 @@ class Learner:
         """Train on the samples taken since the last call, as many on every rank.
 
         Args:
-            settings: which loss to minimise.
-            updates: optimiser steps that one epoch over the samples of all ranks is.
+            settings: loss to minimise.
+            updates: optimiser steps of one epoch over the samples of all ranks.
         """
         self.loss.settings, self.loss.stats = settings, RankStats(updates=updates * settings.epochs)
         self._trainer.max_epochs = settings.epochs
@@ -152,7 +152,7 @@ class Learner:
         return self.loss.stats
 
     def score(self) -> list[tuple[float, ...]]:
-        """Log-probabilities of the trained tokens of the samples taken since the last call, under the weights of now."""
+        """Return log-probabilities of the samples taken since the last call, in nats."""
         with torch.no_grad():
             found = [
                 tuple(float(value) for value in part)
@@ -208,7 +208,7 @@ class Learner:
         attention_mask: torch.Tensor,
         **_: Any,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """In place of OpenRLHF's ``Actor.forward`` in training: log-probabilities, shape (b, t - 1), and nothing else of note."""
+        """Return log-probabilities, shape (b, t - 1), in place of OpenRLHF's ``Actor.forward``."""
         logp = self._logprobs(self._model, sequences, attention_mask, self.loss.members)
         full = torch.zeros(action_mask.shape, device=logp.device, dtype=logp.dtype)
         return full.masked_scatter(action_mask.bool(), logp), {}
@@ -220,7 +220,14 @@ class Learner:
         attention_mask: torch.Tensor,
         members: Sequence[Sample],
     ) -> torch.Tensor:
-        """Log-probability of every trained token of ``members``, which are the rows of ``sequences``, shape (n,)."""
+        """Return the log-probabilities of the trained tokens of ``members``, shape (n,).
+
+        Args:
+            model: returns logits.
+            sequences: token ids, one row a member, shape (b, t).
+            attention_mask: 1 where a token is, same shape.
+            members: samples.
+        """
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         logits = model(sequences, attention_mask=attention_mask, position_ids=positions).logits
         rows = torch.tensor(
@@ -249,8 +256,8 @@ class Learner:
             return list(self._logprobs_of(self._reference.model, self._samples))
 
     def _logprobs_of(self, model: Any, samples: Sequence[Sample]) -> Iterator[torch.Tensor]:
-        """Per sample, in micro-batches of the size that training has; every rank makes as many forward passes."""
-        size = self._trainer.micro_train_batch_size
+        """Yield log-probabilities sample by sample, in micro-batches of the size of training."""
+        size = self._trainer.micro_train_batch_size  # ZeRO 3: all ranks make as many passes
         device = next(self._model.parameters()).device
         for start in range(0, len(samples), size):
             members = samples[start : start + size]

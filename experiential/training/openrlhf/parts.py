@@ -1,14 +1,13 @@
-"""The one place that touches OpenRLHF: its engines, its rank groups, its policy actor and the arguments they read.
+"""Touch OpenRLHF here and nowhere else: engines, rank groups, policy actor and their arguments.
 
 OpenRLHF 0.11.2 is written as a program. Its parser exists only while that program runs, its
-trainers are bound to a data set of prompts, and its classes are already Ray actors. What is used
-here is listed in docs/cluster.md with file and line; `versions.check_versions` refuses any other
+trainers are bound to a data set of prompts, and its classes are already Ray actors.
+docs/cluster.md lists the parts used with file and line; `versions.check_versions` refuses any other
 version, since these parts changed between 0.11.0 and 0.11.2.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -28,61 +27,67 @@ from experiential.training.runtime import LossSettings, Sample
 _FAR = 1_000_000_000
 """Steps of a learning-rate schedule that never ends: the rate is constant."""
 _SHARE = 0.2
-"""Of a GPU and of a CPU, as OpenRLHF gives it to engines in a shared group: a number for Ray's
-count, no limit of anything.
+"""Part of a GPU and of a CPU that OpenRLHF reserves for an engine in a shared group: a number for
+Ray's accounts, not a limit.
 """
 
 
 def arguments(
     settings: PolicyClusterSettings, optim: OptimSettings, *, seed: int, sleeps: bool
 ) -> Any:
-    """The nested namespace that OpenRLHF's parts read, with the values of this policy.
+    """Return the nested namespace that OpenRLHF's parts read, with the values of this policy.
 
     Args:
         settings: sizes of this policy.
         optim: AdamW with a constant rate.
         seed: of torch on every rank.
-        sleeps: engines and ranks take turns on the same GPUs.
+        sleeps: engines and ranks share GPUs by time-slicing.
     """
     space = SimpleNamespace
     adam = space(lr=optim.lr, betas=list(optim.betas), eps=1e-8, weight_decay=optim.weight_decay)
+    # Most of these are read somewhere in OpenRLHF although nothing here uses the feature.
     actor = space(
-        num_nodes=settings.nodes, num_gpus_per_node=settings.gpus_per_node, eps_clip=0.2, eps_clip_low_high=[0.2, 0.2], dual_clip=None,
-        loss_agg_mode="token-mean", policy_loss_type="ppo", aux_loss_coef=0.0, entropy_coef=None, optim="adam", adam=adam,
-        muon=space(lr=0.0, momentum=0.0), lr_scheduler="constant", lr_warmup_ratio=0.0, min_lr_ratio=1.0, max_norm=optim.max_grad_norm,
-        gradient_checkpointing_enable=settings.gradient_checkpointing, gradient_checkpointing_reentrant=False, freeze_visual_encoder=False,
+        num_nodes=settings.nodes, num_gpus_per_node=settings.gpus_per_node, eps_clip=0.2,
+        eps_clip_low_high=[0.2, 0.2], dual_clip=None, loss_agg_mode="token-mean",
+        policy_loss_type="ppo", aux_loss_coef=0.0, entropy_coef=None, optim="adam", adam=adam,
+        muon=space(lr=0.0, momentum=0.0), lr_scheduler="constant", lr_warmup_ratio=0.0,
+        min_lr_ratio=1.0, max_norm=optim.max_grad_norm,
+        gradient_checkpointing_enable=settings.gradient_checkpointing,
+        gradient_checkpointing_reentrant=False, freeze_visual_encoder=False,
     )  # fmt: skip
-    correction = {
-        "is_correction_level": "off",
-        "is_correction_mode": "mask",
-        "is_correction_gating": "ratio",
-    }
     ds = space(
-        zero_stage=settings.zero_stage, param_dtype="bf16", attn_implementation=settings.attention, experts_implementation=None,
-        load_in_4bit=False, lora=space(rank=0, alpha=16, dropout=0.0, target_modules=None), packing_samples=False, use_liger_kernel=False,
-        enable_sleep=sleeps, tensor_parallel_size=1, ring_attn_size=1, ring_attn_head_stride=1, adam_offload=settings.offload_optimizer,
-        zpg=1, use_universal_ckpt=False, grad_accum_dtype=None, overlap_comm=False, deepcompile=False,
+        zero_stage=settings.zero_stage, param_dtype="bf16",
+        attn_implementation=settings.attention, experts_implementation=None, load_in_4bit=False,
+        lora=space(rank=0, alpha=16, dropout=0.0, target_modules=None), packing_samples=False,
+        use_liger_kernel=False, enable_sleep=sleeps, tensor_parallel_size=1, ring_attn_size=1,
+        ring_attn_head_stride=1, adam_offload=settings.offload_optimizer, zpg=1,
+        use_universal_ckpt=False, grad_accum_dtype=None, overlap_comm=False, deepcompile=False,
+    )  # fmt: skip
+    advantage = space(
+        is_correction_level="off", is_correction_mode="mask", is_correction_gating="ratio",
+        is_correction_threshold=[0.5, 5.0],
     )  # fmt: skip
     return space(
         local_rank=-1, max_norm=optim.max_grad_norm, actor=actor, ds=ds,
-        algo=space(advantage=space(**correction, is_correction_threshold=[0.5, 5.0]), kl=space(use_loss=False, init_coef=0.0)),
+        algo=space(advantage=advantage, kl=space(use_loss=False, init_coef=0.0)),
         ckpt=space(path="", output_dir="", load_enable=False, save_hf=False, disable_ds=True),
         data=space(disable_fast_tokenizer=False),
         rollout=space(temperature=1.0, batch_size=settings.batch_size, n_samples_per_prompt=1),
         train=space(
-            seed=seed, full_determinism_enable=False, batch_size=settings.batch_size, micro_batch_size=settings.micro_batch_size,
-            max_epochs=1, enable_ema=False, ema_beta=0.0, dynamic_batch_enable=False, max_tokens_per_gpu=None, colocate_all=sleeps,
-            async_enable=not sleeps,
+            seed=seed, full_determinism_enable=False, batch_size=settings.batch_size,
+            micro_batch_size=settings.micro_batch_size, max_epochs=1, enable_ema=False,
+            ema_beta=0.0, dynamic_batch_enable=False, max_tokens_per_gpu=None,
+            colocate_all=sleeps, async_enable=not sleeps,
         ),
         vllm=space(
-            num_engines=settings.engines, tensor_parallel_size=settings.tensor_parallel, sync_backend="nccl", sync_with_ray=False,
-            enable_prefix_caching=True,
+            num_engines=settings.engines, tensor_parallel_size=settings.tensor_parallel,
+            sync_backend="nccl", sync_with_ray=False, enable_prefix_caching=True,
         ),
     )  # fmt: skip
 
 
 def strategy(args: Any) -> Any:
-    """OpenRLHF's DeepSpeed strategy; it travels to the ranks."""
+    """Return OpenRLHF's DeepSpeed strategy, which is sent to the ranks."""
     return import_module("openrlhf.utils").get_strategy(args)
 
 
@@ -112,7 +117,7 @@ def engine_life(handle: Any, group: Any = None) -> Life:
 
 
 def start_group(gpus: int, *, seconds: float) -> Any:
-    """The placement group that both policies share: one bundle for each GPU, all on one node.
+    """Reserve the GPUs that both policies share: one bundle for each, all on one node.
 
     OpenRLHF gives a rank and an engine that share a GPU a fifth of it each, and a fifth of a CPU,
     so a bundle has room for those of two policies.
@@ -146,9 +151,9 @@ def start_sleeping_engines(
     name: str,
     seconds: float,
 ) -> list[Any]:
-    """All vLLM engines of one policy in a group that is shared; returns once they have started and sleep.
+    """Start all vLLM engines of one policy in a shared group; return once they sleep.
 
-    OpenRLHF waits for them without an end, so it does so in a thread that may be left behind.
+    OpenRLHF waits for them without a time-out, so it does so in a thread that may be left behind.
 
     Args:
         model: a folder in Hugging Face format, or a hub name.
@@ -157,7 +162,7 @@ def start_sleeping_engines(
             from there on.
         seed: of the first engine; the others have the ones after it.
         name: of the policy, for errors.
-        seconds: how long they may take.
+        seconds: time-out.
 
     Returns:
         Their Ray handles, in order.
@@ -193,11 +198,13 @@ def start_sleeping_engines(
 def _create_engines(
     count: int, model: Path | str, settings: PolicyClusterSettings, seed: int, shared: Any | None
 ) -> list[Any]:
-    """Engines with GPUs of their own; or in a shared group, asleep, waited for without an end."""
+    """Create engines at once, or in a shared group wait until they have started and sleep."""
     return import_module("openrlhf.trainer.ray.vllm_engine").create_vllm_engines(
-        num_engines=count, tensor_parallel_size=settings.tensor_parallel, pretrain=str(model), seed=seed, full_determinism=False,
-        enable_prefix_caching=True, enforce_eager=settings.enforce_eager, max_model_len=settings.max_length, shared_pg=shared,
-        gpu_memory_utilization=settings.gpu_memory, vllm_enable_sleep=shared is not None, logprobs_mode="processed_logprobs",
+        num_engines=count, tensor_parallel_size=settings.tensor_parallel, pretrain=str(model),
+        seed=seed, full_determinism=False, enable_prefix_caching=True,
+        enforce_eager=settings.enforce_eager, max_model_len=settings.max_length, shared_pg=shared,
+        gpu_memory_utilization=settings.gpu_memory, vllm_enable_sleep=shared is not None,
+        logprobs_mode="processed_logprobs",
     )  # fmt: skip
 
 
@@ -211,15 +218,16 @@ def sampling_params(
     seed: int | None,
     allowed: Sequence[int] | None,
 ) -> Any:
-    """Sampling parameters of vLLM: the log-probability of each sampled token comes back, as it was drawn from."""
+    """Return vLLM's sampling parameters, with the log-probability of each drawn token."""
     return import_module("vllm").SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed, stop=list(stop),
-        include_stop_str_in_output=True, logprobs=1, allowed_token_ids=None if allowed is None else list(allowed),
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed,
+        stop=list(stop), include_stop_str_in_output=True, logprobs=1,
+        allowed_token_ids=None if allowed is None else list(allowed),
     )  # fmt: skip
 
 
 def start_ranks(settings: PolicyClusterSettings, shared: Any | None = None) -> Any:
-    """The DeepSpeed ranks of one policy, as OpenRLHF's ``RayActorGroup``: one GPU each, or a fifth of each bundle of a shared group."""
+    """Start the DeepSpeed ranks of one policy, one on each GPU, as a ``RayActorGroup``."""
     return import_module("openrlhf.trainer.ray.launcher").RayActorGroup(
         settings.nodes,
         settings.gpus_per_node,
@@ -230,12 +238,15 @@ def start_ranks(settings: PolicyClusterSettings, shared: Any | None = None) -> A
 
 
 def handles(group: Any) -> list[Any]:
-    """Ray handles of a group's ranks, in order."""
+    """Return the Ray handles of a group's ranks, in order."""
     return list(group._actor_handlers)
 
 
 class RankMethods:
-    """What this project adds to OpenRLHF's policy actor: one DeepSpeed rank of a policy. Attributes without a value here are OpenRLHF's."""
+    """Extend OpenRLHF's policy actor, one DeepSpeed rank of a policy.
+
+    Attributes declared without a value are OpenRLHF's.
+    """
 
     trainer: Any
     strategy: Any
@@ -244,30 +255,28 @@ class RankMethods:
     fit: Any
     append: Any
     init_model_from_pretrained: Any
-    _get_current_node_ip: Any
 
     def start(self, strategy: Any, model: str, engines: list[Any], reference: bool) -> None:
         """Load the model, join the other ranks, and connect rank 0 with the engines."""
         self.init_model_from_pretrained(strategy, model, max_steps=_FAR, vllm_engines=engines)
+        frozen = None
+        if reference:
+            frozen = self.strategy.prepare(
+                import_module("openrlhf.models").Actor(
+                    model,
+                    attn_implementation=self.strategy.args.ds.attn_implementation,
+                    ds_config=self.strategy.get_ds_eval_config(),
+                )
+            )
+            frozen.eval()
         self.learner = Learner(
             self.trainer,
             fit=self.fit,
             append=self.append,
             make_experience=import_module("openrlhf.trainer.ppo_utils.experience").Experience,
             accumulated=self.strategy.accumulated_gradient,
-            reference=self._frozen(model) if reference else None,
+            reference=frozen,
         )
-
-    def _frozen(self, model: str) -> Any:
-        args = self.strategy.args
-        frozen = import_module("openrlhf.models").Actor(
-            model,
-            attn_implementation=args.ds.attn_implementation,
-            ds_config=self.strategy.get_ds_eval_config(),
-        )
-        prepared = self.strategy.prepare(frozen)
-        prepared.eval()
-        return prepared
 
     def take(self, sample: Sample) -> None:
         """Keep a sample for the next ``learn`` or ``score``."""
@@ -278,7 +287,7 @@ class RankMethods:
         return self.learner.learn(settings, updates)
 
     def score(self) -> list[tuple[float, ...]]:
-        """Log-probabilities of the samples taken, under the weights of now."""
+        """Return log-probabilities of the samples taken, under the present weights."""
         return self.learner.score()
 
     def reconnect(self, engines: list[Any]) -> None:
@@ -288,24 +297,20 @@ class RankMethods:
             self.trainer._init_vllm_sync_group(self.strategy.args.vllm.sync_backend)
 
     def save_state(self, folder: str, facts: dict[str, Any]) -> None:
-        """Write weights and optimiser, each put together from all ranks."""
+        """Write weights and optimiser, gathered from all ranks."""
         save_state(self.actor.model, Path(folder), writes=self.strategy.is_rank_0(), facts=facts)
 
     def load_state(self, folder: str) -> dict[str, Any]:
-        """Restore what ``save_state`` wrote."""
+        """Restore a state written by ``save_state``."""
         return load_state(self.actor.model, Path(folder))
 
     def export(self, folder: str) -> None:
         """Write the weights in Hugging Face format."""
         self.strategy.save_model(self.actor, self.tokenizer, folder)
 
-    def place(self) -> str:
-        """Where this rank runs: node address and process id."""
-        return f"{self._get_current_node_ip()}, process {os.getpid()}"
-
 
 def _rank_actor() -> Any:
-    """OpenRLHF's policy actor with `RankMethods`, as a Ray actor class."""
+    """Return OpenRLHF's policy actor with `RankMethods`, as a Ray actor class."""
     base: Any = import_module(
         "openrlhf.trainer.ray.ppo_actor"
     ).PolicyModelActor.__ray_metadata__.modified_class

@@ -1,8 +1,8 @@
-"""Weights and optimiser of a DeepSpeed engine as whole tensors, so that a checkpoint can be resumed on any number of ranks.
+"""Save weights and optimiser of a DeepSpeed engine so that any number of ranks can resume.
 
 DeepSpeed's own checkpoints hold one file per rank and fit that number of ranks only. Here every
-tensor is put together from its parts, one after the other, and rank 0 writes it; each rank takes
-its part when it is read again.
+tensor is gathered from its parts, one after the other, and rank 0 writes it; each rank takes its
+part when it is read again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SHARD_BYTES = 2 << 30
 
 
 def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, Any]) -> None:
-    """Gather weights and AdamW's moments in float32 and write them in shards of at most 2 GB; the index comes last.
+    """Gather weights and AdamW's moments in float32 and write them in shards of at most 2 GB.
 
     Args:
         engine: a DeepSpeed engine with ZeRO stage 1, 2 or 3; called on all its ranks.
-        folder: seen by rank 0; created.
-        writes: whether this is the rank that writes.
-        facts: JSON to keep beside.
+        folder: seen by rank 0; created. The index is written last, so a folder with one is whole.
+        writes: whether this is the rank that writes; all must gather.
+        facts: JSON to keep in the index.
     """
     save_file: Any = import_module("safetensors.torch").save_file
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,10 +56,10 @@ def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, A
 
 
 def load_state(engine: Any, folder: Path) -> dict[str, Any]:
-    """Restore what ``save_state`` wrote, on all ranks; gives the facts kept beside.
+    """Restore a state written by `save_state`, on all ranks; return its index.
 
     Raises:
-        CheckpointError: the folder holds no such state, or that of another model.
+        CheckpointError: the folder holds no state, or that of another model.
     """
     fragments: Any = import_module("deepspeed.utils")
     safe_open: Any = import_module("safetensors").safe_open
@@ -87,7 +87,7 @@ def load_state(engine: Any, folder: Path) -> dict[str, Any]:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a saved state.
+    """Read the index of a saved state.
 
     Raises:
         CheckpointError: there is none.
@@ -108,10 +108,10 @@ def _gathered(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _link_moments(engine: Any) -> None:
-    """Let the moments of every parameter be found.
+    """Make DeepSpeed know the moments of every parameter.
 
     AdamW makes them at its first step, and DeepSpeed's ZeRO 1 and 2 looks for those of all groups
-    after the first step of the first group: of the groups after it none are found, ever.
+    after the first step of the first group: those of later groups are never found.
     """
     zero = engine.optimizer
     parts = getattr(
@@ -136,7 +136,7 @@ def _parameters(engine: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _set_served(parameter: Any, value: torch.Tensor) -> None:
-    """The bfloat16 weights that the forward pass reads; under ZeRO 3 each rank keeps its part of them."""
+    """Set the bfloat16 weights of the forward pass, of which ZeRO 3 keeps a part on each rank."""
     gathered: Any = import_module("deepspeed").zero.GatheredParameters
     with (
         torch.no_grad(),
@@ -146,7 +146,7 @@ def _set_served(parameter: Any, value: torch.Tensor) -> None:
 
 
 def _steps(engine: Any) -> int:
-    """Updates that AdamW has counted, for its bias correction."""
+    """Return the updates that AdamW has counted, for its bias correction."""
     counted = [
         int(state["step"]) for state in engine.optimizer.optimizer.state.values() if "step" in state
     ]

@@ -1,12 +1,12 @@
-"""`OpenRLHFRuntime`: a policy that vLLM engines generate with and DeepSpeed ranks train, on a Ray cluster."""
+"""Run both policies on a Ray cluster: vLLM engines generate, DeepSpeed ranks train."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +37,7 @@ from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
 from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
-from experiential.training.openrlhf.supervisor import Life, answers
+from experiential.training.openrlhf.supervisor import Life, answers, is_joined, joined_ray
 from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
 from experiential.training.runtime import (
     LossSettings,
@@ -58,15 +58,15 @@ _FIXED = (
 
 
 class OpenRLHFRuntime(PolicyRuntime):
-    """One policy: its own engines, its own ranks.
+    """Generate with the engines and train on the ranks of one policy.
 
     Engines go on generating while the ranks train; they are held between two tokens while the new
     weights are sent. So a response may begin under one version and end under the next: it is
     recorded with the version that it began under, and the log-probability of each token is that of
     the weights which drew it.
 
-    Where policies share GPUs, engines do not go on: all requests of a policy end before another
-    side has its turn (`time_slicing`).
+    Where policies share GPUs, engines do not go on: all requests of a policy end before the ranks
+    or the other policy use the GPUs (`time_slicing`).
 
     ``json_schema`` is not honoured; ``choices`` are, token by token, exactly as `TransformersLLM`
     does.
@@ -79,10 +79,9 @@ class OpenRLHFRuntime(PolicyRuntime):
         optim: AdamW settings.
         name: role of this policy.
         seed: of engines and ranks.
-        reference: keep what the KL penalty needs, a frozen copy of the weights on the ranks.
-        thread: the event loop that talks to Ray; generation may be asked for from any other.
-        shared: the GPUs that both policies use in turns; None where each engine and rank has its
-            own.
+        reference: keep a frozen copy of the weights on the ranks, for the KL penalty.
+        thread: event loop of all calls to Ray; `generate` may be awaited on any other.
+        shared: GPUs shared by both policies; None where each engine and rank has its own.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         shared: SharedGpus | None = None,
     ) -> None:
         self.name, self.settings, self._cluster = name, settings, cluster
-        self._model, self._tokenizer, self.thread = model, tokenizer, thread
+        self._tokenizer, self.thread, self._shared = tokenizer, thread, shared
         self._trained = self._served = 0
         self._tokens = 0
         self._training = asyncio.Lock()
@@ -108,35 +107,47 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._eos = frozenset({int(tokenizer.eos_token_id)})
         self._stops = StopFinder(tokenizer)
         self._render = lru_cache(maxsize=512)(self._render_now)
-        self._shared = shared
-        if shared is not None:
+
+        sleeping: list[Any] = []
+        if shared is not None:  # OpenRLHF starts all engines of a shared group in one call
             shared.join(name)
+            seconds = cluster.start_timeout
+            sleeping = parts.start_sleeping_engines(
+                model, settings, shared.group, seed=seed, name=name, seconds=seconds
+            )
+
+        def begin(number: int) -> Life:
+            if sleeping:
+                return parts.engine_life(sleeping[number])
+            return parts.start_engine(model, settings, seed=seed + number)
+
+        fixed = None if shared is None else _FIXED
+        self._ranks: list[Any] = []
         self._engines = Engines(
-            name,
-            self._engine_start(seed),
-            settings.engines,
-            cluster,
-            reconnect=self._reconnect,
-            fixed=None if shared is None else _FIXED,
+            name, begin, settings.engines, cluster, reconnect=self._reconnect, fixed=fixed
         )
-        self._group = parts.start_ranks(settings, None if shared is None else shared.group)
-        self._ranks = parts.handles(self._group)
-        self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
-        self._engine_side = Tenant(
+        try:
+            handles = self._engines.handles
+            self._group = parts.start_ranks(settings, None if shared is None else shared.group)
+            self._ranks = parts.handles(self._group)
+            self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
+            strategy = parts.strategy(
+                parts.arguments(settings, optim, seed=seed, sleeps=shared is not None)
+            )
+            self._starting = [
+                rank.start.remote(strategy, str(model), handles, reference) for rank in self._ranks
+            ]
+        except BaseException:
+            self.close()
+            raise
+        self._engine_tenant = Tenant(
             f"{name} engines",
             lambda: self._engines.wake("weights", "kv_cache"),
             self._engines.sleep,
         )
-        self._rank_side = Tenant(
+        self._rank_tenant = Tenant(
             f"{name} ranks", lambda: self._all("reload_states"), lambda: self._all("offload_states")
         )
-        strategy = parts.strategy(
-            parts.arguments(settings, optim, seed=seed, sleeps=shared is not None)
-        )
-        self._starting = [
-            rank.start.remote(strategy, str(model), self._engines.handles, reference)
-            for rank in self._ranks
-        ]
 
     async def ready(self) -> None:
         """Wait until engines and ranks have started and are connected.
@@ -144,36 +155,46 @@ class OpenRLHFRuntime(PolicyRuntime):
         Raises:
             LostActorError: one died or took longer than ``cluster.start_timeout``.
         """
-        await self._there(self._ready())
+
+        async def ready() -> None:
+            await self._engines.ready()
+            await answers(self._starting, self._rank_names, self._cluster.start_timeout)
+            self.busy()
+
+        await self._there(ready())
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the model."""
+        """Return the tokenizer of the model."""
         return self._tokenizer
 
     @property
     def version(self) -> int:  # type: ignore[override]  # a live value here, a class default in the base
-        """Optimiser steps that the trained weights have seen; the engines may be one ``sync`` behind."""
+        """Return the optimiser steps of the trained weights; engines may be one ``sync`` behind."""
         return self._trained
 
     @property
     def tokens_processed(self) -> int:
-        """Prompt and response tokens of all generations so far."""
+        """Return the number of prompt and response tokens of all generations so far."""
         return self._tokens
 
     @property
     def restarts(self) -> int:
-        """How often engines were started again."""
+        """Return how often engines were started again."""
         return self._engines.restarts
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
-        """Sample one response on the least busy engine; may be awaited from any event loop.
+        """Sample one response on the least busy engine; may be awaited on any event loop.
 
         Raises:
             BackendError: the prompt does not fit, or no engine could answer.
         """
         sampling = sampling or SamplingParams()
-        ids = self._encode(prompt)
+        if is_token_prompt(prompt):
+            ids = tuple(cast("Sequence[int]", prompt))
+        else:
+            messages = cast("Sequence[Message]", prompt)
+            ids = self._render(tuple((m["role"], m["content"]) for m in messages))
         room = self.settings.max_length - len(ids)
         if room <= 0:
             raise BackendError(
@@ -183,12 +204,12 @@ class OpenRLHFRuntime(PolicyRuntime):
         return await self._there(self._respond(ids, sampling, room))
 
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
-        """Optimise on ``samples``; empty input changes nothing. The engines serve the old weights until ``sync``.
+        """Optimise on ``samples``; the engines serve the old weights until ``sync``.
 
         The samples are filled up with empty ones to whole batches of ``batch_size``, one optimiser
         step each. Where that makes several steps, or ``mini_batches`` asks for them, the weight of
         a sequence is multiplied by their number, as in `LocalRuntime`; which sequences meet in a
-        step is then drawn by each rank among its own.
+        step is then drawn by each rank among its own. Empty input changes nothing.
         """
         usable = [s for s in samples if s.positions]
         for sample in usable:
@@ -198,7 +219,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         return await self._there(self._train(usable, loss))
 
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Log-probability of each trained token under the trained weights, as the ranks compute it; per sample, in nats."""
+        """Return the log-probability in nats of each trained token under the trained weights."""
         return await self._there(self._score([s for s in samples if s.positions]))
 
     async def sync(self) -> int:
@@ -206,12 +227,12 @@ class OpenRLHFRuntime(PolicyRuntime):
         return await self._there(self._sync())
 
     async def save(self, folder: Path) -> None:
-        """Write weights, optimiser state and version; ``load`` may be on another number of ranks."""
+        """Write weights, optimiser state and version; ``load`` may be on other numbers of ranks."""
         facts = {"name": self.name, "version": self._trained}
         await self._there(self._alone("save_state", str(folder), facts))
 
     async def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, and send it to the engines."""
+        """Restore a state written by ``save``, and send it to the engines."""
         index = read_index(Path(folder))
         await self._there(self._alone("load_state", str(folder)))
         self._trained = int(index["version"])
@@ -222,7 +243,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         await self._there(self._alone("export", str(folder)))
 
     def busy(self) -> dict[str, float]:
-        """Share of the time since this was last asked in which engines had a request, and in which ranks trained."""
+        """Return the shares of the time since the last call in which engines and ranks worked."""
         now = (time.perf_counter(), self._engines.busy, self._train_s)
         elapsed, engines, ranks = (new - old for new, old in zip(now, self._seen, strict=True))
         self._seen = now
@@ -238,101 +259,56 @@ class OpenRLHFRuntime(PolicyRuntime):
         if self._shared is not None and self._shared.leave(self.name):
             parts.end_group(self._shared.group)
 
-    # On the loop that talks to Ray
+    # All below runs on the loop that talks to Ray, whatever loop the caller is on.
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.thread.loop))
 
-    async def _ready(self) -> None:
-        await self._engines.ready()
-        await answers(self._starting, self._rank_names, self._cluster.start_timeout)
-        self.busy()
-
-    def _engine_start(self, seed: int) -> Callable[[int], Life]:
-        """Gives engine ``i``; those that share GPUs are started here, all at once."""
-        if self._shared is None:
-            return lambda i: parts.start_engine(self._model, self.settings, seed=seed + i)
-        seconds = self._cluster.start_timeout
-        handles = parts.start_sleeping_engines(
-            self._model,
-            self.settings,
-            self._shared.group,
-            seed=seed,
-            name=self.name,
-            seconds=seconds,
-        )
-        return lambda i: parts.engine_life(handles[i])
-
-    def _generating(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self._shared is None else self._shared.generating(self._engine_side)
-
-    def _computing(self) -> AbstractAsyncContextManager[None]:
-        """Around all that the ranks do, but sending weights."""
-        return nullcontext() if self._shared is None else self._shared.training(self._rank_side)
-
-    @asynccontextmanager
-    async def _receiving(self) -> AsyncGenerator[None]:
-        """Around the sending of weights: engines are held, or, where GPUs are shared, their weights alone are awake."""
-        if self._shared is None:
-            await self._engines.pause()
-            try:
-                yield
-            finally:
-                await self._engines.resume()
-            return
-        async with self._shared.sending(self._engine_side):
-            await self._engines.wake("weights")
-            try:
-                yield
-            finally:
-                await self._engines.wake("kv_cache")
-
     async def _respond(
         self, ids: tuple[int, ...], sampling: SamplingParams, room: int
     ) -> Generation:
-        async with self._generating():
-            return await (
-                self._constrained(ids, sampling)
-                if sampling.choices
-                else self._free(ids, sampling, room)
-            )
-
-    async def _free(self, ids: tuple[int, ...], sampling: SamplingParams, room: int) -> Generation:
-        version = self._served
-        output = await self._ask(ids, sampling, min(sampling.max_tokens, room), sampling.seed)
-        drawn = tuple(output.token_ids)
-        return self._generation(
-            ids,
-            sampling,
-            version,
-            text=output.text,
-            response_ids=drawn,
-            logprobs=_logprobs(output),
-            finish_reason=(
-                FinishReason.LENGTH if output.finish_reason == "length" else FinishReason.STOP
-            ),
+        shared = self._shared
+        async with nullcontext() if shared is None else shared.generating(self._engine_tenant):
+            version = self._served
+            drawn: dict[str, Any]
+            if sampling.choices:
+                drawn = await self._choose(ids, sampling)
+            else:
+                limit = min(sampling.max_tokens, room)
+                output = await self._ask(ids, sampling, limit, sampling.seed)
+                cut = output.finish_reason == "length"
+                drawn = {
+                    "text": output.text,
+                    "response_ids": tuple(output.token_ids),
+                    "logprobs": _logprobs(output),
+                    "finish_reason": FinishReason.LENGTH if cut else FinishReason.STOP,
+                }
+        self._tokens += len(ids) + len(drawn["response_ids"])
+        return Generation(
+            prompt_ids=ids,
+            policy=self.name,
+            policy_version=version,
+            temperature=sampling.temperature or 1.0,
+            **drawn,
         )
 
-    async def _constrained(self, ids: tuple[int, ...], sampling: SamplingParams) -> Generation:
-        """Ask for one token at each branch of the choices' trie; what is forced costs nothing."""
+    async def _choose(self, ids: tuple[int, ...], sampling: SamplingParams) -> dict[str, Any]:
+        """Ask for one token at each branch of the choices' trie; forced tokens cost no request."""
         assert sampling.choices is not None
-        version, trie = self._served, choice_trie(sampling.choices, self._tokenizer)
+        trie = choice_trie(sampling.choices, self._tokenizer)
         request = Request(ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie)
         while request.finish is None:
             assert request.choices is not None
             seed = None if sampling.seed is None else sampling.seed + len(request.response)
             output = await self._ask((*ids, *request.response), sampling, 1, seed, request.choices)
             request.accept(output.token_ids[0], _logprobs(output)[0])
-        return self._generation(
-            ids,
-            sampling,
-            version,
-            text=request.text(),
-            response_ids=tuple(request.response),
-            logprobs=tuple(request.logprobs),
-            allowed=tuple(request.allowed),
-            finish_reason=request.finish,
-        )
+        return {
+            "text": request.text(),
+            "response_ids": tuple(request.response),
+            "logprobs": tuple(request.logprobs),
+            "allowed": tuple(request.allowed),
+            "finish_reason": request.finish,
+        }
 
     async def _ask(
         self,
@@ -343,40 +319,42 @@ class OpenRLHFRuntime(PolicyRuntime):
         allowed: Sequence[int] | None = None,
     ) -> Any:
         params = parts.sampling_params(
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=limit, stop=sampling.stop,
-            seed=None if seed is None else seed % 2**63, allowed=allowed,
-        )  # fmt: skip
-        return (await self._engines.generate(ids, params)).outputs[0]
-
-    def _generation(
-        self, ids: tuple[int, ...], sampling: SamplingParams, version: int, **drawn: Any
-    ) -> Generation:
-        self._tokens += len(ids) + len(drawn["response_ids"])
-        temperature = sampling.temperature or 1.0
-        return Generation(
-            prompt_ids=ids,
-            policy=self.name,
-            policy_version=version,
-            temperature=temperature,
-            **drawn,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=limit,
+            stop=sampling.stop,
+            seed=None if seed is None else seed % 2**63,
+            allowed=allowed,
         )
+        return (await self._engines.generate(ids, params)).outputs[0]
 
     async def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         async with self._training, self._computing():
             begin = time.perf_counter()
             size = self.settings.batch_size
             updates = max(loss.mini_batches, -(-len(samples) // size))
-            weighted = [s.weighted(updates) for s in samples]
-            await self._give(weighted, updates * size)
+            await self._give([s.weighted(updates) for s in samples], updates * size)
             found: list[RankStats] = await self._all("learn", loss, updates)
             seconds = time.perf_counter() - begin
             self._train_s += seconds
             self._trained += updates * loss.epochs
-            return (
-                _stats(samples, found, seconds, self._trained)
-                if found
-                else TrainStats(version=self._trained)
-            )
+        sums = Sums()
+        for rank in found:
+            add_sums(sums, rank.metrics)
+        tokens = sum(len(s.tokens) for s in samples)
+        return TrainStats(
+            loss=sum(rank.loss for rank in found) / max(1, found[0].updates),
+            grad_norm=found[0].grad_norm,
+            samples=len(samples),
+            tokens=sum(len(s.positions) for s in samples),
+            sequence_tokens=tokens,
+            forwarded_tokens=tokens,
+            updates=found[0].updates,
+            seconds=seconds,
+            version=self._trained,
+            metrics=means(sums),
+        )
 
     async def _score(self, samples: list[Sample]) -> list[tuple[float, ...]]:
         async with self._training, self._computing():
@@ -385,15 +363,19 @@ class OpenRLHFRuntime(PolicyRuntime):
             found: list[list[tuple[float, ...]]] = await self._all("score")
         return [part for rank in found for part in rank][: len(samples)]
 
+    def _computing(self) -> AbstractAsyncContextManager[None]:
+        """Hold the GPUs for the ranks, where they are shared; `_broadcast` holds them otherwise."""
+        return nullcontext() if self._shared is None else self._shared.training(self._rank_tenant)
+
     async def _give(self, samples: Sequence[Sample], total: int) -> None:
         """Divide samples among the ranks in order, filled up to ``total``."""
         filled = [*samples, *[BLANK] * (total - len(samples))]
         references = self._group.async_run_method_batch("take", sample=filled)
         await answers(references, self._rank_names, self._cluster.call_timeout)
 
-    async def _alone(self, method: str, *arguments: Any) -> list[Any]:
+    async def _alone(self, method: str, *arguments: Any) -> None:
         async with self._computing():
-            return await self._all(method, *arguments)
+            await self._all(method, *arguments)
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         references = self._group.async_run_method(method, *arguments)
@@ -408,23 +390,25 @@ class OpenRLHFRuntime(PolicyRuntime):
         return version
 
     async def _broadcast(self) -> None:
-        async with self._receiving():
-            await self._all("broadcast_to_vllm")
+        """Send the weights of the ranks; no engine draws a token meanwhile."""
+        if self._shared is None:
+            await self._engines.pause()
+            try:
+                await self._all("broadcast_to_vllm")
+            finally:
+                await self._engines.resume()
+            return
+        async with self._shared.sending(self._engine_tenant):
+            await self._engines.wake("weights")  # the cache would leave no room for both
+            try:
+                await self._all("broadcast_to_vllm")
+            finally:
+                await self._engines.wake("kv_cache")
 
     async def _reconnect(self) -> None:
-        """After an engine was started again."""
+        """Connect the ranks with engines of which some were started again."""
         await self._all("reconnect", self._engines.handles)
         await self._broadcast()
-
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if is_token_prompt(prompt):
-            return tuple(cast("Sequence[int]", prompt))
-        return self._render(
-            tuple(
-                (message["role"], message["content"])
-                for message in cast("Sequence[Message]", prompt)
-            )
-        )
 
     def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
         chat = [{"role": role, "content": content} for role, content in messages]
@@ -436,35 +420,15 @@ class OpenRLHFRuntime(PolicyRuntime):
 
 
 def _logprobs(output: Any) -> tuple[float, ...]:
-    """Log-probability of each drawn token under the distribution it was drawn from."""
+    """Return the log-probability of each drawn token under the distribution it was drawn from."""
     return tuple(
         choices[token].logprob
         for token, choices in zip(output.token_ids, output.logprobs, strict=True)
     )
 
 
-def _stats(
-    samples: Sequence[Sample], found: Sequence[RankStats], seconds: float, version: int
-) -> TrainStats:
-    sums = Sums()
-    for rank in found:
-        add_sums(sums, rank.metrics)
-    return TrainStats(
-        loss=sum(rank.loss for rank in found) / max(1, found[0].updates),
-        grad_norm=found[0].grad_norm,
-        samples=len(samples),
-        tokens=sum(len(s.positions) for s in samples),
-        sequence_tokens=sum(len(s.tokens) for s in samples),
-        forwarded_tokens=sum(len(s.tokens) for s in samples),
-        updates=found[0].updates,
-        seconds=seconds,
-        version=version,
-        metrics=means(sums),
-    )
-
-
 class ClusterRuntime:
-    """Train both policies on a Ray cluster, with the bank's writer and the environments there on demand.
+    """Train both policies on a Ray cluster, where environments and the bank may live too.
 
     Args:
         experiment: everything that defines the run.
@@ -478,8 +442,10 @@ class ClusterRuntime:
 
     def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
         self._bank, self._cluster = experiment.bank, experiment.cluster
-        with ExitStack() as opened:
+        with ExitStack() as opened:  # closes in reverse, also when something below fails
             if policies is None:
+                if not is_joined():  # then it is started here, and ended here
+                    opened.callback(lambda: joined_ray().shutdown() if is_joined() else None)
                 actor, extractor = policies = build_runtimes(experiment)
                 opened.callback(actor.thread.close)
                 opened.callback(extractor.close)
@@ -524,56 +490,47 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
     check_versions()
     cluster, gpus = experiment.cluster, place(experiment).gpus
     join(cluster, gpus)
-    thread = EventLoopThread("cluster")
-    shared = (
-        SharedGpus(parts.start_group(gpus, seconds=cluster.start_timeout))
-        if cluster.share_gpus
-        else None
-    )
     second = experiment.extractor_model or experiment.model
-    policies = (
-        ("actor", experiment.model, cluster.actor, experiment.actor.optim, experiment.actor.kl > 0),
-        (
-            "extractor",
-            second,
-            cluster.extractor,
-            experiment.extractor.optim,
-            experiment.extractor.kl > 0,
-        ),
-    )
     runtimes: list[OpenRLHFRuntime] = []
-    for i, (name, model, settings, optim, reference) in enumerate(policies):
-        path, tokenizer, seed = (
-            resolve_model(model.name),
-            load_tokenizer(model.name),
-            experiment.seed + 1000 * i,
-        )
-        runtime = OpenRLHFRuntime(
-            path,
-            tokenizer,
-            settings,
-            cluster,
-            optim,
-            name=name,
-            seed=seed,
-            reference=reference,
-            thread=thread,
-            shared=shared,
-        )
-        runtimes.append(runtime)
-        if shared is not None:  # the next one needs the memory that this one takes while it starts
-            thread.run(runtime._ready())  # pyright: ignore[reportPrivateUsage]
-    for runtime in runtimes if shared is None else ():
-        thread.run(runtime._ready())  # pyright: ignore[reportPrivateUsage]
+    with ExitStack() as failed:
+        thread = EventLoopThread("cluster")
+        failed.callback(thread.close)
+        shared = None
+        if cluster.share_gpus:
+            shared = SharedGpus(parts.start_group(gpus, seconds=cluster.start_timeout))
+            failed.callback(parts.end_group, shared.group)
+        for name, model, sizes, role, seed in (
+            ("actor", experiment.model, cluster.actor, experiment.actor, 0),
+            ("extractor", second, cluster.extractor, experiment.extractor, 1000),
+        ):
+            runtime = OpenRLHFRuntime(
+                resolve_model(model.name),
+                load_tokenizer(model.name),
+                sizes,
+                cluster,
+                role.optim,
+                name=name,
+                seed=experiment.seed + seed,
+                reference=role.kl > 0,
+                thread=thread,
+                shared=shared,
+            )
+            failed.callback(runtime.close)
+            runtimes.append(runtime)
+            if shared is not None:  # the next one needs the memory that this one starts in
+                thread.run(runtime.ready())
+        for runtime in runtimes if shared is None else ():
+            thread.run(runtime.ready())
+        failed.pop_all()
     return runtimes[0], runtimes[1]
 
 
 def join(cluster: ClusterSettings, gpus: int) -> None:
-    """Join the Ray cluster of the settings, or start Ray on this machine; a Ray that runs in this process is used as it is.
+    """Join the Ray cluster of the settings, or start Ray here; a Ray of this process is kept.
 
     Args:
-        cluster: which one.
-        gpus: that ranks and engines of both policies need, as `placement.place` counts them.
+        cluster: address of the cluster.
+        gpus: needed by ranks and engines of both policies, as `placement.place` counts them.
 
     Raises:
         ConfigError: the cluster has fewer GPUs or CPUs than are needed, for which Ray would wait
@@ -584,7 +541,7 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
     if not ray.is_initialized():
         if cluster.address is not None:
             ray.init(address=cluster.address, log_to_driver=False)
-        else:  # a CPU is only a place in a queue here: as many as are asked for, whatever the machine has
+        else:  # a CPU is only a place in a queue: offer as many as are needed, on any machine
             cpus = max(needed["CPU"], os.cpu_count() or 1)
             ray.init(
                 num_cpus=cpus, num_gpus=cluster.gpus, include_dashboard=False, log_to_driver=False
@@ -597,12 +554,10 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
                 " lower cluster.actor and cluster.extractor, add nodes, or end what else runs"
                 " there"
             )
-    most = max(
-        (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0
-    )
-    if cluster.share_gpus and most < gpus:
+    nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    if cluster.share_gpus and max(nodes, default=0.0) < gpus:
         raise ConfigError(
             f"Expected one node with the {gpus} GPUs that are shared (cluster.share_gpus), the"
-            f" largest has {most:g}; lower cluster.*.gpus_per_node, or give each policy its own"
-            " GPUs (cluster.share_gpus=false)"
+            f" largest has {max(nodes, default=0.0):g}; lower cluster.*.gpus_per_node, or give"
+            " each policy its own GPUs (cluster.share_gpus=false)"
         )

@@ -1,4 +1,4 @@
-"""Supervise Ray actors: ask them with a time-out, find them dead, start them again, name the cause."""
+"""Supervise Ray actors: ask with a time-out, notice death, start again, name the cause."""
 
 from __future__ import annotations
 
@@ -151,9 +151,8 @@ class Life:
 class Supervisor:
     """Keep one Ray actor running: start it when it is needed, and again after it was lost.
 
-    The next life begins when somebody waits for it (`started`) and not when the last one ends, so
-    that ending needs no event loop and a pool that is being closed starts nothing. Calls may come
-    from several event loops.
+    A life begins when somebody asks for it (`life`, `started`) and not when the last one ends: a
+    pool that is being closed starts nothing. Calls may come from several event loops.
 
     Args:
         name: of the actor, for errors; may be changed once the node is known.
@@ -179,7 +178,7 @@ class Supervisor:
         self._final = fixed or f"no restart is left of {cluster.restarts} (cluster.restarts)"
         self._lock = threading.Lock()
         self._closed, self._last = False, ""
-        self._life: Life | None = begin()
+        self._life: Life | None = None
 
     @property
     def restarts(self) -> int:

