@@ -142,9 +142,38 @@ class Learner:
         """
         self.loss.settings, self.loss.stats = settings, RankStats(updates=updates * settings.epochs)
         self._trainer.max_epochs = settings.epochs
-        self._references = self._reference_logprobs() if settings.kl > 0 else []
+        self._references = []
+        if settings.kl > 0:
+            if self._reference is None:
+                raise ValueError(
+                    "Expected a reference model for a KL penalty, got none; start the runtime with"
+                    " reference=True"
+                )
+            with torch.no_grad():
+                found = self._logprobs_of(self._reference.model, self._samples)
+                self._references = list(found)
         for i, sample in enumerate(self._samples):
-            self._append(self._experience(i, sample))
+            places = torch.tensor(sample.positions, dtype=torch.long) - 1
+            shape = (1, len(sample.tokens) - 1)
+            mask, old, advantages = (
+                torch.zeros(shape).long(),
+                torch.zeros(shape),
+                torch.zeros(shape),
+            )
+            mask[0, places] = 1
+            old[0, places] = torch.tensor(sample.logprobs, dtype=torch.float)
+            advantages[0, places] = torch.tensor(sample.advantages, dtype=torch.float)
+            sequences = torch.tensor([sample.tokens])
+            self._append(
+                self._make_experience(
+                    sequences=sequences,
+                    attention_mask=torch.ones_like(sequences),
+                    action_mask=mask,
+                    action_log_probs=old,
+                    advantages=advantages,
+                    info={"sample": [i]},  # comes back in `_training_step`, in shuffled batches
+                )
+            )
         cast("Any", torch).manual_seed(settings.seed)  # the order within an epoch
         status = self._fit()
         self.loss.stats.grad_norm = float(status.get("actor_grad_norm", 0.0))
@@ -167,25 +196,6 @@ class Learner:
             self._trainer.tokenizer, self._model.module.get_output_embeddings().weight.shape[0]
         )
 
-    def _experience(self, index: int, sample: Sample) -> Any:
-        width = len(sample.tokens)
-        places = torch.tensor(sample.positions, dtype=torch.long) - 1
-        mask, old, advantages = (
-            torch.zeros(1, width - 1, dtype=kind) for kind in (torch.long, torch.float, torch.float)
-        )
-        mask[0, places] = 1
-        old[0, places] = torch.tensor(sample.logprobs, dtype=torch.float)
-        advantages[0, places] = torch.tensor(sample.advantages, dtype=torch.float)
-        sequences = torch.tensor([sample.tokens])
-        return self._make_experience(
-            sequences=sequences,
-            attention_mask=torch.ones_like(sequences),
-            action_mask=mask,
-            action_log_probs=old,
-            advantages=advantages,
-            info={"sample": [index]},
-        )
-
     def _training_step(self, experience: Any, *rest: Any) -> dict[str, Any]:
         chosen = [int(i) for i in experience.info["sample"]]
         self.loss.members = [self._samples[i] for i in chosen]
@@ -196,9 +206,8 @@ class Learner:
             else None
         )
         status = self._step(experience, *rest)
-        status["num_action_tokens"] = max(
-            1.0, status["num_action_tokens"]
-        )  # OpenRLHF divides its averages by it; empty ones have none
+        # OpenRLHF divides its averages by it, and a batch of empty sequences has none.
+        status["num_action_tokens"] = max(1.0, status["num_action_tokens"])
         return status
 
     def _forward(
@@ -245,15 +254,6 @@ class Learner:
         return token_logprobs(
             picked, members, blocked if blocked is None else blocked.to(picked.device)
         )
-
-    def _reference_logprobs(self) -> list[torch.Tensor]:
-        if self._reference is None:
-            raise ValueError(
-                "Expected a reference model for a KL penalty, got none; start the runtime with"
-                " reference=True"
-            )
-        with torch.no_grad():
-            return list(self._logprobs_of(self._reference.model, self._samples))
 
     def _logprobs_of(self, model: Any, samples: Sequence[Sample]) -> Iterator[torch.Tensor]:
         """Yield log-probabilities sample by sample, in micro-batches of the size of training."""

@@ -32,6 +32,7 @@ def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, A
         facts: JSON to keep in the index.
     """
     save_file: Any = import_module("safetensors.torch").save_file
+    fragments: Any = import_module("deepspeed.utils")
     folder.mkdir(parents=True, exist_ok=True)
     _link_moments(engine)
     places: dict[str, str] = {}
@@ -43,15 +44,23 @@ def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, A
         places.update(dict.fromkeys(shard, file))
         shard.clear()
 
-    for name, value in _gathered(engine):
-        if not writes:
-            continue
-        if shard and sum(t.nbytes for t in shard.values()) + value.nbytes > _SHARD_BYTES:
-            write()
-        shard[name] = value.cpu().contiguous()
+    for name, parameter in _parameters(engine):
+        for key in _KEYS:
+            if key == "weight":
+                value = fragments.safe_get_full_fp32_param(parameter)
+            else:
+                value = fragments.safe_get_full_optimizer_state(parameter, key)
+            if not writes:
+                continue
+            if shard and sum(t.nbytes for t in shard.values()) + value.nbytes > _SHARD_BYTES:
+                write()
+            shard[f"{name}:{key}"] = value.cpu().contiguous()
     if writes:
         write()
-        index = {"places": places, "steps": _steps(engine), **facts}
+        # Updates that AdamW has counted, for its bias correction.
+        states = engine.optimizer.optimizer.state.values()
+        steps = max((int(state["step"]) for state in states if "step" in state), default=0)
+        index = {"places": places, "steps": steps, **facts}
         (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
@@ -62,8 +71,8 @@ def load_state(engine: Any, folder: Path) -> dict[str, Any]:
         CheckpointError: the folder holds no state, or that of another model.
     """
     fragments: Any = import_module("deepspeed.utils")
+    zero: Any = import_module("deepspeed").zero
     safe_open: Any = import_module("safetensors").safe_open
-
     index = read_index(folder)
     places: dict[str, str] = index["places"]
     names = {f"{name}:{key}" for name, _ in _parameters(engine) for key in _KEYS}
@@ -78,11 +87,18 @@ def load_state(engine: Any, folder: Path) -> dict[str, Any]:
         for key in _KEYS:
             with safe_open(folder / places[f"{name}:{key}"], framework="pt") as file:
                 found[key] = file.get_tensor(f"{name}:{key}").to(parameter.device)
-        _set_served(parameter, found["weight"])
+        # The bfloat16 weights of the forward pass, of which ZeRO 3 keeps a part on each rank.
+        divided = hasattr(parameter, "ds_id")
+        with torch.no_grad(), zero.GatheredParameters([parameter], 0, enabled=divided):
+            parameter.data.copy_(found["weight"].to(parameter.dtype))
         fragments.safe_set_full_fp32_param(parameter, found["weight"])
         for key in _KEYS[1:]:
             fragments.safe_set_full_optimizer_state(parameter, found[key], key)
-    _set_steps(engine, index["steps"])
+    steps, optimizer = index["steps"], engine.optimizer.optimizer
+    for state in (*optimizer.state.values(), *optimizer.param_groups):
+        if "step" in state:
+            counted = state["step"]
+            state["step"] = torch.full_like(counted, steps) if torch.is_tensor(counted) else steps
     return index
 
 
@@ -99,14 +115,6 @@ def read_index(folder: Path) -> dict[str, Any]:
     return json.loads((folder / INDEX).read_text(encoding="utf-8"))
 
 
-def _gathered(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    fragments: Any = import_module("deepspeed.utils")
-    for name, parameter in _parameters(engine):
-        yield f"{name}:weight", fragments.safe_get_full_fp32_param(parameter)
-        for key in _KEYS[1:]:
-            yield f"{name}:{key}", fragments.safe_get_full_optimizer_state(parameter, key)
-
-
 def _link_moments(engine: Any) -> None:
     """Make DeepSpeed know the moments of every parameter.
 
@@ -114,10 +122,9 @@ def _link_moments(engine: Any) -> None:
     after the first step of the first group: those of later groups are never found.
     """
     zero = engine.optimizer
-    parts = getattr(
-        zero, "fp32_partitioned_groups_flat", None
-    )  # under ZeRO 3 the optimiser knows its parameters only while it steps
-    for flat in parts or [
+    # Under ZeRO 3 the optimiser knows its parameters only while it steps; these are always known.
+    flats = getattr(zero, "fp32_partitioned_groups_flat", None)
+    for flat in flats or [
         flat for group in zero.optimizer.param_groups for flat in group["params"]
     ]:
         if not zero.optimizer.state[flat]:
@@ -133,33 +140,3 @@ def _link_moments(engine: Any) -> None:
 
 def _parameters(engine: Any) -> Iterator[tuple[str, Any]]:
     return ((name, p) for name, p in engine.module.named_parameters() if p.requires_grad)
-
-
-def _set_served(parameter: Any, value: torch.Tensor) -> None:
-    """Set the bfloat16 weights of the forward pass, of which ZeRO 3 keeps a part on each rank."""
-    gathered: Any = import_module("deepspeed").zero.GatheredParameters
-    with (
-        torch.no_grad(),
-        gathered([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")),
-    ):
-        parameter.data.copy_(value.to(parameter.dtype))
-
-
-def _steps(engine: Any) -> int:
-    """Return the updates that AdamW has counted, for its bias correction."""
-    counted = [
-        int(state["step"]) for state in engine.optimizer.optimizer.state.values() if "step" in state
-    ]
-    return max(counted, default=0)
-
-
-def _set_steps(engine: Any, steps: int) -> None:
-    optimizer = engine.optimizer.optimizer
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] = (
-                torch.full_like(state["step"], steps) if torch.is_tensor(state["step"]) else steps
-            )
-    for group in optimizer.param_groups:
-        if "step" in group:
-            group["step"] = steps
