@@ -1,28 +1,28 @@
-"""What one environment slot remembers of its running episode: turns, uses and how it ended."""
+"""Record the running episode of one environment: turns, uses and how it ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.extractor import Extractor
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.search.where import Filter, Where
 from experiential.errors import BackendError, BankError
 from experiential.types import Answer, Condition, Hit, Trajectory, Turn, Use, new_id
 
 FAILURES = (BackendError, BankError, TimeoutError)
-"""What a bank or its manager may raise at run time; an episode goes on without it."""
-
+"""Errors of a bank or its manager at run time; an episode goes on without advice."""
 
 How = Literal["episode_start", "turn"]
 
 
 class ManagerLike(Protocol):
-    """The part of ``ExperienceManager`` that wrappers call; anything that has it will do."""
+    """Declare the part of ``ExperienceManager`` that wrappers call."""
 
     def search(
         self,
@@ -33,7 +33,7 @@ class ManagerLike(Protocol):
         episode: str = "",
         where: Any = None,
     ) -> list[Hit]:
-        """Hits of one query; ``where`` is given by wrappers that have one."""
+        """Return the hits of one query; ``where`` is passed only by wrappers that have a filter."""
         ...
 
     async def asearch(
@@ -45,7 +45,7 @@ class ManagerLike(Protocol):
         episode: Any = "",
         where: Any = None,
     ) -> Any:
-        """Hits of one query, or a list of hits for each of a list of queries; ``episode`` is then a list, too."""
+        """Return the hits of one query, or of each of a list, with a list of episodes then."""
         ...
 
     def submit(self, trajectory: Trajectory) -> str | None:
@@ -70,32 +70,37 @@ class ManagerLike(Protocol):
         ...
 
 
-def connect(bank_or_manager: Any, extractor: Any | None) -> tuple[ManagerLike, bool]:
-    """The manager to use, and whether it was built here (and so is to be closed here).
+BankOrManager = ExperienceBank | ManagerLike
+"""A bank, or a manager that schedules its reads and writes."""
+
+
+def connect(
+    bank_or_manager: BankOrManager, extractor: Extractor | None
+) -> tuple[ManagerLike, bool]:
+    """Return the manager to use, and whether it was built here (and must be closed here).
 
     Raises:
         TypeError: neither a bank nor a manager was given.
         ValueError: an extractor was given beside a manager, which has its own.
     """
-    is_bank = isinstance(bank_or_manager, ExperienceBank)
-    if not is_bank and hasattr(bank_or_manager, "submit") and hasattr(bank_or_manager, "ask"):
-        if extractor is not None:
-            raise ValueError(
-                "Expected no extractor beside a manager, got one; give it to"
-                " ExperienceManager(bank, extractor)"
-            )
-        return cast("ManagerLike", bank_or_manager), False
-    if not is_bank:
+    if isinstance(bank_or_manager, ExperienceBank):
+        return ExperienceManager(bank_or_manager, extractor), True
+    if not (hasattr(bank_or_manager, "submit") and hasattr(bank_or_manager, "ask")):
         raise TypeError(
             f"Expected an ExperienceBank or an ExperienceManager, got {bank_or_manager!r}; open a"
             " folder with ExperienceBank(path)"
         )
-    return cast("ManagerLike", ExperienceManager(bank_or_manager, extractor)), True
+    if extractor is not None:
+        raise ValueError(
+            "Expected no extractor beside a manager, got one; give it to"
+            " ExperienceManager(bank, extractor)"
+        )
+    return bank_or_manager, False
 
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What the options of ``reset`` say about the episode that they start."""
+    """Hold the options of ``reset`` that concern the episode and not the environment."""
 
     condition: Condition = Condition.GUIDED
     group: str = ""
@@ -124,7 +129,7 @@ def take_settings(
 
 
 class Episode:
-    """A running episode: plain lists while it runs, a ``Trajectory`` when it ends."""
+    """Hold a running episode in plain lists; make a ``Trajectory`` of it when it ends."""
 
     __slots__ = (
         "id",
@@ -155,23 +160,22 @@ class Episode:
 
     @property
     def guided(self) -> bool:
-        """Whether this episode may see the bank."""
+        """Return whether this episode may see the bank."""
         return self.settings.condition is Condition.GUIDED
 
-    def record(
-        self, action: str, reward: float, observation: str, invalid: bool, withheld: str = ""
-    ) -> None:
-        """Add one turn; ``withheld`` is what the environment said of it and the agent was not shown."""
-        self.turns.append((self.observation, action, reward, observation, invalid, withheld))
+    def record(self, action: Any, reward: float, observation: str, info: Mapping[str, Any]) -> None:
+        """Add one turn; ``info["withheld"]`` is feedback that the agent was not shown."""
+        invalid, withheld = bool(info.get("invalid", False)), str(info.get("withheld") or "")
+        self.turns.append((self.observation, str(action), reward, observation, invalid, withheld))
         self.observation = observation
         self.total += reward
 
     def use(self, hits: Sequence[Hit], how: How) -> None:
-        """Note that these hits reached the actor now."""
+        """Add the hits that reached the actor now."""
         self.uses.extend(hit.use(how, episode=self.id, turn=len(self.turns)) for hit in hits)
 
     def trajectory(self, success: bool, error: str | None = None) -> Trajectory:
-        """The record of this episode."""
+        """Return the record of this episode."""
         return Trajectory(
             id=self.id,
             task=self.task,
@@ -192,7 +196,10 @@ class Episode:
         )
 
     def ended(self, terminated: bool, info: Mapping[str, Any]) -> Trajectory:
-        """The record of this episode, whose last step gave this; without ``info["success"]`` a termination with a return above 0 is one."""
+        """Return the record of this episode after its last step.
+
+        Without ``info["success"]``, a termination with a return above 0 counts as a success.
+        """
         return self.trajectory(
             bool(info["success"])
             if info.get("success") is not None
@@ -201,7 +208,7 @@ class Episode:
 
 
 class EpisodeLog:
-    """Follows the episodes of one environment slot and hands each finished one to the manager.
+    """Follow the episodes of one environment and submit each finished one to the manager.
 
     Attributes:
         episode: the running episode, or None.
@@ -226,27 +233,24 @@ class EpisodeLog:
     def begin(
         self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings
     ) -> Episode:
-        """Start an episode from what reset returned."""
+        """Start an episode from the answer of a reset."""
         self.episode = Episode(observation, info, seed, settings)
         return self.episode
 
     def excluded(self) -> str | None:
-        """The instance whose entries the running episode must not see."""
-        return (
-            (self.episode.instance or None) if self.episode and self.exclude_same_instance else None
-        )
+        """Return the instance whose entries the running episode must not see."""
+        if self.episode is None or not self.exclude_same_instance:
+            return None
+        return self.episode.instance or None
 
     def only(self) -> dict[str, Any]:
-        """The filter of every search for these episodes, as an argument; nothing where there is none."""
+        """Return the filter of searches as a keyword argument; empty without a filter."""
         return {} if self.where is None else {"where": self.where}
 
     def record(self, action: Any, reward: float, observation: str, info: Mapping[str, Any]) -> None:
         """Add a step to the running episode, if any."""
         if self.episode is not None:
-            withheld = str(info.get("withheld") or "")
-            self.episode.record(
-                str(action), reward, observation, bool(info.get("invalid", False)), withheld
-            )
+            self.episode.record(action, reward, observation, info)
 
     def add_use(self, use: Use) -> None:
         """Credit a retrieval made elsewhere to the running episode.
@@ -261,7 +265,7 @@ class EpisodeLog:
         self.episode.uses.append(use)
 
     def finish(self, terminated: bool, info: Mapping[str, Any]) -> dict[str, Any]:
-        """End the running episode and submit it; gives what to add to info."""
+        """End the running episode and submit it; return the keys to add to info."""
         episode, self.episode = self.episode, None
         if episode is None:
             return {}
@@ -274,7 +278,7 @@ class EpisodeLog:
         return extra
 
     def abandon(self) -> None:
-        """Cut off the running episode: kept as ``last_trajectory``, counted, and not submitted."""
+        """Cut off the running episode: keep it as ``last_trajectory`` and count it, unsubmitted."""
         episode, self.episode = self.episode, None
         if episode is not None and episode.turns:
             self.last_trajectory = episode.trajectory(False, error="abandoned")
@@ -282,5 +286,5 @@ class EpisodeLog:
 
 
 def reason(error: BaseException) -> str:
-    """One line that names a failure."""
+    """Return one line that names a failure."""
     return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""Advice from an experience bank for the agent of any text environment."""
+"""Advise the agent of any text environment from an experience bank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
@@ -12,11 +12,13 @@ from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
 from experiential.agents.prompts import experience_block
+from experiential.bank.extractor import Extractor
 from experiential.bank.search.where import Filter, Where
 from experiential.envs.text_space import UnicodeText
 from experiential.types import Hit, Trajectory, Use
 from experiential.wrappers.episode import (
     FAILURES,
+    BankOrManager,
     Episode,
     EpisodeLog,
     How,
@@ -30,15 +32,15 @@ Inject = Literal["observation", "system", "none"]
 
 
 class LiveArguments(dict[str, Any]):
-    """Constructor arguments that hold live objects (a bank, a model): copies share them."""
+    """Hold constructor arguments that are live objects (a bank, a model): copies share them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveArguments:
-        """A new mapping with the same values."""
+        """Return a new mapping with the same values."""
         return LiveArguments(self)
 
 
 class TextWrapper(RecordConstructorArgs, gym.Wrapper[str, str, str, str]):
-    """Base of wrappers over text environments: records its arguments, checks that observations are text."""
+    """Serve as base of wrappers of text environments: record arguments, require text."""
 
     def __init__(self, env: gym.Env[str, str], **arguments: Any) -> None:
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **arguments)
@@ -53,17 +55,16 @@ def require_text(space: spaces.Space[Any]) -> None:
     Raises:
         TypeError: they are something else.
     """
-    if not isinstance(space, UnicodeText | spaces.Text) and not isinstance(
-        deepcopy(space).sample(), str
-    ):
+    known = isinstance(space, UnicodeText | spaces.Text)
+    if not known and not isinstance(deepcopy(space).sample(), str):
         raise TypeError(
             f"Expected text observations, got {space}; wrap the environment in TextObservation"
             " first"
         )
 
 
-def require_choice(name: str, value: str, choices: type) -> None:
-    """Check that ``value`` is one of the strings of a ``Literal``.
+def require_choice(name: str, value: str, choices: object) -> None:
+    """Check that ``value`` is one of the strings of ``choices``, a ``Literal``.
 
     Raises:
         ValueError: it is not.
@@ -76,13 +77,13 @@ def require_choice(name: str, value: str, choices: type) -> None:
 
 @dataclass(frozen=True)
 class Advice:
-    """What one retrieval gave: hits, or the reason why it failed."""
+    """Hold the result of one retrieval: hits, or the reason why it failed."""
 
     hits: Sequence[Hit] = field(default_factory=tuple)
     error: str | None = None
 
     def present(self, observation: str, inject: str) -> tuple[str, dict[str, Any]]:
-        """The observation to show and what to add to info."""
+        """Return the observation to show and the keys to add to info."""
         extra: dict[str, Any] = {"experience": [hit_as_dict(hit) for hit in self.hits]}
         if self.error is not None:
             extra["experience_error"] = self.error
@@ -98,7 +99,7 @@ NO_ADVICE = Advice()
 
 
 def hit_as_dict(hit: Hit) -> dict[str, Any]:
-    """The form in which ``info["experience"]`` holds a hit; texts are raw, escape them before prompting."""
+    """Return a hit as ``info["experience"]`` holds it; escape its raw text before prompting."""
     entry = hit.experience
     return {
         "id": entry.id,
@@ -112,20 +113,12 @@ def hit_as_dict(hit: Hit) -> dict[str, Any]:
 
 
 def retrieval_query(episode: Episode, how: How) -> str:
-    """The task, with the current observation when retrieving inside the episode."""
+    """Return the task, with the current observation when retrieving inside the episode."""
     return episode.task if how == "episode_start" else f"{episode.task}\n{episode.observation}"
 
 
-def guarded(search: Callable[[], Sequence[Hit]]) -> Advice:
-    """Run a search; a failing bank or backend gives an advice without hits that names the cause."""
-    try:
-        return Advice(search())
-    except FAILURES as error:
-        return Advice(error=reason(error))
-
-
 class ExperienceWrapper(TextWrapper):
-    """Shows retrieved experience to the agent and submits every finished episode for distillation.
+    """Show retrieved experience to the agent and submit each finished episode for distillation.
 
     ``reset`` retrieves once by the task (``info["task"]``, else the first observation); with
     ``when="turn"`` or ``"both"`` each ``step`` retrieves by task and observation. What was found is
@@ -164,7 +157,7 @@ class ExperienceWrapper(TextWrapper):
         env: an environment whose observations and actions are ``str`` (see ``TextObservation``).
         bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a
             manager, which stays open.
-        extractor: what distils trajectories, when a bank is given.
+        extractor: the agent that distils trajectories, when a bank is given.
         k: entries per retrieval.
         when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
         inject: prepend the experience to the ``observation``, put it in
@@ -183,9 +176,9 @@ class ExperienceWrapper(TextWrapper):
     def __init__(
         self,
         env: gym.Env[str, str],
-        bank_or_manager: Any,
+        bank_or_manager: BankOrManager,
         *,
-        extractor: Any | None = None,
+        extractor: Extractor | None = None,
         k: int = 1,
         when: When = "episode",
         inject: Inject = "observation",
@@ -203,7 +196,12 @@ class ExperienceWrapper(TextWrapper):
         }
         super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         check_retrieval(k, when, inject, where)
-        _refuse_nesting(env)
+        for layer in layers(env):  # it would submit episodes twice, and read in a FREE episode
+            if isinstance(getattr(layer, "log", None), EpisodeLog):
+                raise ValueError(
+                    f"Expected no {type(layer).__name__} below ExperienceWrapper, got one; put it"
+                    " outside, and use one bank"
+                )
         self.k, self.when, self.inject, self.guided = k, when, inject, guided
         self.manager, self._owned = connect(bank_or_manager, extractor)
         self.log = EpisodeLog(
@@ -234,13 +232,9 @@ class ExperienceWrapper(TextWrapper):
         reward = float(reward)
         self.log.record(action, reward, observation, info)
         if terminated or truncated:
-            return (
-                observation,
-                reward,
-                terminated,
-                truncated,
-                {**info, "experience": [], **self.log.finish(terminated, info)},
-            )
+            none: dict[str, Any] = {"experience": []}
+            info = {**info, **none, **self.log.finish(terminated, info)}
+            return observation, reward, terminated, truncated, info
         if self.when == "episode" or self.log.episode is None:
             return observation, reward, terminated, truncated, {**info, "experience": []}
         shown, extra = self._retrieve(self.log.episode, "turn").present(observation, self.inject)
@@ -256,17 +250,17 @@ class ExperienceWrapper(TextWrapper):
 
     @property
     def episode(self) -> Episode | None:
-        """The running episode, or None."""
+        """Return the running episode, or None."""
         return self.log.episode
 
     @property
     def last_trajectory(self) -> Trajectory | None:
-        """The last finished or abandoned episode."""
+        """Return the last finished or abandoned episode."""
         return self.log.last_trajectory
 
     @property
     def abandoned(self) -> int:
-        """Episodes with turns that a reset or close cut off."""
+        """Return how many episodes with turns a reset or close cut off."""
         return self.log.abandoned
 
     def add_use(self, use: Use) -> None:
@@ -280,50 +274,41 @@ class ExperienceWrapper(TextWrapper):
     def _retrieve(self, episode: Episode, how: How) -> Advice:
         if not episode.guided:
             return NO_ADVICE
-        advice = guarded(
-            lambda: self.manager.search(
+        try:
+            hits = self.manager.search(
                 retrieval_query(episode, how),
                 k=self.k,
                 exclude_instance=self.log.excluded(),
                 episode=episode.id,
                 **self.log.only(),
-            ),
-        )
-        episode.use(advice.hits, how)
-        return advice
+            )
+        except FAILURES as error:
+            return Advice(error=reason(error))
+        episode.use(hits, how)
+        return Advice(hits)
 
 
 def check_retrieval(k: int, when: str, inject: str, where: Filter | None = None) -> None:
-    """Check the arguments that say how to retrieve.
+    """Check the arguments of retrieval.
 
     Raises:
         ValueError: one is outside its range.
     """
     if k < 1:
         raise ValueError(f"Expected k to be positive, got {k}")
-    require_choice("when", when, When)  # type: ignore[arg-type]  # a Literal alias is a typing form, not a class
+    require_choice("when", when, When)
+    require_choice("inject", inject, Inject)
     Where.of(where)
-    require_choice("inject", inject, Inject)  # type: ignore[arg-type]  # as above
 
 
 def layers(env: gym.Env[Any, Any]) -> list[gym.Env[Any, Any]]:
-    """The environment and everything that it wraps, outermost first."""
+    """Return the environment and everything that it wraps, outermost first."""
     found = [env]
     while isinstance(found[-1], gym.Wrapper):
         found.append(cast("gym.Wrapper[Any, Any, Any, Any]", found[-1]).env)
     return found
 
 
-def _refuse_nesting(env: gym.Env[Any, Any]) -> None:
-    """A second recorder below would submit each episode twice and could read a bank in a FREE episode."""
-    for layer in layers(env):
-        if isinstance(getattr(layer, "log", None), EpisodeLog):
-            raise ValueError(
-                f"Expected no {type(layer).__name__} below ExperienceWrapper, got one; put it"
-                " outside, and use one bank"
-            )
-
-
 def find_log(env: gym.Env[Any, Any]) -> EpisodeLog | None:
-    """The log of the ``ExperienceWrapper`` in a stack of wrappers, or None."""
+    """Return the log of the ``ExperienceWrapper`` in a stack of wrappers, or None."""
     return next((layer.log for layer in layers(env) if isinstance(layer, ExperienceWrapper)), None)

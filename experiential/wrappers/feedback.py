@@ -1,4 +1,4 @@
-"""Whether an agent reads the environment's comment on each move."""
+"""Show or hide the environment's comment on each move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shown = Literal["shown", "hidden", "reflector"]
 
 
 class FeedbackWrapper(TextWrapper):
-    """Shows the text in ``info["feedback"]`` in every observation that follows an action, or in none.
+    """Show ``info["feedback"]`` in every observation that follows an action, or in none.
 
     Experiential RL reflects on textual feedback that its baseline never sees. With one such wrapper
     around both, either everybody reads it (``shown``) or nobody does (``hidden``). ``reflector`` is
@@ -22,8 +22,8 @@ class FeedbackWrapper(TextWrapper):
     a reflector. That comparison is not fair to a baseline, which learns from less; the mode is
     there to repeat it.
 
-    ``shown`` appends the text where the observation does not have it; the other two cut it where it
-    stands, as whole lines. What is said at the start of an episode is part of the task and stays.
+    ``shown`` appends the text unless the observation has it. The other two cut it where it stands
+    as whole lines. The first observation of an episode is part of the task and stays.
 
     Caveat: an environment that writes its comments into the observation and not into
     ``info["feedback"]`` shows them always. The info itself still has ``feedback``; an agent that
@@ -51,12 +51,12 @@ class FeedbackWrapper(TextWrapper):
 
     def __init__(self, env: gym.Env[str, str], feedback: Shown = "shown") -> None:
         super().__init__(env, feedback=feedback)
-        require_choice("feedback", feedback, Shown)  # type: ignore[arg-type]  # a Literal alias is a typing form, not a class
+        require_choice("feedback", feedback, Shown)
         self.feedback = feedback
         self.observation_space = UnicodeText()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Act; the observation has the comment on the action or lacks it."""
+        """Act, and show or hide the comment on the action."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         comment = str(info.get("feedback") or "")
         if self.feedback == "reflector" and comment:
@@ -70,7 +70,7 @@ class FeedbackWrapper(TextWrapper):
 
 
 def with_comment(observation: str, comment: str) -> str:
-    r"""The observation with the comment behind it, unless it is there.
+    r"""Return the observation with the comment behind it, unless it is there.
 
     >>> with_comment("A B", "It clicks."), with_comment("It clicks.\nA B", "It clicks.")
     ('A B\n\nIt clicks.', 'It clicks.\nA B')
@@ -81,10 +81,12 @@ def with_comment(observation: str, comment: str) -> str:
 
 
 def without_comment(observation: str, comment: str) -> str:
-    r"""The observation without the comment where that stands as whole lines, and without the line breaks that set it apart.
+    r"""Return the observation without the comment, if that stands as whole lines.
 
-    >>> without_comment("A B\n\nIt clicks.", "It clicks."), without_comment("It clicks. Not.", "It clicks.")
-    ('A B', 'It clicks. Not.')
+    >>> without_comment("A B\n\nIt clicks.", "It clicks.")
+    'A B'
+    >>> without_comment("It clicks. Not.", "It clicks.")
+    'It clicks. Not.'
     """
     if not comment or (found := _lines(comment).search(observation)) is None:
         return observation

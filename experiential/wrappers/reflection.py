@@ -22,21 +22,20 @@ _INSTANCE = ("instance", "task_id", "task")
 
 
 class ReflectorLike(Protocol):
-    """What a wrapper asks; `Reflector` and `Retry` have it."""
+    """Declare what the wrapper asks of a `Reflector` or a `Retry`."""
 
     def reflect(self, trajectory: Trajectory, memory: Sequence[str] = ()) -> Reflection:
-        """Guidance for another attempt."""
+        """Return guidance for another attempt."""
         ...
 
 
 class ReflectionWrapper(TextWrapper):
-    r"""Gives the agent a second attempt at the same instance when the first one's return stays below a threshold.
+    r"""Give the agent a second attempt at an instance if its first return is below a threshold.
 
-    When the first attempt ends so, the reflector is asked, the environment is reset with the same
-    seed and options, and the episode goes on: ``step`` returns the first observation of the second
-    attempt behind the reflection as a fenced block, and the episode ends with the second attempt. A
-    first attempt that reaches the threshold ends it at once (algorithm 2 of Experiential RL,
-    without training).
+    After such a first attempt the reflector is asked, the environment is reset with the same seed
+    and options, and the episode goes on: ``step`` returns the first observation of the second
+    attempt behind the reflection as a fenced block. A first attempt that reaches the threshold ends
+    the episode (algorithm 2 of Experiential RL, without training).
 
     ``info["attempt"]`` is 1 or 2. From the step that begins the second attempt on,
     ``info["first_return"]`` and ``info["reflection"]`` (None when there is none, then
@@ -62,7 +61,8 @@ class ReflectionWrapper(TextWrapper):
     >>> from experiential.agents.reflector import Reflector
     >>> from experiential.envs.vault import VaultEnv
     >>> from experiential.llm.scripted import ScriptedLLM
-    >>> env = ReflectionWrapper(VaultEnv(tries=1), Reflector(ScriptedLLM(["<reflection>Read the note.</reflection>"])))
+    >>> reflector = Reflector(ScriptedLLM(["<reflection>Read the note.</reflection>"]))
+    >>> env = ReflectionWrapper(VaultEnv(tries=1), reflector)
     >>> _, info = env.reset(seed=1)
     >>> observation, reward, terminated, _, info = env.step("pull nothing")
     >>> reward, terminated, info["attempt"], info["reflection"]
@@ -87,7 +87,7 @@ class ReflectionWrapper(TextWrapper):
 
     Raises:
         TypeError: the environment does not give text, or ``reflector`` has no ``reflect``.
-        ValueError: ``threshold`` is no finite number, or ``inject`` none of these.
+        ValueError: ``threshold`` is not finite, or ``inject`` is not one of these.
     """
 
     def __init__(
@@ -106,25 +106,21 @@ class ReflectionWrapper(TextWrapper):
             raise TypeError(f"Expected a Reflector or a Retry, got {reflector!r}")
         if not np.isfinite(threshold):
             raise ValueError(f"Expected threshold to be a finite number, got {threshold}")
-        require_choice("inject", inject, Inject)  # type: ignore[arg-type]  # a Literal alias is a typing form, not a class
-        self.reflector, self.threshold, self.memory, self.inject = (
-            reflector,
-            threshold,
-            memory,
-            inject,
-        )
+        require_choice("inject", inject, Inject)
+        self.reflector, self.threshold = reflector, threshold
+        self.memory, self.inject = memory, inject
         self._random = np.random.default_rng()
         self._again: dict[str, Any] = {}
         self._names: tuple[Any, ...] = ()
         self._episode: Episode | None = None
-        self._told: dict[str, Any] = {}
+        self._attempt: dict[str, Any] = {}  # the keys that this wrapper adds to info
         self._reflection: Reflection | None = None
         self.observation_space = UnicodeText()
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Start the first attempt. Without a seed one is drawn and given to the environment, so that it can be started again."""
+        """Start the first attempt; without a seed, draw one, so that it can be started again."""
         if seed is not None:
             self._random = np.random.default_rng(seed)
         self._again = {
@@ -135,7 +131,7 @@ class ReflectionWrapper(TextWrapper):
         observation, info = self.env.reset(**deepcopy(self._again))
         self._names = _names(observation, info)
         self._begin(observation, info, {"attempt": 1})
-        return observation, {**info, **self._told}
+        return observation, {**info, **self._attempt}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Act; the last step of a first attempt below the threshold begins the second one.
@@ -146,35 +142,29 @@ class ReflectionWrapper(TextWrapper):
         observation, reward, terminated, truncated, info = self.env.step(action)
         reward, episode = float(reward), self._episode
         if episode is not None:
-            episode.record(
-                action,
-                reward,
-                observation,
-                bool(info.get("invalid", False)),
-                str(info.get("withheld") or ""),
-            )
+            episode.record(action, reward, observation, info)
             if terminated or truncated:
                 self._episode = None
                 attempt = episode.ended(terminated, info)
-                if self._told["attempt"] == 1 and attempt.reward < self.threshold:
+                if self._attempt["attempt"] == 1 and attempt.reward < self.threshold:
                     shown, fresh = self._second(attempt)
-                    return (
-                        shown,
-                        reward,
-                        False,
-                        False,
-                        {**fresh, "final_observation": observation, "final_info": info},
-                    )
+                    fresh |= {"final_observation": observation, "final_info": info}
+                    return shown, reward, False, False, fresh
                 self._keep(attempt)
-        return observation, reward, terminated, truncated, {**info, **self._told}
+        return observation, reward, terminated, truncated, {**info, **self._attempt}
 
-    def _begin(self, observation: str, info: dict[str, Any], told: dict[str, Any]) -> None:
+    def _begin(self, observation: str, info: dict[str, Any], attempt: dict[str, Any]) -> None:
         self._episode = Episode(observation, info, self._again["seed"], EpisodeSettings())
-        self._told = told
+        self._attempt = attempt
 
     def _second(self, first: Trajectory) -> tuple[str, dict[str, Any]]:
-        """Reflect and start again; what the agent sees and is told."""
-        reflection = self._reflection = self._reflect(first)
+        """Reflect and start again; return the observation and info to show."""
+        try:
+            memory = self.memory.recall(first) if self.memory is not None else ()
+            reflection = self.reflector.reflect(first, memory)
+        except FAILURES as error:  # the second attempt is played without a reflection
+            reflection = Reflection(reason=reason(error))
+        self._reflection = reflection
         observation, info = self.env.reset(**deepcopy(self._again))
         if _names(observation, info) != self._names:
             raise EnvError(
@@ -182,24 +172,15 @@ class ReflectionWrapper(TextWrapper):
                 f" {_names(observation, info)}; ReflectionWrapper needs an environment that seed"
                 " and options determine"
             )
-        told = {"attempt": 2, "first_return": first.reward, "reflection": reflection.text}
+        more = {"attempt": 2, "first_return": first.reward, "reflection": reflection.text}
         if reflection.reason is not None:
-            told["reflection_error"] = reflection.reason
-        self._begin(observation, info, told)
+            more["reflection_error"] = reflection.reason
+        self._begin(observation, info, more)
         block = reflection.block or ""
         if self.inject == "observation":
-            return f"{block}{observation}", {**info, **told}
+            return f"{block}{observation}", {**info, **more}
         prompt = f"{info.get('experience_prompt') or ''}{block}"
-        return observation, {**info, **told, **({"experience_prompt": prompt} if prompt else {})}
-
-    def _reflect(self, first: Trajectory) -> Reflection:
-        """What the reflector says; a failing backend or memory gives a reflection without text that names the cause."""
-        try:
-            return self.reflector.reflect(
-                first, self.memory.recall(first) if self.memory is not None else ()
-            )
-        except FAILURES as error:
-            return Reflection(reason=reason(error))
+        return observation, {**info, **more, **({"experience_prompt": prompt} if prompt else {})}
 
     def _keep(self, attempt: Trajectory) -> None:
         """Remember the reflection of a second attempt that passed."""
@@ -209,11 +190,11 @@ class ReflectionWrapper(TextWrapper):
         try:
             self.memory.keep(text, attempt)
         except FAILURES as error:
-            self._told["reflection_error"] = reason(error)
+            self._attempt["reflection_error"] = reason(error)
 
 
 def _names(observation: str, info: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells one instance from another: the names in info, else the first observation."""
+    """Return the names of the instance in info, else the first observation."""
     return (
         tuple(info.get(name) for name in _INSTANCE)
         if info.keys() & set(_INSTANCE)

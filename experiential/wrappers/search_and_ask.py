@@ -1,4 +1,4 @@
-"""Lets the agent itself ask the experience bank during an episode."""
+"""Let the agent itself ask the experience bank during an episode."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import gymnasium as gym
 from experiential.agents.principles import principle_text
 from experiential.agents.prompts import numbered
 from experiential.envs.text_space import UnicodeText
-from experiential.types import Trajectory, Use
-from experiential.wrappers.episode import FAILURES, EpisodeLog, connect, reason, take_settings
+from experiential.types import Trajectory
+from experiential.wrappers.episode import (
+    FAILURES,
+    BankOrManager,
+    EpisodeLog,
+    connect,
+    reason,
+    take_settings,
+)
 from experiential.wrappers.experience import TextWrapper, find_log, hit_as_dict
 
 PATIENCE = 8
@@ -28,7 +35,7 @@ _NOT_AVAILABLE = "not available"
 
 
 class SearchAndAskWrapper(TextWrapper):
-    """Answers ``<search_and_ask>question</search_and_ask>`` from the bank instead of stepping the environment.
+    """Answer ``<search_and_ask>question</search_and_ask>`` from the bank instead of a step.
 
     The last tag of an action counts, whatever its case; a tool call as JSON text or mapping does
     too: ``{"name": "search_and_ask", "arguments": {"query": "…"}}``. The observation becomes the
@@ -56,7 +63,7 @@ class SearchAndAskWrapper(TextWrapper):
     >>> with ExperienceBank(tempfile.mkdtemp(), embedder="hashing") as bank:
     ...     env = SearchAndAskWrapper(VaultEnv(), bank=bank)
     ...     _ = env.reset(seed=1)
-    ...     observation, _, terminated, _, info = env.step("<search_and_ask>which lever?</search_and_ask>")
+    ...     _, _, terminated, _, info = env.step("<search_and_ask>which lever?</search_and_ask>")
     ...     env.close()
     >>> terminated, info["search_and_ask"]["calls_left"], info["search_and_ask"]["hit"]
     (False, 1, None)
@@ -89,7 +96,7 @@ class SearchAndAskWrapper(TextWrapper):
         *,
         max_calls: int = 2,
         tag: str = "search_and_ask",
-        bank: Any | None = None,
+        bank: BankOrManager | None = None,
         repeat_observation: bool = False,
         refine: bool = True,
         k: int | None = None,
@@ -110,41 +117,46 @@ class SearchAndAskWrapper(TextWrapper):
             raise ValueError(
                 f"Expected tag to be a name of letters, digits, '_' and '-', got {tag!r}"
             )
-        below = find_log(env)
-        if (below is None) == (bank is None):
-            got = "neither" if bank is None else "both"
-            raise ValueError(
-                f"Expected either an ExperienceWrapper below or bank=, got {got}; give exactly one"
-            )
         self.max_calls, self.tag, self._repeat = max_calls, tag, repeat_observation
         self._refines, self._k, self._offers = refine, k, offer
         self._own: EpisodeLog | None = None
         self._owned = False
-        if below is None:
+        below = find_log(env)
+        if below is not None and bank is None:
+            self._session = below
+        elif below is None and bank is not None:
             manager, self._owned = connect(bank, None)
-            self._own = EpisodeLog(manager)
-        self._session = below or cast("EpisodeLog", self._own)
+            self._session = self._own = EpisodeLog(manager)
+        else:
+            got = "neither" if bank is None else "both"
+            raise ValueError(
+                f"Expected either an ExperienceWrapper below or bank=, got {got}; give exactly one"
+            )
         self._pattern = re.compile(
             rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE
         )
         self._calls = self._refused = self._turns = 0
         self._observation, self._context = "", dict[str, Any]()
-        self.observation_space, self.action_space = UnicodeText(), _widened(env.action_space)
+        self.observation_space = UnicodeText()
+        text = isinstance(env.action_space, UnicodeText)  # it holds calls, and keeps its samples
+        self.action_space = env.action_space if text else UnicodeText()
 
     @property
     def log(self) -> EpisodeLog | None:
-        """The episode log that this wrapper keeps, or None when an ``ExperienceWrapper`` below keeps it."""
+        """Return the log of this wrapper, or None when an ``ExperienceWrapper`` below keeps it."""
         return self._own
 
     @property
     def last_trajectory(self) -> Trajectory | None:
-        """The last finished or abandoned episode."""
+        """Return the last finished or abandoned episode."""
         return self._session.last_trajectory
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Start an episode with all calls left; without an ``ExperienceWrapper`` it consumes the same options.
+        """Start an episode with all calls left.
+
+        Without an ``ExperienceWrapper`` below, this wrapper consumes the same options.
 
         Raises:
             TypeError: ``options["guided"]`` is not a bool.
@@ -185,7 +197,7 @@ class SearchAndAskWrapper(TextWrapper):
             self._session.manager.close()
 
     def tool_schema(self) -> dict[str, Any]:
-        """The call as an OpenAI tool, for models that call tools instead of writing tags."""
+        """Return the call as an OpenAI tool, for models that call tools instead of writing tags."""
         query = {
             "type": "string",
             "description": "Your situation, what you tried, and what you need to know.",
@@ -208,7 +220,7 @@ class SearchAndAskWrapper(TextWrapper):
         }
 
     def query_of(self, action: Any) -> str | None:
-        """The question in an action, or None when the action is not a call."""
+        """Return the question in an action, or None when the action is not a call."""
         if isinstance(action, Mapping):
             return self._tool_query(cast("Mapping[str, Any]", action))
         if not isinstance(action, str):
@@ -232,16 +244,16 @@ class SearchAndAskWrapper(TextWrapper):
         )
 
     def _seen(self, observation: str, info: Mapping[str, Any]) -> None:
-        """Keep what an agent needs to act after a call: it gets no new observation."""
+        """Keep the observation and context: after a call the agent gets no new ones."""
         self._observation = observation
         self._context = {key: info[key] for key in _CONTEXT if key in info}
 
     def call(self, query: str) -> str:
-        """The action that asks ``query``."""
+        """Return the action that asks ``query``."""
         return f"<{self.tag}>{query}</{self.tag}>"
 
     def _offered(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Info in which asking is admissible where it would be answered."""
+        """Return info with a call among the admissible actions, if it would be answered."""
         episode = self._session.episode
         if (
             not self._offers
@@ -271,51 +283,32 @@ class SearchAndAskWrapper(TextWrapper):
             )
         self._calls += 1
         self._refused = 0
-        ask = self._ask if self._refines else self._look_up
-        text, info = ask(query, episode.id, len(episode.turns))
-        return self._reply(query, text, info, truncated=False)
-
-    def _ask(self, query: str, episode: str, turn: int) -> tuple[str, dict[str, Any]]:
-        """The text for the agent, and what to add to info."""
-        try:
-            answer = self._session.manager.ask(
-                query,
-                episode=episode,
-                turn=turn,
-                exclude_instance=self._session.excluded(),
-                **self._session.only(),
-            )
-        except FAILURES as error:
-            return "The search failed.", {"experience_error": reason(error)}
-        if answer.text is None:
-            return "Nothing found.", {}
-        if answer.use is not None:
-            self._session.add_use(_located(answer.use, episode, turn))
-        return numbered([answer.text]), (
-            {"hit": hit_as_dict(answer.hit)} if answer.hit is not None else {}
-        )
-
-    def _look_up(self, query: str, episode: str, turn: int) -> tuple[str, dict[str, Any]]:
-        """The best entries as they are, and what to add to info."""
-        try:
-            hits = self._session.manager.search(
-                query,
-                k=self._k,
-                exclude_instance=self._session.excluded(),
-                episode=episode,
-                **self._session.only(),
-            )
-        except FAILURES as error:
-            return "The search failed.", {"experience_error": reason(error)}
-        if not hits:
-            return "Nothing found.", {}
-        for hit in hits:
-            self._session.add_use(hit.use("search_and_ask", episode=episode, turn=turn))
-        shown = [hit_as_dict(hit) for hit in hits]
-        return numbered([principle_text(hit.experience) for hit in hits]), {
-            "hit": shown[0],
-            "experience": shown,
+        turn = len(episode.turns)
+        hidden: dict[str, Any] = {
+            "episode": episode.id,
+            "exclude_instance": self._session.excluded(),
+            **self._session.only(),
         }
+        try:
+            if self._refines:
+                answer = self._session.manager.ask(query, turn=turn, **hidden)
+                texts = [] if answer.text is None else [answer.text]
+                hits = [answer.hit] if answer.hit is not None and texts else []
+                where = {"how": "search_and_ask", "episode": episode.id, "turn": turn}
+                uses = [answer.use.model_copy(update=where)] if answer.use and texts else []
+            else:
+                hits = self._session.manager.search(query, k=self._k, **hidden)
+                texts = [principle_text(hit.experience) for hit in hits]
+                uses = [hit.use("search_and_ask", episode=episode.id, turn=turn) for hit in hits]
+        except FAILURES as error:
+            return self._reply(query, "The search failed.", {"experience_error": reason(error)})
+        for use in uses:
+            self._session.add_use(use)
+        shown = [hit_as_dict(hit) for hit in hits]
+        extra: dict[str, Any] = {"hit": shown[0]} if shown else {}
+        if shown and not self._refines:
+            extra["experience"] = shown
+        return self._reply(query, numbered(texts) if texts else "Nothing found.", extra)
 
     def _refuse(self, query: str, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._refused += 1
@@ -325,7 +318,7 @@ class SearchAndAskWrapper(TextWrapper):
         )
 
     def _reply(
-        self, query: str, text: str, extra: dict[str, Any], *, truncated: bool
+        self, query: str, text: str, extra: dict[str, Any], *, truncated: bool = False
     ) -> tuple[str, float, bool, bool, dict[str, Any]]:
         hit = extra.pop("hit", None)
         left = 0 if text is _NOT_AVAILABLE else self.max_calls - self._calls
@@ -338,17 +331,8 @@ class SearchAndAskWrapper(TextWrapper):
         return shown, 0.0, False, truncated, self._offered(info)
 
 
-def _located(use: Use, episode: str, turn: int) -> Use:
-    return use.model_copy(update={"how": "search_and_ask", "episode": episode, "turn": turn})
-
-
-def _widened(space: gym.Space[Any]) -> gym.Space[Any]:
-    """An action space that also holds calls; a text space keeps its samples."""
-    return space if isinstance(space, UnicodeText) else UnicodeText()
-
-
 def _json_object(text: str) -> Mapping[str, Any] | None:
-    """The JSON object from the first to the last brace, or None."""
+    """Return the JSON object from the first to the last brace, or None."""
     start, end = text.find("{"), text.rfind("}")
     try:
         value = json.loads(text[start : end + 1])

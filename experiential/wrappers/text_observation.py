@@ -1,4 +1,4 @@
-"""Any Gymnasium environment as a text environment."""
+"""Make a text environment of any Gymnasium environment."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MAX_NUMBERS = 1024
 
 
 class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
-    r"""Turns observations into text and text into actions.
+    r"""Turn observations into text and text into actions.
 
     Observations are shown by ``render`` if given, else by the environment's own ``ansi`` rendering
     when it was made with that render mode (highlighted characters come in brackets), else as
     readable numbers, rows and ``key: value`` lines. An action is the last ``<action>…</action>`` of
     the text, or its last line, whatever the case. ``info["task"]`` and ``info["admissible"]`` say
     what is asked and what is legal; ``task_id``, ``instance``, ``success``, ``invalid`` and
-    ``feedback`` are as in the environments of this package. Where the environment tells no
-    ``success`` (or ``is_success``), an episode that terminates with a return above 0 is one; where
-    it tells no ``instance``, its id and seed are.
+    ``feedback`` are as in the environments of this package. By default ``success`` is the
+    environment's ``is_success``, else whether an episode terminated with a return above 0, and
+    ``instance`` is its id and seed.
 
     Caveat: an unknown action does not step the environment, but it uses a turn: the same
     observation comes back with a line that names the legal actions, reward 0 and
@@ -42,7 +42,8 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
     ``shared_memory=False``: its shared memory has no layout for text, and refuses this wrapper's
     space.
 
-    >>> env = TextObservation(gym.make("FrozenLake-v1", is_slippery=False), actions=["left", "down", "right", "up"])
+    >>> lake = gym.make("FrozenLake-v1", is_slippery=False)
+    >>> env = TextObservation(lake, actions=["left", "down", "right", "up"])
     >>> env.reset(seed=0)[0]
     '0'
     >>> env.step("Let me see. <action>Right</action>")[0]
@@ -133,34 +134,23 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         late = self._max_turns is not None and self._turns >= self._max_turns
         if self._actions is None:
             chosen: Any = said
-        elif (name := self._match(said)) is not None:
+        elif name := self._lookup.get(_folded(said)) or self._lookup.get(
+            _folded(said).strip("`'\"*.,;:!?()[] ")
+        ):
             chosen = self._actions[name]
         else:
-            complaint = self._complaint(said)
+            legal = ", ".join(self._actions)
+            complaint = f"{said[:80]!r} is not a legal action. Legal actions: {legal}."
             self._over = late
-            return (
-                f"{self._text}\n{complaint}",
-                0.0,
-                False,
-                late,
-                self._annotated({"feedback": complaint}, invalid=True),
-            )
+            info = self._annotated({"feedback": complaint}, invalid=True)
+            return f"{self._text}\n{complaint}", 0.0, False, late, info
         observation, reward, terminated, truncated, info = self.env.step(chosen)
         self._text = self._describe(observation, info)
         truncated = bool(truncated or (late and not terminated))
         self._return += float(reward)
         self._over = bool(terminated) or truncated
-        told = self._annotated(info, invalid=False, won=bool(terminated) and self._return > 0)
-        return self._text, float(reward), bool(terminated), truncated, told
-
-    def _match(self, said: str) -> str | None:
-        folded = _folded(said)
-        return self._lookup.get(folded) or self._lookup.get(folded.strip("`'\"*.,;:!?()[] "))
-
-    def _complaint(self, said: str) -> str:
-        return (
-            f"{said[:80]!r} is not a legal action. Legal actions: {', '.join(self._actions or ())}."
-        )
+        info = self._annotated(info, invalid=False, won=bool(terminated) and self._return > 0)
+        return self._text, float(reward), bool(terminated), truncated, info
 
     def _describe(self, observation: Any, info: dict[str, Any]) -> str:
         if self._render is not None:
@@ -192,7 +182,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
 def action_table(
     space: spaces.Space[Any], actions: Sequence[str] | Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Names of actions and what they stand for; None when any text is an action.
+    """Return the action that each name stands for; None if any text is an action.
 
     Raises:
         TypeError: names are needed for this action space.
@@ -218,7 +208,7 @@ def action_table(
 
 
 def spoken_action(text: str) -> str:
-    """The last ``<action>…</action>`` of a text, or its last line that is not blank, without outer blanks."""
+    """Return the last ``<action>…</action>`` of a text, or its last line that is not blank."""
     tagged = tagged_action(text)
     if tagged is not None:
         return tagged.strip()
@@ -227,12 +217,12 @@ def spoken_action(text: str) -> str:
 
 
 def plain_text(frame: str) -> str:
-    """Terminal output without escape codes; a highlighted run is put in brackets."""
+    """Return terminal output without escape codes; a highlighted run is put in brackets."""
     return _ESCAPES.sub("", _HIGHLIGHT.sub(r"[\1]", frame)).strip("\n")
 
 
 def describe(value: Any) -> str:
-    """Readable text for an observation of any Gymnasium space.
+    """Return readable text for an observation of any Gymnasium space.
 
     >>> print(describe({"position": np.array([0.5, 2.0]), "key": True}))
     position: 0.5, 2
@@ -252,11 +242,11 @@ def describe(value: Any) -> str:
         return "\n".join(
             _entry(str(number), describe(item)) for number, item in enumerate(items, start=1)
         )
-    return _number(value) if isinstance(value, int | float | np.number) else str(value)
+    return _scalar(value)
 
 
 def snapshot(value: Any) -> Any:
-    """A copy of nested containers and arrays that the environment may overwrite."""
+    """Copy nested containers and arrays, which the environment may overwrite."""
     if isinstance(value, np.ndarray):
         return cast("Array", value).copy()
     if isinstance(value, dict):
@@ -279,8 +269,8 @@ def _array(array: Array) -> str:
         return "empty"
     if array.size > _MAX_NUMBERS or array.ndim > 2:
         return (
-            f"array of shape {array.shape}, {array.dtype}, from {_number(array.min())} to"
-            f" {_number(array.max())}"
+            f"array of shape {array.shape}, {array.dtype}, from {_scalar(array.min())} to"
+            f" {_scalar(array.max())}"
         )
     if array.ndim == 2:
         return "\n".join(" ".join(_scalar(item) for item in row) for row in array)
@@ -288,11 +278,9 @@ def _array(array: Array) -> str:
 
 
 def _scalar(value: Any) -> str:
-    return _number(value) if isinstance(value, int | float | np.number) else str(value)
-
-
-def _number(value: Any) -> str:
-    plain = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, int | float | np.number):
+        return str(value)
+    plain = cast("int | float", value.item() if hasattr(value, "item") else value)
     return str(plain) if isinstance(plain, int) else f"{plain:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""The experience wrapper for vector environments, with one batched retrieval per call."""
+"""Wrap vector environments with experience, in one batched retrieval per call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
+from experiential.bank.extractor import Extractor
 from experiential.bank.search.where import Filter
 from experiential.envs.text_space import UnicodeText
 from experiential.sync import shared_loop
 from experiential.types import Hit, Trajectory
 from experiential.wrappers.episode import (
     FAILURES,
+    BankOrManager,
     Episode,
     EpisodeLog,
     EpisodeSettings,
@@ -45,7 +47,7 @@ Stepped = tuple[
 
 
 class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
-    """The vector twin of ``ExperienceWrapper``: the same episodes, texts and infos, in batches.
+    """Do for a vector environment what ``ExperienceWrapper`` does for a single one.
 
     All episodes that start in one call, or all turns of one call, are retrieved for together, in
     one micro-batch of the manager. Episode boundaries are right in the three autoreset modes
@@ -77,7 +79,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         env: a vector environment with text observations.
         bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a
             manager, which stays open.
-        extractor: what distils trajectories, when a bank is given.
+        extractor: the agent that distils trajectories, when a bank is given.
         k: entries per retrieval.
         when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
         inject: prepend to the ``observation``, put in ``infos["experience_prompt"]`` (``system``),
@@ -97,9 +99,9 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
     def __init__(
         self,
         env: VectorEnv[Any, Any, Any],
-        bank_or_manager: Any,
+        bank_or_manager: BankOrManager,
         *,
-        extractor: Any | None = None,
+        extractor: Extractor | None = None,
         k: int = 1,
         when: When = "episode",
         inject: Inject = "observation",
@@ -123,14 +125,18 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             **options,
         )
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
-        self.logs: list[
-            EpisodeLog
-        ] = []  # Gymnasium closes what is deleted, also where what follows raises
+        # Gymnasium closes a deleted wrapper, also one whose constructor raised.
+        self.logs: list[EpisodeLog] = []
         self._owned = False
         cast("Any", VectorWrapper).__init__(self, env)
         self._envs: Any = env
         require_text(cast("Any", env).single_observation_space)
-        _require_whole_text(env)
+        if getattr(env.unwrapped, "shared_memory", False):
+            # In shared memory Gymnasium's own Text space silently arrives as "000...".
+            raise ValueError(
+                "Expected AsyncVectorEnv(..., shared_memory=False) for text, got"
+                " shared_memory=True, which loses it"
+            )
         check_retrieval(k, when, inject, where)
         self.k, self.when, self.inject = k, when, inject
         self.guided = _one_each("guided", guided, env.num_envs)
@@ -167,12 +173,16 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             self.logs[i].abandon()
         observations, infos = self._envs.reset(seed=seed, options=rest)
         for i in started:
-            self.logs[i].begin(observations[i], info_of(infos, i), _seed_of(seed, i), settings[i])
+            if seed is None or isinstance(seed, int | np.integer):
+                own = None if seed is None else int(seed) + i
+            else:
+                own = seed[i]
+            self.logs[i].begin(observations[i], info_of(infos, i), own, settings[i])
             self._waiting[i] = False
         return self._advise(observations, infos, started, [])
 
     def step(self, actions: Any) -> Stepped:
-        """Act in every environment; episodes that end are submitted, episodes that start are retrieved for."""
+        """Act in every environment; submit the episodes that end, advise those that start."""
         observations, rewards, terminated, truncated, infos = self._envs.step(actions)
         started: list[int] = []
         stepped: list[int] = []
@@ -212,12 +222,12 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
 
     @property
     def last_trajectories(self) -> list[Trajectory | None]:
-        """Per environment, the last finished or abandoned episode."""
+        """Return the last finished or abandoned episode of each environment."""
         return [log.last_trajectory for log in self.logs]
 
     @property
     def abandoned(self) -> int:
-        """Episodes with turns that a reset or close cut off."""
+        """Return how many episodes with turns a reset or close cut off."""
         return sum(log.abandoned for log in self.logs)
 
     def _take(
@@ -239,88 +249,61 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
     def _advise(
         self, observations: Any, infos: dict[str, Any], started: list[int], stepped: list[int]
     ) -> tuple[Any, dict[str, Any]]:
-        """Retrieve once for everything that asks for it now, and show it."""
+        """Retrieve once for all episodes that want advice now, and show it."""
         wanted: dict[int, How] = {}
         if self.when != "turn":
             wanted |= {i: "episode_start" for i in started}
         if self.when != "episode":
             wanted |= {i: "turn" for i in stepped}
-        advice = self._retrieve(wanted)
+        rows: list[tuple[int, Episode, How]] = []
+        for i, how in wanted.items():
+            episode = self.logs[i].episode
+            if episode is not None and episode.guided:
+                rows.append((i, episode, how))
+        advice: dict[int, Advice] = {}
+        try:
+            found = shared_loop().run(self._search(rows)) if rows else []
+        except FAILURES as error:
+            advice = {i: Advice(error=reason(error)) for i, _, _ in rows}
+        else:
+            for (i, episode, how), hits in zip(rows, found, strict=True):
+                episode.use(hits, how)
+                advice[i] = Advice(hits)
         shown = list(observations)
         for i in range(self.num_envs):
             shown[i], extra = advice.get(i, NO_ADVICE).present(observations[i], self.inject)
             infos = self._add_info(infos, extra, i)
         return (tuple(shown) if self.inject == "observation" else observations), infos
 
-    def _retrieve(self, wanted: Mapping[int, How]) -> dict[int, Advice]:
-        rows: list[tuple[int, Episode, How]] = []
-        for i, how in wanted.items():
-            episode = self.logs[i].episode
-            if episode is not None and episode.guided:
-                rows.append((i, episode, how))
-        if not rows:
-            return {}
-        queries = [
-            (retrieval_query(episode, how), self.logs[i].excluded(), episode.id)
-            for i, episode, how in rows
-        ]
-        try:
-            found = shared_loop().run(self._search(queries))
-        except FAILURES as error:
-            return {i: Advice(error=reason(error)) for i, _, _ in rows}
-        for (_, episode, how), hits in zip(rows, found, strict=True):
-            episode.use(hits, how)
-        return {i: Advice(hits) for (i, _, _), hits in zip(rows, found, strict=True)}
-
-    async def _search(self, queries: Sequence[tuple[str, str | None, str]]) -> list[list[Hit]]:
-        """One call for all queries that hide the same instance; concurrent calls meet in the manager's micro-batch."""
+    async def _search(self, rows: Sequence[tuple[int, Episode, How]]) -> list[list[Hit]]:
+        """Search once per hidden instance; the manager's micro-batch joins concurrent calls."""
         groups: dict[str | None, list[int]] = {}
-        for place, (_, hidden, _) in enumerate(queries):
-            groups.setdefault(hidden, []).append(place)
+        for place, (i, _, _) in enumerate(rows):
+            groups.setdefault(self.logs[i].excluded(), []).append(place)
         calls = [
             self.manager.asearch(
-                [queries[place][0] for place in places],
+                [retrieval_query(*rows[place][1:]) for place in places],
                 k=self.k,
                 exclude_instance=hidden,
-                episode=[queries[place][2] for place in places],
+                episode=[rows[place][1].id for place in places],
                 **self.logs[0].only(),
             )
             for hidden, places in groups.items()
         ]
-        found: list[list[Hit]] = [[] for _ in queries]
-        for places, rows in zip(groups.values(), await asyncio.gather(*calls), strict=True):
-            for place, hits in zip(places, rows, strict=True):
+        found: list[list[Hit]] = [[] for _ in rows]
+        for places, answers in zip(groups.values(), await asyncio.gather(*calls), strict=True):
+            for place, hits in zip(places, answers, strict=True):
                 found[place] = hits
         return found
 
 
 def info_of(infos: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """What wrappers read from the info of one environment in batched infos."""
-    present = (key for key in _READ if key in infos and infos.get(f"_{key}", _ALL)[index])
-    return {key: infos[key][index] for key in present}
-
-
-class _Always:
-    """A mask that is true everywhere."""
-
-    def __getitem__(self, index: int) -> bool:
-        return True
-
-
-_ALL = _Always()
-
-
-def _require_whole_text(env: VectorEnv[Any, Any, Any]) -> None:
-    """Refuse Gymnasium's shared memory, in which its own ``Text`` space silently arrives as ``"000..."``.
-
-    Raises:
-        ValueError: the environments share memory.
-    """
-    if getattr(env.unwrapped, "shared_memory", False):
-        raise ValueError(
-            "Expected AsyncVectorEnv(..., shared_memory=False) for text, got shared_memory=True,"
-            " which loses it"
-        )
+    """Return the keys of one environment's info that wrappers read."""
+    return {
+        key: infos[key][index]
+        for key in _READ
+        if key in infos and (f"_{key}" not in infos or infos[f"_{key}"][index])
+    }
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
@@ -332,9 +315,3 @@ def _one_each(name: str, value: Any, count: int) -> list[Any]:
             f"Expected {count} values of {name}, one per environment, got {len(values)}"
         )
     return values
-
-
-def _seed_of(seed: int | Sequence[int | None] | None, index: int) -> int | None:
-    if seed is None or isinstance(seed, int | np.integer):
-        return None if seed is None else int(seed) + index
-    return seed[index]
