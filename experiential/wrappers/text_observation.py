@@ -280,7 +280,7 @@ def _array(array: Array) -> str:
 def _scalar(value: Any) -> str:
     if not isinstance(value, int | float | np.number):
         return str(value)
-    plain = cast("int | float", value.item() if hasattr(value, "item") else value)
+    plain: Any = cast("Any", value).item() if isinstance(value, np.number) else value
     return str(plain) if isinstance(plain, int) else f"{plain:.4g}"
 
 
