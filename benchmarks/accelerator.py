@@ -81,11 +81,13 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         dtype=options.dtype,
         device=device,
         lora=lora,
-        max_batch=options.sequences,
         prefix_cache_tokens=0,
     )
     policy, other = build_runtimes(
-        settings, settings if lora else None, (OptimSettings(lr=1e-6), OptimSettings(lr=1e-6))
+        settings,
+        settings if lora else None,
+        (OptimSettings(lr=1e-6), OptimSettings(lr=1e-6)),
+        max_batch=options.sequences,
     )
     parameters = sum(p.numel() for p in policy.llm.model.parameters())
     generator = torch.Generator().manual_seed(0)

@@ -81,7 +81,7 @@ def work_local(job: dict[str, Any]) -> None:
     from experiential.training.local import LocalRuntime
 
     torch.set_num_threads(job["threads"])
-    lora = LoraSettings(rank=8, alpha=16, targets=tuple(TARGETS)) if job["lora"] else None
+    lora = LoraSettings(rank=8, alpha=16) if job["lora"] else None
     model, tokenizer = load_model(
         ModelSettings(name=job["model"], device=job["device"], lora=lora), adapters=("actor",)
     )

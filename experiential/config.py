@@ -6,6 +6,13 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+SAME_AS = {
+    "extractor_model": "model",
+    "extractor.optim": "actor.optim",
+    "cluster.extractor": "cluster.actor",
+}
+"""Sections of the extractor that hold only what differs from a section of the actor."""
+
 Arm = Literal["off", "on", "frozen", "shuffled", "placebo"]
 """One way to evaluate: which experience the actor is shown (docs/evaluation.md)."""
 
@@ -74,16 +81,6 @@ class LoraSettings(Settings):
 
     rank: int = Field(default=8, gt=0)
     alpha: int = Field(default=16, gt=0)
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    targets: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
 
 
 class ModelSettings(Settings):
@@ -98,7 +95,6 @@ class ModelSettings(Settings):
     prompts: str = Field(
         default="auto", description="template set: full, brief, or auto (brief for the tiny model)"
     )
-    max_batch: int = Field(default=64, gt=0, description="sequences decoded together")
     prefix_cache_tokens: int = Field(
         default=65536, ge=0, description="tokens of key-value cache kept for reuse"
     )
@@ -112,8 +108,6 @@ class OptimSettings(Settings):
     """AdamW with a constant rate (appendix C.2)."""
 
     lr: float = Field(default=1e-6, gt=0.0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(default=0.0, ge=0.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     tokens_per_micro_batch: int = Field(
         default=16384, gt=0, description="gradient accumulation unit, padded tokens"
@@ -134,12 +128,6 @@ class SelfDistillSettings(Settings):
         description=(
             "pause while the running success of free episodes is this far below its best: collapse"
         ),
-    )
-    memory: float = Field(
-        default=0.9,
-        ge=0.0,
-        lt=1.0,
-        description="how much of the running success a further step leaves",
     )
 
 
@@ -207,7 +195,6 @@ class ActorSettings(Settings):
     epochs: int = Field(default=1, gt=0)
     mini_batches: int = Field(default=1, gt=0, description="optimiser steps per epoch")
     temperature: float = Field(default=1.0, gt=0.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_tokens: int = Field(default=64, gt=0)
     constrain: bool = Field(
         default=True,
@@ -260,15 +247,6 @@ class EntropyBonusSettings(Settings):
 
     kind: Literal["relative", "tanh", "sigmoid", "asymmetric", "log"] = "relative"
     weight: float = Field(default=0.5, gt=0.0, description="w")
-    low: float = Field(
-        default=-1.0,
-        le=0.0,
-        description=(
-            "the least bonus over w, with relative; the least gain counted, with asymmetric"
-        ),
-    )
-    high: float = Field(default=1.0, ge=0.0, description="the largest, likewise")
-    temperature: float = Field(default=1.0, gt=0.0, description="tau, with sigmoid")
 
 
 class ColdStartSettings(Settings):
@@ -316,22 +294,10 @@ class ExtractorSettings(Settings):
         gt=0,
         description="optimiser steps per training step, at most: batches the buffer fills",
     )
-    buffer_size: int = Field(default=512, gt=0)
-    eps_low: float = Field(default=0.1, gt=0.0)
-    eps_high: float = Field(default=0.1, gt=0.0)
     max_staleness: int = Field(
         default=64,
         ge=0,
         description="extractor updates after which a generation is too old to train on",
-    )
-    cooldown: int = Field(default=1, ge=0, description="delta of eq. 7, in training steps")
-    decay: float = Field(default=0.5, ge=0.0, description="alpha of eq. 7")
-    malformed_reward: float = -1.0
-    malformed_share: float = Field(
-        default=0.25,
-        ge=0.0,
-        le=1.0,
-        description="share of a batch that malformed responses may fill",
     )
     kl: float = Field(
         default=0.0,
@@ -349,9 +315,12 @@ class ExtractorSettings(Settings):
         description="distil guiding and cautionary principles with triples, as EvolveR does",
     )
     temperature: float = Field(default=1.0, gt=0.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_tokens: int = Field(default=96, gt=0)
     optim: OptimSettings = Field(default_factory=lambda: OptimSettings(lr=3e-4))
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further arguments of ExtractorTrack, such as cooldown and decay of eq. 7",
+    )
 
 
 class RetrievalSettings(Settings):
@@ -368,44 +337,16 @@ class RetrievalSettings(Settings):
         default=4, gt=0, description="N: candidate sets of size K that are oversampled"
     )
     diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
-    recency: int = Field(
-        default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off"
-    )
     floor: float = Field(
         default=0.3,
         ge=-1.0,
         le=1.0,
-        description=(
-            "cosine below which nothing is returned; with hybrid, a share of words this high"
-            " will do"
-        ),
-    )
-    hybrid: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description=(
-            "weight of the words that query and entry share, beside their cosine; 0 leaves"
-            " words out"
-        ),
+        description="cosine below which nothing is returned",
     )
     tie: float = Field(
         default=0.001,
         ge=0.0,
         description="cosines this close share a rank: eq. 6 then chooses by use",
-    )
-    exploration: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="temperature of the draw over eq. 6 scores; 0 takes the best",
-    )
-    batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
-    batch_wait: float = Field(default=0.001, ge=0.0, description="t_max, in seconds")
-    workers: int = Field(default=4, gt=0, description="W: search workers")
-    timeout: float = Field(
-        default=30.0,
-        gt=0.0,
-        description="seconds after which a search fails; an episode then goes on without advice",
     )
 
 
@@ -445,38 +386,11 @@ class BankSettings(Settings):
     merge_every: int = Field(
         default=5, ge=0, description="actor updates between merges; 0 never merges"
     )
-    merge_chunk: int = Field(default=5, gt=1)
-    queue_size: int = Field(
-        default=1024, gt=0, description="distillation requests accepted before submit waits"
-    )
-    distill_workers: int = Field(default=64, gt=0)
-    distill_timeout: float = Field(default=120.0, gt=0.0)
-    retries: int = Field(default=2, ge=0)
-    cap: int = Field(
-        default=0,
-        ge=0,
-        description="entries above which some are evicted after distillation; 0 never evicts",
-    )
     dedupe_every: int = Field(
         default=0, ge=0, description="actor updates between two-level deduplications; 0 never does"
     )
-    dedupe_threshold: float = Field(
-        default=0.85,
-        gt=0.0,
-        le=1.0,
-        description="cosine of two texts from which on the extractor is asked whether they are one",
-    )
-    dedupe_across_tasks: bool = Field(
-        default=False, description="compare entries of different tasks, too, when deduplicating"
-    )
     prune_every: int = Field(
         default=0, ge=0, description="actor updates between prunings by score; 0 never prunes"
-    )
-    prune_below: float = Field(
-        default=0.3,
-        gt=0.0,
-        lt=1.0,
-        description="Laplace score (s + 1) / (u + 2) below which an entry is taken out",
     )
     trust_after: int = Field(
         default=0,
@@ -486,15 +400,9 @@ class BankSettings(Settings):
             " entry"
         ),
     )
-    provisional_share: float = Field(
-        default=0.5,
-        ge=0.0,
-        le=1.0,
-        description="share of the guided episodes that may see entries not trusted yet",
-    )
-    eviction: Literal["lru", "fifo", "random", "utility"] = Field(
-        default="utility",
-        description="who goes: least recently used, oldest, any, or lowest Laplace score",
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further options of the manager, as bank.options.cap=500; docs/bank.md lists them",
     )
 
 
@@ -599,11 +507,6 @@ class ReflectionSettings(Settings):
             " overwrites; the bank"
         ),
     )
-    recall: int = Field(
-        default=1,
-        gt=0,
-        description="reflections of the bank shown to the reflector, with memory: bank",
-    )
     internalise: Literal["sft", "reverse_kl", "none"] = Field(
         default="sft",
         description=(
@@ -614,7 +517,6 @@ class ReflectionSettings(Settings):
     weight: float = Field(
         default=1.0, gt=0.0, description="of the internalisation beside the policy losses"
     )
-    max_tokens: int = Field(default=96, gt=0, description="tokens of a reflection")
 
 
 class EvalSettings(Settings):
@@ -657,7 +559,6 @@ class RunSettings(Settings):
     checkpoint_every: int = Field(
         default=10, ge=0, description="steps between checkpoints; 0 keeps only the last"
     )
-    keep_checkpoints: int = Field(default=2, gt=0)
     ahead: int = Field(
         default=0,
         ge=0,

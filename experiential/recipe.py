@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from experiential.config import Experiment, Settings
+from experiential.config import SAME_AS, Experiment, Settings
 from experiential.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -84,6 +84,7 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
     check_keys(tree)
     for override in overrides:
         _apply_override(tree, override)
+    _complete(tree)
     return _validate(tree)
 
 
@@ -202,17 +203,25 @@ class Setting:
 
 
 def settings_reference(settings: Settings | None = None, prefix: str = "") -> Iterator[Setting]:
-    """Every setting in reading order, with its dotted key, type, default and description."""
+    """Yield every setting in reading order, with its dotted key, type, default and description.
+
+    A section that only says how it differs from another one is a single row. Settings of a section
+    that is off by default are shown with the values they have when it is on.
+    """
     settings = settings or Experiment()
     for name, field in type(settings).model_fields.items():
-        default = getattr(
-            settings, name, None
-        )  # None for a field that must be given, of settings that are off
+        key, about = f"{prefix}{name}", field.description or ""
+        default = getattr(settings, name, None)  # absent: must be given, in a section that is off
         inner = _settings_class(field)
-        if inner is None or default is None:
-            yield Setting(f"{prefix}{name}", _type_name(field), default, field.description or "")
-        if inner is not None:
-            yield from settings_reference(default or inner.model_construct(), f"{prefix}{name}.")
+        if key in SAME_AS:
+            note = f"what differs from `{SAME_AS[key]}`, with the same keys"
+            yield Setting(key, "mapping", default and {}, "; ".join(filter(None, (note, about))))
+        elif inner is None:
+            yield Setting(key, _type_name(field), default, about)
+        else:
+            if default is None:
+                yield Setting(key, "mapping", None, about)
+            yield from settings_reference(default or inner.model_construct(), f"{key}.")
 
 
 def _type_name(field: FieldInfo) -> str:
@@ -267,7 +276,7 @@ def check_keys(
 
 def _unknown_key(key: str, prefix: str, siblings: list[str]) -> str:
     leaf = key.removeprefix(prefix)
-    everywhere = [setting.key for setting in settings_reference()]
+    everywhere = list(_all_keys(Experiment))
     same_leaf = [known for known in everywhere if known.endswith(f".{leaf}")]
     near = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
     inside = [known for known in same_leaf if known.startswith(prefix)] or same_leaf
@@ -278,6 +287,36 @@ def _unknown_key(key: str, prefix: str, siblings: list[str]) -> str:
     else:
         hint = _did_you_mean(key, everywhere) or f"; known here: {', '.join(siblings)}"
     return f"Expected a known setting, got {key!r}{hint}"
+
+
+def _all_keys(model: type[Settings], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = _settings_class(field)
+        yield f"{prefix}{name}"
+        if inner is not None:
+            yield from _all_keys(inner, f"{prefix}{name}.")
+
+
+def _complete(tree: Tree) -> None:
+    """Fill what a section of the extractor leaves out from the actor's section."""
+    for key, other in SAME_AS.items():
+        parents, _, leaf = key.rpartition(".")
+        holder, whole = _value(tree, parents), _value(tree, other)
+        # A value of the wrong type is left as given: the check that follows refuses it.
+        if not isinstance(holder, dict | None) or not isinstance(whole, dict):
+            continue
+        own = cast("Tree", holder or {}).get(leaf)
+        if isinstance(own, dict) or (own is None and key != "extractor_model"):
+            merged = _merge(cast("Tree", whole), cast("Tree", own or {}))
+            _put(tree, key.split("."), merged)
+
+
+def _value(tree: Tree, key: str) -> Any:
+    """Return the value at a dotted key; None if there is none."""
+    found: Any = tree
+    for part in key.split(".") if key else ():
+        found = cast("Tree", found).get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _validate(tree: Tree) -> Experiment:

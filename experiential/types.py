@@ -245,7 +245,7 @@ class Hit(Record):
     """One retrieved experience: cosine similarity, final rank (0-based), probability that it was chosen.
 
     Attributes:
-        score: the cosine; with hybrid retrieval (``bank.retrieval.hybrid``) the mean of it and the
+        score: the cosine; with hybrid retrieval (``bank.options.retrieval.hybrid``) the mean of it and the
             share of words, weighted.
         propensity: of a provisional entry, with the probability that its episode was admitted to
             such; of a trusted one, given how that draw ended.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import tomllib
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from experiential.bank.options import ManagerOptions
 from experiential.recipe import recipe_names, settings_reference
+from experiential.training.extractor_track import ExtractorTrack
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -127,6 +130,8 @@ def index_rows() -> list[tuple[str, list[str]]]:
 def test_every_row_of_the_paper_index_names_what_exists(indexed: str, cells: list[str]) -> None:
     assert len(cells) == 4, "in the paper, function, recipe or setting, test"
     known = {*recipe_names(), *(setting.key for setting in settings_reference())}
+    known |= {f"bank.options.{name}" for name in ManagerOptions.model_fields}
+    known |= {f"extractor.options.{name}" for name in signature(ExtractorTrack).parameters}
     parents = {key.rsplit(".", 1)[0] for key in known if "." in key}
     for name in re.findall(r"`([^`]+)`", cells[2]):
         assert name in known | parents, f"{name} is neither a recipe nor a setting"

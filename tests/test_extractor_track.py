@@ -228,7 +228,7 @@ async def test_an_entry_that_is_used_again_is_trained_on_again_after_its_cooldow
         (entry,) = bank.apply(
             written.model_copy(update={"generation": generation}), trajectory=told, shown=[]
         )
-        track = ExtractorTrack(policy, bank, ExtractorSettings(batch_size=1, cooldown=2, decay=1.0))
+        track = ExtractorTrack(policy, bank, ExtractorSettings(batch_size=1), cooldown=2, decay=1.0)
         weights: list[float] = []
         for step in range(5):
             await track.credit([episode(entry)])

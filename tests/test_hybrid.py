@@ -22,10 +22,10 @@ import experiential as xp
 from experiential.bank.index.embed import BUNDLED_PACKAGE
 from experiential.bank.index.lexical import Lexical, words_of
 from experiential.bank.index.nearest import Nearest
+from experiential.bank.options import RetrievalOptions
 from experiential.bank.search.strategies import Candidate, Retrievals, select
 from experiential.bank.search.where import Scope
 from experiential.bank.storage.history import Live, Stored
-from experiential.config import RetrievalSettings
 from experiential.types import Experience, Provenance
 from tests.test_serve import serving
 
@@ -121,7 +121,7 @@ def test_an_entry_reaches_the_floor_by_its_cosine_or_by_its_words() -> None:
     rows = [Candidate("near", 0.4), Candidate("worded", 0.0, 0.5), Candidate("neither", 0.29, 0.29)]
 
     def chosen(**options: Any) -> list[str]:
-        settings = RetrievalSettings(strategy="nearest", floor=0.3, **options)
+        settings = RetrievalOptions(strategy="nearest", floor=0.3, **options)
         return [one.id for one, _ in select(rows, Retrievals(8), settings, random.Random(0), 3)]
 
     assert chosen(hybrid=0.5) == ["worded", "near"]
@@ -141,7 +141,7 @@ def test_words_only_ever_let_more_entries_in(
     candidates = [Candidate(str(i), *row) for i, row in enumerate(rows)]
 
     def chosen(weight: float) -> set[str]:
-        settings = RetrievalSettings(strategy=strategy, floor=floor, hybrid=weight)
+        settings = RetrievalOptions(strategy=strategy, floor=floor, hybrid=weight)
         return {
             one.id for one, _ in select(candidates, Retrievals(8), settings, random.Random(0), 99)
         }

@@ -351,7 +351,7 @@ class TestPlacement:
     def test_each_policy_has_its_own_gpus(self) -> None:
         experiment = small(
             "cluster.actor={nodes: 2, gpus_per_node: 4, engines: 3, tensor_parallel: 3}",
-            "cluster.extractor={gpus_per_node: 2, engines: 1}",
+            "cluster.extractor={nodes: 1, gpus_per_node: 2, engines: 1, tensor_parallel: 1}",
         )
         placement = place(experiment)
         actor, extractor = placement.seats
@@ -429,7 +429,7 @@ class TestRefusals:
             (["model.lora={rank: 16}"], ["model.lora to be null", "got rank 16", "merge_and_unload"]),
             (["extractor_model={name: tiny, dtype: bfloat16, lora: {}}"], ["extractor_model.lora", "rank 8"]),
             (["model.dtype=float32"], ["model.dtype to be bfloat16", "got float32"]),
-            (["extractor_model={name: tiny}"], ["extractor_model.dtype to be bfloat16"]),
+            (["extractor_model={name: tiny, dtype: float32}"], ["extractor_model.dtype to be bfloat16"]),
             (
                 ["cluster.actor={batch_size: 20, micro_batch_size: 4, gpus_per_node: 2}"],
                 ["cluster.actor.batch_size", "multiple of 8 = micro_batch_size 4 x 2 ranks", "got 20", "set it to 24"],
@@ -567,7 +567,9 @@ def test_the_extra_has_the_versions_wanted_and_not_openrlhf_itself() -> None:
 class TestWords:
     def test_each_policy_is_described(self) -> None:
         experiment = small(
-            "cluster.gpu_gb=80", "cluster.actor.gpus_per_node=4", "cluster.actor.zero_stage=3"
+            "cluster.gpu_gb=80",
+            "cluster.actor={gpus_per_node: 4, zero_stage: 3}",
+            "cluster.extractor={gpus_per_node: 1}",
         )
         lines = list(describe_placement(experiment, place(experiment)))
         assert lines[0] == "placement: 7 GPUs of 80.0 GB on a Ray started on this machine"
@@ -594,7 +596,11 @@ class TestWords:
         """Offloaded: 12 bytes x 134,515,008 = 1.6 GB; asleep: the rank's gradients and the engine's
         weights, 0.3 GB each.
         """
-        sharing = ["cluster.share_gpus=true", "cluster.actor.offload_optimizer=true"]
+        sharing = [
+            "cluster.share_gpus=true",
+            "cluster.actor.offload_optimizer=true",
+            "cluster.extractor.offload_optimizer=false",
+        ]
         experiment = small(*sharing, "bank.embedder=Qwen/Qwen3-Embedding-0.6B")
         text = "\n".join(describe_placement(experiment, place(experiment)))
         assert "machine memory: 1.6 GB on each node that trains the actor" in text

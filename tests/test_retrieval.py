@@ -7,6 +7,7 @@ import pytest
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.options import RetrievalOptions
 from experiential.bank.search.strategies import (
     STRATEGIES,
     Candidate,
@@ -18,7 +19,6 @@ from experiential.bank.search.strategies import (
     shared_ranks,
     strategy,
 )
-from experiential.config import RetrievalSettings
 from experiential.errors import ConfigError
 from experiential.types import Trajectory, Use
 
@@ -65,7 +65,7 @@ def test_five_picks_in_a_row_follow_the_hand_worked_order():
     """Distinct cosines, lambda .4, window 8: 0; then 0 has -1.28 < -1, so 1; then -1.28, -2.28, -2
     gives 0 twice more.
     """
-    seen, settings = Retrievals(window=8), RetrievalSettings(pool=4, diversity=0.4, recency=8)
+    seen, settings = Retrievals(window=8), RetrievalOptions(pool=4, diversity=0.4, recency=8)
     order = [
         select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, rng())[0][0].id for _ in range(4)
     ]
@@ -92,18 +92,18 @@ def test_counts_of_earlier_sessions_are_added():
 
 
 def test_identical_queries_rotate_over_tied_entries():
-    seen, settings = Retrievals(window=8), RetrievalSettings(pool=4)
+    seen, settings = Retrievals(window=8), RetrievalOptions(pool=4)
     tied = candidates(*[0.8 - i * 1e-5 for i in range(16)])
     got = [select(tied, seen, settings, rng())[0][0].id for _ in range(16)]
     assert set(got) == {c.id for c in tied}
 
 
 def test_floor_abstains():
-    assert select(candidates(0.29, 0.1), Retrievals(8), RetrievalSettings(floor=0.3), rng()) == []
+    assert select(candidates(0.29, 0.1), Retrievals(8), RetrievalOptions(floor=0.3), rng()) == []
 
 
 def test_only_entries_above_the_floor_are_in_the_pool():
-    seen, settings = Retrievals(8), RetrievalSettings(floor=0.5, pool=8)
+    seen, settings = Retrievals(8), RetrievalOptions(floor=0.5, pool=8)
     got = {select(candidates(0.9, 0.6, 0.4), seen, settings, rng())[0][0].id for _ in range(50)}
     assert got == {"m0", "m1"}
 
@@ -138,7 +138,7 @@ def test_draw_without_replacement_renormalises():
 def test_same_seed_same_draws():
     def run():
         seen, generator = Retrievals(8), random.Random(3)
-        settings = RetrievalSettings(exploration=1.0, pool=8)
+        settings = RetrievalOptions(exploration=1.0, pool=8)
         return [
             select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, generator)[0] for _ in range(20)
         ]
@@ -147,7 +147,7 @@ def test_same_seed_same_draws():
 
 
 def test_nearest_gives_the_same_entries_again_and_again():
-    seen, settings = Retrievals(8), RetrievalSettings(strategy="nearest", floor=0.5)
+    seen, settings = Retrievals(8), RetrievalOptions(strategy="nearest", floor=0.5)
     rows = [select(candidates(0.7, 0.9, 0.4), seen, settings, rng(), k=2) for _ in range(3)]
     assert rows == [[(Candidate("m1", 0.9), 1.0), (Candidate("m0", 0.7), 1.0)]] * 3
     assert seen.count("m1") == 3 and seen.count("m2") == 0
@@ -159,7 +159,7 @@ def test_utility_weighs_cosines_by_the_laplace_score():
     """
     scores = {"m0": 1 / 5, "m1": 3 / 4, "m2": 1.0}
     seen = Retrievals(8, utility=scores.__getitem__)
-    settings = RetrievalSettings(strategy="utility", pool=2, floor=0.0)
+    settings = RetrievalOptions(strategy="utility", pool=2, floor=0.0)
     assert [c.id for c, _ in select(candidates(0.9, 0.6, 0.5), seen, settings, rng(), k=1)] == [
         "m1"
     ]
@@ -168,7 +168,7 @@ def test_utility_weighs_cosines_by_the_laplace_score():
 def test_random_draws_each_of_the_pool_alike_and_says_so():
     seen, settings, source = (
         Retrievals(8),
-        RetrievalSettings(strategy="random", pool=2, floor=0.0),
+        RetrievalOptions(strategy="random", pool=2, floor=0.0),
         rng(),
     )
     drawn = [

@@ -58,7 +58,7 @@ class ExperienceManager:
             generation; the extractor's own by default.
         backoff: seconds before the first retry of a failed distillation, doubled for each further
             one.
-        options: fields of ``BankSettings``; ``retrieval`` may be a dict.
+        options: fields of ``ManagerOptions``; ``retrieval`` may be a dict.
 
     Attributes:
         on_distillation: called with trajectory, distillation and entries written, after each
@@ -544,7 +544,7 @@ class ExperienceManager:
 
         The first pass of a manager compares the whole bank; a later one what was written since the
         last that had no failure, within itself and then with older entries.
-        ``bank.dedupe_threshold`` says from which cosine on the extractor is asked.
+        ``bank.options.dedupe_threshold`` says from which cosine on the extractor is asked.
         """
         return self._run(self._deduplicate())
 

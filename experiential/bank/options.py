@@ -1,28 +1,129 @@
-"""The options of a manager, checked."""
+"""The options of a manager: the settings of a bank, and rarer ones that no recipe sets."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from experiential.config import BankSettings
+from experiential.config import BankSettings, RetrievalSettings
 from experiential.errors import ConfigError
+from experiential.plugins import did_you_mean
 
 
-def bank_settings(options: dict[str, Any]) -> BankSettings:
-    """The settings that these options of ``ExperienceManager`` stand for.
+class RetrievalOptions(RetrievalSettings):
+    """Everything that decides how queries become hits."""
+
+    recency: int = Field(
+        default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off"
+    )
+    hybrid: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description=(
+            "weight of the words that query and entry share, beside their cosine; an entry then"
+            " passes the floor by its share of words too"
+        ),
+    )
+    exploration: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="temperature of the draw over eq. 6 scores; 0 takes the best",
+    )
+    batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
+    batch_wait: float = Field(default=0.001, ge=0.0, description="t_max, in seconds")
+    workers: int = Field(default=4, gt=0, description="W: search workers")
+    timeout: float = Field(
+        default=30.0,
+        gt=0.0,
+        description="seconds after which a search fails; an episode then goes on without advice",
+    )
+
+
+class ManagerOptions(BankSettings):
+    """Everything that an ``ExperienceManager`` can be asked for."""
+
+    retrieval: RetrievalOptions = Field(default_factory=RetrievalOptions)  # pyright: ignore[reportIncompatibleVariableOverride]  (settings are frozen)
+    merge_chunk: int = Field(default=5, gt=1, description="entries merged in one request")
+    queue_size: int = Field(
+        default=1024, gt=0, description="distillation requests accepted before submit waits"
+    )
+    distill_workers: int = Field(default=64, gt=0, description="distillations at a time")
+    distill_timeout: float = Field(default=120.0, gt=0.0, description="seconds a request may take")
+    retries: int = Field(default=2, ge=0, description="of a distillation that failed")
+    cap: int = Field(
+        default=0,
+        ge=0,
+        description="entries above which some are evicted after distillation; 0 never evicts",
+    )
+    eviction: Literal["lru", "fifo", "random", "utility"] = Field(
+        default="utility",
+        description="entry to evict: least recently used, oldest, any, or lowest Laplace score",
+    )
+    dedupe_threshold: float = Field(
+        default=0.85,
+        gt=0.0,
+        le=1.0,
+        description="cosine of two texts above which the extractor is asked whether they are one",
+    )
+    dedupe_across_tasks: bool = Field(
+        default=False, description="compare entries of different tasks, too, when deduplicating"
+    )
+    prune_below: float = Field(
+        default=0.3,
+        gt=0.0,
+        lt=1.0,
+        description="Laplace score (s + 1) / (u + 2) below which an entry is pruned",
+    )
+    provisional_share: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="share of the guided episodes that may see entries not trusted yet",
+    )
+
+
+def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
+    """Return the checked options of an ``ExperienceManager``.
+
+    Args:
+        given: fields of `ManagerOptions`; those under ``options`` join the others, which is how
+            ``bank.options`` of a run arrives here.
 
     Raises:
-        ConfigError: one is unknown or out of its range.
+        ConfigError: an option is unknown or out of its range.
     """
+    own = dict(given)
+    further = dict(own.pop("options", None) or {})
+    for name in further:
+        known = [*(ManagerOptions.model_fields.keys() - BankSettings.model_fields.keys())]
+        if name not in (*known, "retrieval"):
+            where = f"bank.{name}" if name in BankSettings.model_fields else ""
+            hint = f"; set {where}" if where else did_you_mean(name, known)
+            raise ConfigError(
+                f"Expected bank.options among {', '.join(sorted(known))}, got {name!r}{hint}"
+            )
+    if "retrieval" in further:
+        rare = cast("Mapping[str, Any]", further.pop("retrieval"))
+        own["retrieval"] = {**_plain(own.get("retrieval")), **rare}
+    elif "retrieval" in own:
+        own["retrieval"] = _plain(own["retrieval"])
     try:
-        return BankSettings(**options)
+        return ManagerOptions(**{**further, **own})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(sorted(BankSettings.model_fields))
+        known = ", ".join(sorted(ManagerOptions.model_fields))
         raise ConfigError(
             f"Expected options of ExperienceManager among: {known}; got {name}={first['input']!r}"
             f" ({first['msg']})"
         ) from error
+
+
+def _plain(retrieval: Any) -> Any:
+    """Return retrieval settings as a mapping; an instance of the base class has too few fields."""
+    if retrieval is None:
+        return {}
+    return retrieval.model_dump() if isinstance(retrieval, RetrievalSettings) else retrieval

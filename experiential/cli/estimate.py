@@ -75,7 +75,9 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
             f"tokens sampled by the extractor: at most {train * experiment.extractor.max_tokens:,}"
         )
     if experiment.reflection:
-        yield f"tokens sampled in reflections: at most {again * experiment.reflection.max_tokens:,}"
+        from experiential.training.roles import REFLECTION_TOKENS
+
+        yield f"tokens sampled in reflections: at most {again * REFLECTION_TOKENS:,}"
     yield from (
         _describe_memory(experiment)
         if placement is None

@@ -21,6 +21,7 @@ from experiential.agents.actor import ActorAgent
 from experiential.agents.principles import principle_text
 from experiential.agents.prompts import entry_text
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.options import bank_settings
 from experiential.config import Arm, Experiment
 from experiential.evaluation.arms import ArmBank, opened_arm
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
@@ -243,5 +244,5 @@ def _options(experiment: Experiment, worlds: int) -> dict[str, Any]:
     return settings | {
         "merge_every": 0,
         "seed": experiment.eval.seed,
-        "queue_size": max(experiment.bank.queue_size, worlds + 1),
+        "queue_size": max(bank_settings(settings).queue_size, worlds + 1),
     }

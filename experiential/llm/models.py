@@ -16,6 +16,8 @@ from experiential.config import LoraSettings, ModelSettings
 from experiential.errors import MissingExtraError, ModelNotFoundError
 
 _TINY = Path(__file__).parent / "tiny"
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers that adapters are put on."""
 
 
 def resolve_model(name: str) -> Path | str:
@@ -107,7 +109,14 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
+def add_adapters(
+    model: Any,
+    lora: LoraSettings,
+    names: Sequence[str],
+    *,
+    dropout: float = 0.0,
+    targets: Sequence[str] = LINEAR_LAYERS,
+) -> Any:
     """Wrap ``model`` with one LoRA adapter per name over a shared frozen base; the first is active.
 
     Adapters are float32 whatever the base's precision.
@@ -119,8 +128,8 @@ def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
+        lora_dropout=dropout,
+        target_modules=list(targets),
         task_type="CAUSAL_LM",
     )
     wrapped: Any = peft.get_peft_model(model, config, adapter_name=names[0])

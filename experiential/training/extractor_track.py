@@ -40,7 +40,14 @@ class ExtractorTrack:
     Args:
         runtime: the extractor's policy.
         bank: where entries, lineage and generations are kept.
-        settings: batch size, clipping, staleness and eq. 7.
+        settings: batch size and staleness.
+        buffer_size: samples that may wait.
+        cooldown: delta of eq. 7, in training steps.
+        decay: alpha of eq. 7.
+        malformed_share: share of a batch that malformed responses may fill.
+        malformed_reward: reward of a malformed response.
+        eps_low: the importance ratio is clipped to [1 - eps_low, 1 + eps_high].
+        eps_high: see ``eps_low``.
 
     Attributes:
         malformed: answers of which no operation could be read.
@@ -51,17 +58,30 @@ class ExtractorTrack:
     """
 
     def __init__(
-        self, runtime: PolicyRuntime, bank: ExperienceBank, settings: ExtractorSettings
+        self,
+        runtime: PolicyRuntime,
+        bank: ExperienceBank,
+        settings: ExtractorSettings,
+        *,
+        buffer_size: int = 512,
+        cooldown: int = 1,
+        decay: float = 0.5,
+        malformed_share: float = 0.25,
+        malformed_reward: float = -1.0,
+        eps_low: float = 0.1,
+        eps_high: float = 0.1,
     ) -> None:
         self._runtime, self._bank, self._settings = runtime, bank, settings
         self.buffer = ExtractorBuffer(
-            settings.buffer_size,
+            buffer_size,
             batch_size=settings.batch_size,
             max_staleness=settings.max_staleness,
-            cooldown=settings.cooldown,
-            decay=settings.decay,
-            malformed_share=settings.malformed_share,
+            cooldown=cooldown,
+            decay=decay,
+            malformed_share=malformed_share,
         )
+        self._malformed_reward = malformed_reward
+        self._clip = (eps_low, eps_high)
         self.updates = 0
         self.malformed = 0
         self.uncredited = 0
@@ -170,7 +190,7 @@ class ExtractorTrack:
             generation = self._refused.popleft()
             self.malformed += 1
             if self._settings.train:
-                self.buffer.add_malformed(generation, self._settings.malformed_reward)
+                self.buffer.add_malformed(generation, self._malformed_reward)
 
     def _written_by(self, use: Use) -> list[Written]:
         """The generations that the outcome of a use belongs to: of the version, of its ancestors, and the refinement."""
@@ -196,10 +216,8 @@ class ExtractorTrack:
     async def _update(self, batch: Sequence[BufferSample], step: int) -> None:
         version = self._runtime.version
         samples = [self._sample(item) for item in batch if item.generation.response_ids]
-        settings = self._settings
-        loss = LossSettings(
-            kind="cispo", low=settings.eps_low, high=settings.eps_high, kl=settings.kl, seed=step
-        )
+        low, high = self._clip
+        loss = LossSettings(kind="cispo", low=low, high=high, kl=self._settings.kl, seed=step)
         self.last = await self._runtime.train(samples, loss)
         await self._runtime.sync()
         self.updates += self.last.updates

@@ -66,13 +66,15 @@ class LocalRuntime(PolicyRuntime):
         reference: bool = False,
         priority: int = 0,
         owns_executor: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
     ) -> None:
         self.llm, self.optim, self.name = llm, optim, name
         self._priority, self._owns_executor = priority, owns_executor
         self._model: Any = llm.model
         self._parameters = _trainable(self._model, llm.adapter)
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+            self._parameters, lr=optim.lr, betas=betas, weight_decay=weight_decay
         )
         self._branching: bool | None = None
         self._reference: list[torch.Tensor] | None = None
@@ -385,6 +387,7 @@ def build_runtimes(
     *,
     references: tuple[bool, bool] = (False, False),
     shared: bool = False,
+    max_batch: int = 64,
 ) -> tuple[LocalRuntime, LocalRuntime]:
     """Load actor and extractor onto one executor, which ends when the actor is closed.
 
@@ -397,6 +400,7 @@ def build_runtimes(
         optims: AdamW settings of both.
         references: whether each needs what a KL penalty is taken to.
         shared: both are one policy, with the actor's optimiser.
+        max_batch: sequences decoded together.
 
     Raises:
         ModelNotFoundError: a model cannot be resolved.
@@ -420,7 +424,7 @@ def build_runtimes(
     runtimes = [
         LocalRuntime(
             TransformersLLM(
-                weights, words, max_batch=settings.max_batch, prefix_cache_tokens=settings.prefix_cache_tokens, executor=executor,
+                weights, words, max_batch=max_batch, prefix_cache_tokens=settings.prefix_cache_tokens, executor=executor,
                 adapter=role if settings.lora else None, name=role,
             ),
             optim, name=role, reference=reference, priority=priority, owns_executor=priority == 0,

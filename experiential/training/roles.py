@@ -11,6 +11,9 @@ from experiential.config import Experiment, ModelSettings
 from experiential.llm.base import LLM
 from experiential.training.runtime import Policies
 
+REFLECTION_TOKENS = 96
+"""Tokens of a reflection."""
+
 
 class Roles:
     """Builds agents around the policies of a run.
@@ -32,7 +35,6 @@ class Roles:
             prompts=prompt_set_name(self._experiment.model),
             instruction=settings.instruction,
             temperature=settings.temperature if temperature is None else temperature,
-            top_p=settings.top_p,
             max_tokens=settings.max_tokens,
             constrain=settings.constrain,
             history=settings.history,
@@ -50,7 +52,6 @@ class Roles:
             max_operations=settings.max_operations,
             principles=settings.principles,
             temperature=settings.temperature,
-            top_p=settings.top_p,
             max_tokens=settings.max_tokens,
             seed=self._experiment.seed,
         )
@@ -82,8 +83,7 @@ class Roles:
             self._actor,
             prompts=prompts,
             temperature=actor.temperature,
-            top_p=actor.top_p,
-            max_tokens=settings.max_tokens,
+            max_tokens=REFLECTION_TOKENS,
         )
 
 

@@ -77,7 +77,7 @@ class Trainer:
         runtimes: Policies | None = None,
     ) -> None:
         self.experiment, self.output, self._resume = experiment, Path(output), resume
-        self._store = CheckpointStore(self.output / "checkpoints", experiment.run.keep_checkpoints)
+        self._store = CheckpointStore(self.output / "checkpoints")
         self._restored = self._store.latest() if resume else None
         self._observer = observer
         self._given = runtimes
@@ -217,7 +217,9 @@ class Trainer:
             ExperienceManager(self._bank, self._roles.extractor(), seed=settings.seed, **options)
         )
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
-        self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
+        self._track = ExtractorTrack(
+            self.extractor, self._bank, settings.extractor, **settings.extractor.options
+        )
         self._manager.on_distillation = self._track.on_distillation
         if settings.extractor.entropy_bonus is not None:
             self._bonus = EntropyBonus(

@@ -40,7 +40,7 @@ class BankUpkeep:
             (settings.dedupe_every, manager.adeduplicate),
             (
                 settings.prune_every,
-                partial(prune, manager.bank, settings.prune_below, step + 1, self._emit),
+                partial(prune, manager.bank, manager.settings.prune_below, step + 1, self._emit),
             ),
         ):
             if every and (step + 1) % every == 0:

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 from experiential.bank.evidence.credit import Ancestor, lineage
 from experiential.bank.evidence.uplift import ALWAYS, Evidence, estimate
 from experiential.bank.index.vectors import Scored
+from experiential.bank.options import ManagerOptions
 from experiential.bank.storage.journal import Journal
-from experiential.config import BankSettings
 from experiential.sync import attempted
 from experiential.types import Experience, Hit, Record
 
@@ -383,7 +383,7 @@ class Probation:
         self._thread.shutdown(wait=True)
 
 
-def probation_of(bank: ExperienceBank, settings: BankSettings, seed: int) -> Probation | None:
+def probation_of(bank: ExperienceBank, settings: ManagerOptions, seed: int) -> Probation | None:
     """What a manager with these settings shows of provisional entries; None when all entries are trusted.
 
     A writable bank notes ``trust_after``, so that ``experiential bank`` can tell who is

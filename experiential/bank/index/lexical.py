@@ -92,7 +92,7 @@ class Lexical:
             self._database.close()
             raise BankError(
                 f"Expected SQLite with FTS5 for hybrid retrieval, got {error}; set"
-                " bank.retrieval.hybrid=0"
+                " bank.options.retrieval.hybrid=0"
             ) from error
         self._rows: dict[str, int] = {}
         self._live: dict[int, Live] = {}

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.evidence.trust import Probation
 from experiential.bank.index.vectors import Scored
+from experiential.bank.options import RetrievalOptions
 from experiential.bank.search.strategies import Candidate, Retrievals, candidates_for, select
 from experiential.bank.search.where import Where
-from experiential.config import RetrievalSettings
 from experiential.errors import BankError
 from experiential.sync import attempted
 from experiential.types import Experience, Hit, Statistics
@@ -82,7 +82,7 @@ class Searcher:
     def __init__(
         self,
         bank: ExperienceBank,
-        settings: RetrievalSettings,
+        settings: RetrievalOptions,
         seed: int,
         probation: Probation | None = None,
     ) -> None:
@@ -169,7 +169,7 @@ class Searcher:
         self.counts.timeouts += 1
         return BankError(
             f"Expected the bank's answer within {self._settings.timeout} s, got none; "
-            "look at what the embedder waits for, or raise bank.retrieval.timeout"
+            "look at what the embedder waits for, or raise bank.options.retrieval.timeout"
         )
 
     def _enqueue(

@@ -8,7 +8,7 @@ group ``experiential.strategies``. In Python it may also be registered under a s
 ... def second_best(candidates, seen, settings, rng, k):
 ...     return [(candidate, 1.0) for candidate in candidates[1 : k + 1]]
 >>> near = [Candidate("a", 0.9), Candidate("b", 0.8)]
->>> second_best(near, Retrievals(8), RetrievalSettings(), random.Random(0), 1)[0][0].id
+>>> second_best(near, Retrievals(8), RetrievalOptions(), random.Random(0), 1)[0][0].id
 'b'
 >>> _ = STRATEGIES.pop("second best")
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from experiential.config import RetrievalSettings
+from experiential.bank.options import RetrievalOptions
 from experiential.errors import ConfigError
 from experiential.plugins import resolve
 
@@ -190,7 +190,7 @@ def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random
 
 
 Strategy = Callable[
-    [Sequence[Candidate], Retrievals, RetrievalSettings, random.Random, int],
+    [Sequence[Candidate], Retrievals, RetrievalOptions, random.Random, int],
     list[tuple[Candidate, float]],
 ]
 """Takes candidates (most relevant first), earlier retrievals, settings, a source of draws and k;
@@ -226,7 +226,7 @@ def find_strategy(name: str) -> Strategy:
 def select(
     candidates: Sequence[Candidate],
     seen: Retrievals,
-    settings: RetrievalSettings,
+    settings: RetrievalOptions,
     rng: random.Random,
     k: int | None = None,
     choose: Strategy | None = None,
@@ -256,7 +256,7 @@ def select(
 def diverse(
     candidates: Sequence[Candidate],
     seen: Retrievals,
-    settings: RetrievalSettings,
+    settings: RetrievalOptions,
     rng: random.Random,
     k: int,
 ) -> list[tuple[Candidate, float]]:
@@ -280,7 +280,7 @@ def diverse(
 def nearest(
     candidates: Sequence[Candidate],
     seen: Retrievals,
-    settings: RetrievalSettings,
+    settings: RetrievalOptions,
     rng: random.Random,
     k: int,
 ) -> list[tuple[Candidate, float]]:
@@ -292,7 +292,7 @@ def nearest(
 def by_utility(
     candidates: Sequence[Candidate],
     seen: Retrievals,
-    settings: RetrievalSettings,
+    settings: RetrievalOptions,
     rng: random.Random,
     k: int,
 ) -> list[tuple[Candidate, float]]:
@@ -310,7 +310,7 @@ def by_utility(
 def at_random(
     candidates: Sequence[Candidate],
     seen: Retrievals,
-    settings: RetrievalSettings,
+    settings: RetrievalOptions,
     rng: random.Random,
     k: int,
 ) -> list[tuple[Candidate, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import experience_block
@@ -29,6 +30,7 @@ class EntropyBonus:
         actor: an agent with the actor's settings; its conversation is replaced.
         bank: gives the texts of entries.
         settings: how an entropy reduction becomes a bonus.
+        shape: ``low``, ``high`` and ``temperature`` of `rewards.entropy_bonus`.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class EntropyBonus:
         actor: ActorAgent,
         bank: ExperienceBank,
         settings: EntropyBonusSettings,
+        **shape: float,
     ) -> None:
-        self._runtime, self._actor, self._bank, self._settings = runtime, actor, bank, settings
+        self._runtime, self._actor, self._bank = runtime, actor, bank
+        self._options: dict[str, Any] = settings.model_dump() | shape
         self.mean = 0.0
 
     async def bonuses(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -58,8 +62,10 @@ class EntropyBonus:
         found = await self._entropies(
             [*pairs, *dict.fromkeys((observation, None) for observation, _ in pairs)]
         )
-        options = self._settings.model_dump()
-        made = {pair: entropy_bonus(found[pair[0], None], found[pair], **options) for pair in pairs}
+        made = {
+            pair: entropy_bonus(found[pair[0], None], found[pair], **self._options)
+            for pair in pairs
+        }
         known: list[tuple[Use, Pair]] = [
             (use, (observation, texts.get(_key(use)))) for observation, use in shown
         ]

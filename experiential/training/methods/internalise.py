@@ -113,14 +113,15 @@ class SelfDistillation:
 
     Args:
         settings: weight, interval and guard.
+        memory: share of the running success that a further step leaves.
 
     Attributes:
         paused: steps in which the guard held imitation back.
     """
 
-    def __init__(self, settings: SelfDistillSettings) -> None:
+    def __init__(self, settings: SelfDistillSettings, *, memory: float = 0.9) -> None:
         self._settings = settings
-        self._guard = CollapseGuard(settings.guard, settings.memory)
+        self._guard = CollapseGuard(settings.guard, memory)
         self.paused = 0
 
     def samples(self, episodes: Sequence[Episode], actor: ActorAgent, step: int) -> list[Sample]:

@@ -114,4 +114,4 @@ def memory_of(settings: ReflectionSettings, bank: ExperienceBank | None) -> Refl
         return PrivateMemory()
     if bank is None:
         raise ValueError("Expected a bank to keep reflections in, got none")
-    return BankMemory(bank, k=settings.recall)
+    return BankMemory(bank)
