@@ -308,7 +308,11 @@ class TestUserErrors:
         )
         monkeypatch.setattr(preflight, "find_spec", lambda _: object())
         assert_user_error(
-            run_train(*cluster, "cluster.actor.attention=sdpa"),
+            run_train(
+                *cluster,
+                "cluster.actor.attention=sdpa",
+                "cluster.extractor.attention=flash_attention_2",
+            ),
             "cluster.extractor.attention=sdpa",
             "only a stand-in",
         )

@@ -226,7 +226,9 @@ class Failing(LocalRuntime):
 def test_failing_episodes_are_counted_with_their_reason_and_end_nothing(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     Trainer(
-        experiment("complementary", "bank.options.retries=0", "eval.before=false", "eval.after=false"),
+        experiment(
+            "complementary", "bank.options.retries=0", "eval.before=false", "eval.after=false"
+        ),
         tmp_path,
         observer=seen.append,
         runtimes=policies(Failing),
