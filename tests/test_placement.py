@@ -22,13 +22,21 @@ from experiential.training.openrlhf.machine import Gpu, find_gpus, only_visible,
 from experiential.training.openrlhf.memory import (
     ENGINE_WORK_GB,
     PROCESS_GB,
+    PUBLISHED,
+    Shape,
     engine_memory,
     rank_memory,
+    shape_from_config,
+    shape_of,
     token_activations,
 )
-from experiential.training.openrlhf.placement import Placement, check_gpus, place, shortages
-from experiential.training.openrlhf.plan import describe_placement
-from experiential.training.openrlhf.shape import PUBLISHED, Shape, shape_from_config, shape_of
+from experiential.training.openrlhf.placement import (
+    Placement,
+    check_gpus,
+    describe_placement,
+    place,
+    shortages,
+)
 from experiential.training.openrlhf.versions import WANTED, check_versions, found_version
 
 QWEN = PUBLISHED["Qwen/Qwen2.5-7B-Instruct"]
@@ -354,7 +362,7 @@ class TestPlacement:
             "cluster.extractor={nodes: 1, gpus_per_node: 2, engines: 1, tensor_parallel: 1}",
         )
         placement = place(experiment)
-        actor, extractor = placement.seats
+        actor, extractor = placement.policies
         assert (actor.ranks, actor.engine_gpus, extractor.ranks, extractor.engine_gpus) == (
             8,
             9,
@@ -364,9 +372,9 @@ class TestPlacement:
         assert placement.gpus == 20
 
     def test_the_extractor_starts_from_the_actors_model_unless_told(self) -> None:
-        assert [seat.model for seat in place(small()).seats] == ["smollm2", "smollm2"]
+        assert [policy.model for policy in place(small()).policies] == ["smollm2", "smollm2"]
         told = place(small("extractor_model={name: tiny, dtype: bfloat16}"))
-        assert [seat.model for seat in told.seats] == ["smollm2", "tiny"]
+        assert [policy.model for policy in told.policies] == ["smollm2", "tiny"]
 
     def test_gpus_that_take_turns_are_counted_once(self) -> None:
         both = "{gpus_per_node: 2, engines: 2, gpu_memory: 0.5}"
@@ -383,7 +391,7 @@ class TestPlacement:
         """Three processes beside, and of the sleeping rank its bfloat16 weights and the frozen ones
         of its KL penalty.
         """
-        own = place(small("cluster.gpu_gb=1000")).seats[0].rank
+        own = place(small("cluster.gpu_gb=1000")).policies[0].rank
         shared = place(
             small(
                 "cluster.gpu_gb=1000",
@@ -394,13 +402,15 @@ class TestPlacement:
         )
         assert own is not None
         need = own.total + 3 * PROCESS_GB + 4 * 0.134515008
-        tight = Placement(shared.seats, shared=True, gpus=1, gpu_gb=need - 0.01)
+        tight = Placement(shared.policies, shared=True, gpus=1, gpu_gb=need - 0.01)
         assert [s.need for s in shortages(tight) if s.who == "actor ranks"] == pytest.approx([need])
-        assert not list(shortages(Placement(shared.seats, shared=True, gpus=1, gpu_gb=need + 0.01)))
+        assert not list(
+            shortages(Placement(shared.policies, shared=True, gpus=1, gpu_gb=need + 0.01))
+        )
 
     def test_memory_is_not_checked_where_it_is_not_known(self) -> None:
         huge = ("model.name=someone/some-model", "cluster.gpu_gb=1")
-        assert place(small(*huge)).seats[0].rank is None
+        assert place(small(*huge)).policies[0].rank is None
         assert place(small("cluster.actor.micro_batch_size=64")).gpu_gb is None
 
     def test_settings_go_before_what_is_found(self) -> None:

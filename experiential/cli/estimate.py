@@ -94,6 +94,6 @@ def _describe_memory(experiment: Experiment) -> Iterator[str]:
 
 
 def _describe_placement(experiment: Experiment, placement: Placement) -> Iterator[str]:
-    from experiential.training.openrlhf.plan import describe_placement
+    from experiential.training.openrlhf.placement import describe_placement
 
     return describe_placement(experiment, placement)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, asked of ``nvidia-smi``, and of torch where there is none."""
+"""Find the GPUs of this machine with ``nvidia-smi``, and with torch where there is none."""
 
 from __future__ import annotations
 
@@ -9,37 +9,49 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-_ASK = "--query-gpu=index,uuid,name,memory.total"
-
 
 class Gpu(NamedTuple):
-    """One GPU."""
+    """Describe one GPU.
+
+    Attributes:
+        number: index in nvidia-smi and in CUDA_VISIBLE_DEVICES.
+        gb: memory, in units of 1e9 bytes.
+    """
 
     number: str
-    """As nvidia-smi and CUDA_VISIBLE_DEVICES count."""
     uuid: str
     name: str
     gb: float
-    """Memory, in units of 1e9 bytes."""
 
 
 def find_gpus(environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...] | None:
-    """The GPUs that a process started now would see, or None when that cannot be known (there is no ``nvidia-smi``).
+    """Return the GPUs that a process started now would see, or None without ``nvidia-smi``.
 
     ``CUDA_VISIBLE_DEVICES`` is obeyed, since Ray obeys it.
 
     Args:
         environ: environment variables; those of this process when None.
     """
-    said = _nvidia_smi()
-    if said is None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [
+        program,
+        "--query-gpu=index,uuid,name,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
         return None
     visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    return tuple(only_visible(read_gpus(said), visible))
+    return tuple(only_visible(read_gpus(done.stdout), visible))
 
 
 def torch_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that torch sees; loads torch, and is empty where it is not installed or was built for CPUs."""
+    """Return the GPUs that torch sees, which loads torch; none where it is missing."""
     if find_spec("torch") is None:
         return ()
     import torch
@@ -52,9 +64,9 @@ def torch_gpus() -> tuple[Gpu, ...]:
     )
 
 
-def read_gpus(said: str) -> list[Gpu]:
-    """The GPUs in what ``nvidia-smi`` prints as CSV without header and units; lines of another form are left out."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
+def read_gpus(printed: str) -> list[Gpu]:
+    """Read the CSV of ``nvidia-smi`` without header and units; skip lines of another form."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in printed.splitlines()]
     return [
         Gpu(row[0], row[1], row[2], int(row[3]) * 2**20 / 1e9)
         for row in rows
@@ -63,37 +75,17 @@ def read_gpus(said: str) -> list[Gpu]:
 
 
 def only_visible(gpus: list[Gpu], visible: str | None) -> Iterator[Gpu]:
-    """Those of ``gpus`` that ``CUDA_VISIBLE_DEVICES`` names, by index or by the beginning of a UUID; what fits none ends the list."""
+    """Yield the GPUs that ``CUDA_VISIBLE_DEVICES`` names by index or beginning of a UUID.
+
+    As in CUDA, the first name that fits none ends the list.
+    """
     if visible is None:
         yield from gpus
         return
     for name in (part.strip() for part in visible.split(",")):
-        named = next(
-            (
-                gpu
-                for gpu in gpus
-                if name
-                and (name == gpu.number or (not name.isdigit() and gpu.uuid.startswith(name)))
-            ),
-            None,
-        )
-        if named is None:
+        for gpu in gpus:
+            if name and (gpu.number if name.isdigit() else gpu.uuid[: len(name)]) == name:
+                yield gpu
+                break
+        else:
             return
-        yield named
-
-
-def _nvidia_smi() -> str | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, _ASK, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=30,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None

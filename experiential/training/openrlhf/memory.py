@@ -1,4 +1,8 @@
-"""Memory per GPU by arithmetic, before anything starts. Nothing here was measured on a GPU; units are 1e9 bytes.
+"""Compute memory per GPU from a model's shape, before anything starts.
+
+Nothing here was measured on a GPU; units are 1e9 bytes. DeepSpeed's own ZeRO estimators do not
+serve: a machine that plans a run may lack DeepSpeed, and they leave out activations and logits,
+which decide here.
 
 With N parameters, R ranks, micro-batches of M sequences of L tokens (T = M L positions) and a
 vocabulary of V, a rank holds:
@@ -7,15 +11,15 @@ vocabulary of V, a rank holds:
 |---|---|---|
 | weights, bfloat16 | 2 N | ZeRO 3 |
 | gradients, bfloat16 | 2 N | ZeRO 2 |
-| float32 weights and AdamW's two moments | 12 N; none with ``offload_optimizer``, then in the machine's memory | ZeRO 1 |
+| float32 weights, AdamW's two moments; in the machine with ``offload_optimizer`` | 12 N | ZeRO 1 |
 | reference weights, with a KL penalty | 2 N | ZeRO 3 |
-| float32 gradients, while the optimiser steps | 4 N; none with ``offload_optimizer`` | ZeRO 1 |
-| weights gathered from other ranks under ZeRO 3 | 2 min(N, 1e9): DeepSpeed's limit of live parameters | |
+| float32 gradients while the optimiser steps; none with ``offload_optimizer`` | 4 N | ZeRO 1 |
+| weights gathered from other ranks under ZeRO 3, to DeepSpeed's limit | 2 min(N, 1e9) | |
 | activations | T (layers A), or with checkpointing T (layers 2 hidden + A) | |
 | logits | V (2 T + 12 P) for P trained positions | |
 | process: CUDA context, NCCL buffers, fragments | 1.5e9, assumed | |
 
-A, what one layer keeps of one token for the backward pass, is ``16 hidden + 4 queries + 4 keys + 8
+A, kept by one layer of one token for the backward pass, is ``16 hidden + 4 queries + 4 keys + 8
 intermediate`` bytes: two RMS norms that work in float32 (6 hidden each), the inputs of two blocks
 of projections (2 hidden each), queries, keys, values and the result of attention in bfloat16, and
 four tensors of the gated feed-forward part. Norms of queries and keys (Qwen3) keep 6 (queries +
@@ -24,9 +28,9 @@ autograd keeps of Llama, Qwen2 and Qwen3 (a test).
 
 The logits are bfloat16 at every position; those of trained positions are brought to float32,
 divided by the temperature and put through log-softmax, which makes three of that size (measured on
-the CPU, a test; where draws were restricted, one byte more). P is at most T and at most what M
-sequences may sample. Activations and logits are gone when the optimiser steps, so the larger of the
-two moments counts.
+the CPU, a test; where draws were restricted, one byte more). P is at most T and at most the sampled
+tokens of M sequences. Activations and logits are gone when the optimiser steps, so the larger of
+the two moments counts.
 
 An engine takes ``gpu_memory`` of a GPU: its part of the weights (2 N / tensor_parallel), the
 process, 1e9 for the work of one forward pass (assumed), and the rest is cache: 2 (key, value) x 2
@@ -35,24 +39,162 @@ bytes x layers x key heads on this GPU x head width for each token.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
 
 from experiential.config import PolicyClusterSettings
-from experiential.training.openrlhf.shape import Shape
+from experiential.errors import ModelNotFoundError
+from experiential.llm.models import resolve_model
+from experiential.types import Record
 
 PROCESS_GB = 1.5
 """Taken by any process on a GPU before it holds a tensor; an assumption."""
 ENGINE_WORK_GB = 1.0
 """Taken by an engine's forward pass; an assumption, vLLM measures its own when it starts."""
 LIVE_PARAMETERS = 1e9
-"""Parameters that ZeRO 3 gathers at once at most: DeepSpeed's default of
-``stage3_max_live_parameters``.
+"""Most parameters that ZeRO 3 gathers at once: DeepSpeed's ``stage3_max_live_parameters``."""
+
+
+class Shape(Record):
+    """Describe a dense decoder of the Llama family, from which its memory follows.
+
+    Such a decoder has grouped-query attention, a gated feed-forward part and RMS norms.
+
+    Attributes:
+        hidden: width of the residual stream.
+        intermediate: width of the feed-forward part.
+        heads: query heads.
+        kv_heads: key and value heads.
+        vocabulary: rows of the embedding.
+        tied: the output layer is the embedding.
+        head_norms: queries and keys are normalised in each head, as in Qwen3.
+        positions: most tokens of a sequence; None when unknown.
+    """
+
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    intermediate: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    vocabulary: int = Field(gt=0)
+    tied: bool = False
+    qkv_bias: bool = False
+    head_norms: bool = False
+    positions: int | None = None
+
+    @property
+    def queries(self) -> int:
+        """Return the width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Return the width of all key heads together, or of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        attention += self.qkv_bias * (self.queries + 2 * self.keys)
+        norms = 2 * self.hidden + self.head_norms * 2 * self.head_dim
+        layer = attention + 3 * self.hidden * self.intermediate + norms
+        embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        return embeddings + self.layers * layer + self.hidden
+
+
+_QWEN3_4B = Shape(
+    layers=36, hidden=2560, intermediate=9728, heads=32, kv_heads=8, head_dim=128,
+    vocabulary=151_936, tied=True, head_norms=True, positions=262_144,
+)  # fmt: skip
+PUBLISHED: Mapping[str, Shape] = {
+    "smollm2": Shape(
+        layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64,
+        vocabulary=49_152, tied=True, positions=8192,
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": Shape(
+        layers=28, hidden=3584, intermediate=18_944, heads=28, kv_heads=4, head_dim=128,
+        vocabulary=152_064, qkv_bias=True, positions=32_768,
+    ),
+    "Qwen/Qwen3-4B": _QWEN3_4B.model_copy(update={"positions": 40_960}),
+    "Qwen/Qwen3-4B-Instruct-2507": _QWEN3_4B,
+    "Qwen/Qwen3-4B-Thinking-2507": _QWEN3_4B,
+    "Qwen/Qwen3-Embedding-0.6B": Shape(
+        layers=28, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128,
+        vocabulary=151_669, tied=True, head_norms=True, positions=32_768,
+    ),
+}  # fmt: skip
+"""Shapes as published in each model's config.json; ``smollm2`` is here so that planning need not
+convert its weights.
 """
+
+
+def shape_of(name: str) -> Shape | None:
+    """Return the shape of a model, or None when only a download could tell.
+
+    A folder's ``config.json`` is read; ``tiny`` is the packaged one; a few hub names are known
+    (`PUBLISHED`).
+
+    Args:
+        name: as in the setting ``model.name``.
+
+    Raises:
+        ModelNotFoundError: a folder that does not exist, or whose config.json is not JSON.
+    """
+    known = PUBLISHED.get(name)
+    if known is not None:
+        return known
+    where = resolve_model(name)
+    if not isinstance(where, Path):
+        return None
+    file = where / "config.json"
+    try:
+        return shape_from_config(json.loads(file.read_text("utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelNotFoundError(
+            f"Expected JSON in {file}, got: {error}; copy the model's folder again"
+        ) from error
+
+
+def shape_from_config(config: Mapping[str, Any]) -> Shape | None:
+    """Return the shape in a Hugging Face ``config.json``, or None for other architectures."""
+    generates = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
+    if not generates or any("experts" in key for key in config):
+        return None
+    kind = config.get("model_type")
+    try:
+        heads = config["num_attention_heads"]
+        return Shape(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+            head_norms=kind == "qwen3",
+            positions=config.get("max_position_embeddings"),
+        )
+    except (KeyError, ValidationError):
+        return None
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one DeepSpeed rank needs of its GPU, in units of 1e9 bytes, and of its machine."""
+    """List the needs of one DeepSpeed rank, by the table above, in units of 1e9 bytes.
+
+    Attributes:
+        step: float32 gradients while the optimiser steps.
+        host: of the machine's memory, not the GPU's: the offloaded optimiser.
+    """
 
     weights: float
     gradients: float
@@ -63,62 +205,58 @@ class RankMemory:
     logits: float
     step: float
     host: float
-    """Of the machine's memory: the optimiser's state when it is offloaded."""
 
     @property
     def total(self) -> float:
-        """Most that is needed at one moment."""
+        """Return the most that is needed at one moment."""
+        states = self.weights + self.gradients + self.optimizer + self.reference
         passes = self.gathered + self.activations + self.logits
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.reference
-            + PROCESS_GB
-            + max(passes, self.step)
-        )
+        return states + PROCESS_GB + max(passes, self.step)
 
     @property
     def asleep(self) -> float:
-        """What stays on the GPU while another takes its turn: DeepSpeed moves optimiser and gradients away, OpenRLHF keeps the weights."""
+        """Return what stays on the GPU while the rank sleeps: OpenRLHF keeps the weights."""
         return self.weights + self.reference + PROCESS_GB
 
     @property
     def moved(self) -> float:
-        """What goes to the machine's memory while another takes its turn."""
+        """Return what DeepSpeed moves to the machine's memory while the rank sleeps."""
         return self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What one vLLM engine needs of each of its GPUs, in units of 1e9 bytes."""
+    """List the needs of one vLLM engine on each of its GPUs, in units of 1e9 bytes.
+
+    Attributes:
+        token_bytes: bytes of cache for one token on one GPU.
+        cache: room for the cache; None when the memory of the GPU is unknown.
+    """
 
     weights: float
     token_bytes: int
-    """Cache of one token on one GPU."""
     cache: float | None
-    """None when the memory of the GPU is not known."""
 
     @property
     def needed(self) -> float:
-        """Without any cache."""
+        """Return the need without any cache."""
         return self.weights + PROCESS_GB + ENGINE_WORK_GB
 
     @property
     def tokens(self) -> int | None:
-        """Tokens that the cache holds."""
+        """Return the number of tokens that the cache holds."""
         return None if self.cache is None else max(0, int(self.cache * 1e9 / self.token_bytes))
 
 
 def rank_memory(
     shape: Shape, settings: PolicyClusterSettings, *, sampled: int, reference: bool
 ) -> RankMemory:
-    """What a rank needs, by the table above.
+    """Return the needs of a rank.
 
     Args:
         shape: of the model.
         settings: sizes of the policy.
-        sampled: tokens of one sequence that were sampled, at most.
+        sampled: most tokens of one sequence that were sampled.
         reference: the first weights are kept for a KL penalty.
     """
     ranks, stage = settings.nodes * settings.gpus_per_node, settings.zero_stage
@@ -141,7 +279,7 @@ def rank_memory(
 
 
 def token_activations(shape: Shape, settings: PolicyClusterSettings) -> int:
-    """Bytes kept of one token until the backward pass, without logits."""
+    """Return the bytes kept of one token until the backward pass, without logits."""
     layer = 16 * shape.hidden + 4 * shape.queries + 4 * shape.keys + 8 * shape.intermediate
     if shape.head_norms:
         layer += 6 * (shape.queries + shape.keys)
@@ -155,7 +293,7 @@ def token_activations(shape: Shape, settings: PolicyClusterSettings) -> int:
 def engine_memory(
     shape: Shape, settings: PolicyClusterSettings, gpu_gb: float | None
 ) -> EngineMemory:
-    """What an engine needs of each of its GPUs.
+    """Return the needs of an engine on each of its GPUs.
 
     Args:
         shape: of the model.
@@ -164,11 +302,7 @@ def engine_memory(
     """
     weights = 2 * shape.parameters / 1e9 / settings.tensor_parallel
     heads = max(1, shape.kv_heads // settings.tensor_parallel)
-    rest = (
-        None
-        if gpu_gb is None
-        else settings.gpu_memory * gpu_gb - weights - PROCESS_GB - ENGINE_WORK_GB
-    )
-    return EngineMemory(
-        weights=weights, token_bytes=4 * shape.layers * heads * shape.head_dim, cache=rest
-    )
+    token_bytes, cache = 4 * shape.layers * heads * shape.head_dim, None
+    if gpu_gb is not None:
+        cache = settings.gpu_memory * gpu_gb - weights - PROCESS_GB - ENGINE_WORK_GB
+    return EngineMemory(weights, token_bytes, cache)

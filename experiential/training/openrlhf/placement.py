@@ -1,4 +1,8 @@
-"""Who sits where on a cluster, what it needs of each GPU, and what is impossible: decided before anything starts, by arithmetic alone."""
+"""Place both policies on a cluster, refuse what cannot be, and describe the rest.
+
+All is decided by arithmetic before anything starts: Ray waits without an end and without a word for
+GPUs that do not exist, and vLLM and DeepSpeed run out of memory minutes after the start.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,25 @@ from experiential.errors import ConfigError
 from experiential.training.openrlhf.machine import Gpu
 from experiential.training.openrlhf.memory import (
     PROCESS_GB,
+    PUBLISHED,
     EngineMemory,
     RankMemory,
+    Shape,
     engine_memory,
     rank_memory,
+    shape_of,
 )
-from experiential.training.openrlhf.shape import Shape, shape_of
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One policy's share of a cluster.
+class PolicyPlacement:
+    """Describe one policy's share of a cluster.
 
     Attributes:
         role: ``actor`` or ``extractor``; settings of this policy are under ``cluster.ROLE``.
         model: its name, as in the settings.
         settings: its sizes.
-        shape: of the model; None when it cannot be known without a download.
+        shape: of the model; None when only a download could tell.
         rank: memory of one DeepSpeed rank; None without a shape.
         engine: memory of one GPU of an engine; None without a shape.
     """
@@ -41,34 +47,42 @@ class Seat:
 
     @property
     def ranks(self) -> int:
-        """DeepSpeed ranks, one GPU each."""
+        """Return the number of DeepSpeed ranks, one GPU each."""
         return self.settings.nodes * self.settings.gpus_per_node
 
     @property
     def engine_gpus(self) -> int:
-        """GPUs of all its engines."""
+        """Return the number of GPUs of all its engines."""
         return self.settings.engines * self.settings.tensor_parallel
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Both policies on a cluster.
+    """Describe both policies on a cluster.
 
     Attributes:
-        seats: actor and extractor, in this order.
-        shared: all take turns on the same GPUs of one node.
+        policies: actor and extractor, in this order.
+        shared: all use the same GPUs of one node by time-slicing.
         gpus: GPUs needed in all.
-        gpu_gb: memory of a GPU in units of 1e9 bytes; None when it is not known.
+        gpu_gb: memory of a GPU in units of 1e9 bytes; None when unknown.
     """
 
-    seats: tuple[Seat, Seat]
+    policies: tuple[PolicyPlacement, PolicyPlacement]
     shared: bool
     gpus: int
     gpu_gb: float | None
 
 
+class Shortage(NamedTuple):
+    """Name ranks or an engine that need ``need`` (1e9 bytes) of a GPU, more than it has."""
+
+    who: str
+    need: float
+    message: str
+
+
 def place(experiment: Experiment, here: Sequence[Gpu] | None = None) -> Placement:
-    """The placement of an experiment; both policies get ranks and engines, trained or not.
+    """Return the placement of an experiment; both policies get ranks and engines, trained or not.
 
     Args:
         experiment: its ``cluster`` says the sizes.
@@ -76,32 +90,34 @@ def place(experiment: Experiment, here: Sequence[Gpu] | None = None) -> Placemen
             another machine. They are ignored where a cluster is joined (``cluster.address``).
 
     Raises:
-        ConfigError: what is asked for is impossible; the message says what is required and why.
+        ConfigError: the placement is impossible; the message says what is required and why.
         ModelNotFoundError: a model folder does not exist.
     """
     cluster = experiment.cluster
     here = None if cluster.address is not None else here
     gpu_gb = cluster.gpu_gb or (min(gpu.gb for gpu in here) if here else None)
-    models = (experiment.model, experiment.extractor_model or experiment.model)
-    for role, model in zip(("model", "extractor_model"), models, strict=True):
-        _check_model(role, model)
-    kl, longest = (
-        (experiment.actor.kl > 0, experiment.extractor.kl > 0),
-        (experiment.actor.max_tokens, experiment.extractor.max_tokens),
-    )
-    actor = _seat(
-        "actor", models[0], cluster.actor, experiment.env.max_turns * longest[0], kl[0], gpu_gb
-    )
-    extractor = _seat("extractor", models[1], cluster.extractor, longest[1], kl[1], gpu_gb)
-    _check_seat(actor, longest[0])
-    _check_seat(extractor, longest[1])
+    second = experiment.extractor_model or experiment.model
+    _check_model("model", experiment.model)
+    _check_model("extractor_model", second)
+    placed: list[PolicyPlacement] = []
+    for role, model, sizes, training, responses in (
+        ("actor", experiment.model, cluster.actor, experiment.actor, experiment.env.max_turns),
+        ("extractor", second, cluster.extractor, experiment.extractor, 1),
+    ):
+        shape, rank, engine = shape_of(model.name), None, None
+        if shape is not None:
+            sampled, reference = responses * training.max_tokens, training.kl > 0
+            rank = rank_memory(shape, sizes, sampled=sampled, reference=reference)
+            engine = engine_memory(shape, sizes, gpu_gb)
+        policy = PolicyPlacement(role, model.name, sizes, shape, rank, engine)
+        _check_policy(policy, training.max_tokens)
+        placed.append(policy)
+    actor, extractor = placed
     if cluster.share_gpus:
-        _check_sharing((actor, extractor))
-    gpus = (
-        actor.ranks
-        if cluster.share_gpus
-        else sum(seat.ranks + seat.engine_gpus for seat in (actor, extractor))
-    )
+        _check_sharing(actor, extractor)
+        gpus = actor.ranks
+    else:
+        gpus = sum(policy.ranks + policy.engine_gpus for policy in placed)
     placement = Placement((actor, extractor), cluster.share_gpus, gpus, gpu_gb)
     if cluster.gpus is not None and cluster.address is None:
         check_gpus(placement, cluster.gpus, "cluster.gpus offers")
@@ -110,122 +126,6 @@ def place(experiment: Experiment, here: Sequence[Gpu] | None = None) -> Placemen
     for shortage in shortages(placement):
         raise ConfigError(shortage.message)
     return placement
-
-
-class Shortage(NamedTuple):
-    """A role that does not fit into its GPU."""
-
-    who: str
-    need: float
-    message: str
-
-
-def shortages(placement: Placement) -> Iterator[Shortage]:
-    """The roles that need more memory than a GPU has, by the estimate of `memory`; none while either is not known."""
-    for seat in placement.seats:
-        if placement.gpu_gb is None or seat.rank is None or seat.engine is None:
-            continue
-        beside = resting(placement, seat, rank=True)
-        need = seat.rank.total + beside
-        if need > placement.gpu_gb:
-            yield Shortage(
-                f"{seat.role} ranks",
-                need,
-                _rank_message(seat, seat.rank, need, beside, placement.gpu_gb),
-            )
-        beside = resting(placement, seat, rank=False)
-        yield from _engine_shortages(seat, seat.engine, beside, placement.gpu_gb)
-
-
-def resting(placement: Placement, awake: Seat, *, rank: bool) -> float:
-    """What all others keep on a GPU while one takes its turn, in units of 1e9 bytes; 0 where nobody shares.
-
-    A sleeping rank keeps its bfloat16 weights, a sleeping engine nothing but its process.
-
-    Args:
-        placement: who shares.
-        awake: whose turn it is.
-        rank: whether its rank is awake, else its engine.
-    """
-    if not placement.shared:
-        return 0.0
-    ranks = sum(
-        seat.rank.asleep for seat in placement.seats if seat.rank and not (rank and seat is awake)
-    )
-    return ranks + PROCESS_GB * (2 if rank else 1)
-
-
-def _engine_shortages(
-    seat: Seat, engine: EngineMemory, beside: float, gpu_gb: float
-) -> Iterator[Shortage]:
-    settings, key = seat.settings, f"cluster.{seat.role}"
-    taken = settings.gpu_memory * gpu_gb
-    if taken + beside > gpu_gb:
-        yield Shortage(
-            f"{seat.role} engine",
-            taken + beside,
-            f"Expected an engine of the {seat.role} and the weights of sleeping ranks to fit into"
-            f" {gpu_gb:.1f} GB, got {taken:.1f} GB ({key}.gpu_memory={settings.gpu_memory:g}) and"
-            f" {beside:.1f} GB; lower {key}.gpu_memory to {max(0.0, 1 - beside / gpu_gb):.2f}, or"
-            " use cluster.*.zero_stage=3",
-        )
-    elif engine.tokens is not None and engine.tokens < settings.max_length:
-        yield Shortage(
-            f"{seat.role} engine",
-            engine.needed,
-            f"Expected an engine of the {seat.role} to hold one sequence of {settings.max_length}"
-            f" tokens (vLLM refuses to start otherwise), got room for {engine.tokens} in"
-            f" {taken:.1f} GB after {engine.needed:.1f} GB for weights and work; raise"
-            f" {key}.tensor_parallel or {key}.gpu_memory, or lower {key}.max_length",
-        )
-
-
-def _rank_message(seat: Seat, rank: RankMemory, need: float, beside: float, gpu_gb: float) -> str:
-    key = f"cluster.{seat.role}"
-    ways = [
-        *(() if seat.settings.zero_stage == 3 or seat.ranks == 1 else (f"{key}.zero_stage=3",)),
-        *(() if seat.settings.gradient_checkpointing else (f"{key}.gradient_checkpointing=true",)),
-        *(() if seat.settings.micro_batch_size == 1 else (f"{key}.micro_batch_size=1",)),
-        *(() if seat.settings.offload_optimizer else (f"{key}.offload_optimizer=true",)),
-        f"more ranks, or a smaller {key}.max_length",
-    ]
-    return (
-        f"Expected each rank of the {seat.role} to fit into {gpu_gb:.1f} GB, got about {need:.1f}"
-        f" GB by arithmetic ({describe_rank(rank, beside)}); try {', '.join(ways)}"
-    )
-
-
-def describe_rank(rank: RankMemory, beside: float = 0.0) -> str:
-    """The parts of a rank's memory that count, in GB; what is under 0.05 is left out."""
-    parts = {
-        "weights": rank.weights,
-        "gradients": rank.gradients,
-        "optimiser": rank.optimizer,
-        "reference": rank.reference,
-        "process": PROCESS_GB,
-        "others asleep": beside,
-    }
-    moments = {"gathered": rank.gathered, "activations": rank.activations, "logits": rank.logits}
-    if sum(moments.values()) < rank.step:
-        moments = {"float32 gradients": rank.step}
-    return " + ".join(
-        f"{name} {value:.1f}" for name, value in (parts | moments).items() if value >= 0.05
-    )
-
-
-def _seat(
-    role: str,
-    model: ModelSettings,
-    settings: PolicyClusterSettings,
-    sampled: int,
-    reference: bool,
-    gpu_gb: float | None,
-) -> Seat:
-    shape = shape_of(model.name)
-    if shape is None:
-        return Seat(role, model.name, settings, None, None, None)
-    rank = rank_memory(shape, settings, sampled=sampled, reference=reference)
-    return Seat(role, model.name, settings, shape, rank, engine_memory(shape, settings, gpu_gb))
 
 
 def _check_model(key: str, model: ModelSettings) -> None:
@@ -243,118 +143,239 @@ def _check_model(key: str, model: ModelSettings) -> None:
         )
 
 
-def _check_seat(seat: Seat, longest: int) -> None:
-    _check_batch(seat)
-    _check_optimizer(seat)
-    _check_lengths(seat, longest)
-    _check_heads(seat)
-
-
-def _check_batch(seat: Seat) -> None:
-    settings, unit = seat.settings, seat.settings.micro_batch_size * seat.ranks
+def _check_policy(policy: PolicyPlacement, longest: int) -> None:
+    """Refuse sizes of a policy that DeepSpeed, vLLM or its model cannot have."""
+    settings, shape, key = policy.settings, policy.shape, f"cluster.{policy.role}"
+    unit = settings.micro_batch_size * policy.ranks
     if settings.batch_size % unit:
         raise ConfigError(
-            f"Expected cluster.{seat.role}.batch_size to be a multiple of {unit} = micro_batch_size"
-            f" {settings.micro_batch_size} x {seat.ranks} ranks, got {settings.batch_size}: every"
+            f"Expected {key}.batch_size to be a multiple of {unit} = micro_batch_size"
+            f" {settings.micro_batch_size} x {policy.ranks} ranks, got {settings.batch_size}: every"
             f" rank takes as many micro-batches; set it to {-(-settings.batch_size // unit) * unit}"
         )
-
-
-def _check_optimizer(seat: Seat) -> None:
-    if seat.settings.zero_stage == 0:
+    if settings.zero_stage == 0:
         raise ConfigError(
-            f"Expected cluster.{seat.role}.zero_stage of 1, 2 or 3, got 0: checkpoints, offloading"
-            " and sleep go through DeepSpeed's divided optimiser; stage 1 on one rank divides"
-            " nothing"
+            f"Expected {key}.zero_stage of 1, 2 or 3, got 0: checkpoints, offloading and sleep go"
+            " through DeepSpeed's divided optimiser; stage 1 on one rank divides nothing"
         )
-
-
-def _check_lengths(seat: Seat, longest: int) -> None:
-    settings, key = seat.settings, f"cluster.{seat.role}.max_length"
     if longest >= settings.max_length:
         raise ConfigError(
-            f"Expected {key} to be above {seat.role}.max_tokens, which is {longest}, got"
-            f" {settings.max_length}: it counts the prompt too"
+            f"Expected {key}.max_length to be above {policy.role}.max_tokens, which is {longest},"
+            f" got {settings.max_length}: it counts the prompt too"
         )
-    if (
-        seat.shape is not None
-        and seat.shape.positions is not None
-        and settings.max_length > seat.shape.positions
-    ):
-        raise ConfigError(
-            f"Expected {key} of at most {seat.shape.positions}, the positions that {seat.model}"
-            f" has, got {settings.max_length}; lower it"
-        )
-
-
-def _check_heads(seat: Seat) -> None:
-    """An engine divides query heads among its GPUs; key heads are divided too, or copied whole."""
-    if seat.shape is None:
+    if shape is None:
         return
-    parts, heads, kv_heads = seat.settings.tensor_parallel, seat.shape.heads, seat.shape.kv_heads
-    if heads % parts or (kv_heads % parts and parts % kv_heads):
-        possible = [
-            n
-            for n in range(1, heads + 1)
-            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-        ]
+    if shape.positions is not None and settings.max_length > shape.positions:
         raise ConfigError(
-            f"Expected cluster.{seat.role}.tensor_parallel to divide the {heads} query heads of"
-            f" {seat.model} and to divide its {kv_heads} key heads or be a multiple of them, got"
-            f" {parts}; possible: {', '.join(map(str, possible))}"
+            f"Expected {key}.max_length of at most {shape.positions}, the positions that"
+            f" {policy.model} has, got {settings.max_length}; lower it"
+        )
+    # vLLM divides query heads among an engine's GPUs; key heads are divided too, or copied whole.
+    heads, kv_heads = shape.heads, shape.kv_heads
+    possible = [n for n in range(1, heads + 1) if heads % n == 0]
+    possible = [n for n in possible if kv_heads % n == 0 or n % kv_heads == 0]
+    if settings.tensor_parallel not in possible:
+        raise ConfigError(
+            f"Expected {key}.tensor_parallel to divide the {heads} query heads of {policy.model}"
+            f" and to divide its {kv_heads} key heads or be a multiple of them, got"
+            f" {settings.tensor_parallel}; possible: {', '.join(map(str, possible))}"
         )
 
 
-def _check_sharing(seats: tuple[Seat, Seat]) -> None:
-    """Turns on the same GPUs.
-
-    One node, because a turn is given on one machine. As many ranks of each policy as GPUs, because
-    each has one bundle of the shared placement group. As many GPUs of engines, because an engine
-    takes new weights through CUDA IPC from the rank on its own GPU: NCCL refuses two processes of
-    one group on one GPU.
-    """
-    shared = seats[0].settings.gpus_per_node
-    for seat in seats:
-        key = f"cluster.{seat.role}"
-        if seat.settings.nodes > 1:
+def _check_sharing(*policies: PolicyPlacement) -> None:
+    """Refuse sizes with which two policies cannot share GPUs by time-slicing."""
+    shared = policies[0].settings.gpus_per_node
+    for policy in policies:
+        key, settings = f"cluster.{policy.role}", policy.settings
+        if settings.nodes > 1:  # one process schedules, and it must see all that use a GPU
             raise ConfigError(
-                f"Expected {key}.nodes=1 with cluster.share_gpus, got {seat.settings.nodes}: turns"
-                " are taken on the GPUs of one node; give each policy its own GPUs"
+                f"Expected {key}.nodes=1 with cluster.share_gpus, got {settings.nodes}: turns are"
+                " taken on the GPUs of one node; give each policy its own GPUs"
                 " (cluster.share_gpus=false) to use several"
             )
-        if seat.ranks != shared:
+        if policy.ranks != shared:  # each rank has a bundle of the shared placement group
             raise ConfigError(
                 f"Expected {key}.gpus_per_node={shared} with cluster.share_gpus, as cluster.actor"
-                f" has, got {seat.ranks}: both policies train on all the shared GPUs, in turns"
+                f" has, got {policy.ranks}: both policies train on all the shared GPUs, in turns"
             )
-        if seat.engine_gpus != shared:
+        if policy.engine_gpus != shared:  # CUDA IPC: NCCL refuses two processes on one GPU
             raise ConfigError(
                 f"Expected {key}.engines x tensor_parallel to be {shared} with cluster.share_gpus,"
-                f" one GPU for each rank, got {seat.settings.engines} x"
-                f" {seat.settings.tensor_parallel}: an engine takes new weights from the rank on"
-                " its own GPU"
+                f" one GPU for each rank, got {settings.engines} x {settings.tensor_parallel}: an"
+                " engine takes new weights from the rank on its own GPU"
             )
 
 
 def check_gpus(placement: Placement, offered: int, source: str) -> None:
-    """Refuse a placement that needs more GPUs than there are; Ray would wait for them without an end and without a word.
+    """Refuse a placement that needs more GPUs than there are.
 
     Args:
-        placement: what is needed.
-        offered: GPUs that there are.
-        source: who has them, for the message, e.g. ``this machine has``.
+        placement: needed GPUs.
+        offered: existing GPUs.
+        source: subject and verb of the message, e.g. ``this machine has``.
 
     Raises:
         ConfigError: there are too few.
     """
     if placement.gpus > offered:
-        parts = [
-            f"{seat.role} {seat.ranks} ranks and {seat.engine_gpus} for engines"
-            for seat in placement.seats
-        ]
+        parts = "; ".join(
+            f"{policy.role} {policy.ranks} ranks and {policy.engine_gpus} for engines"
+            for policy in placement.policies
+        )
         raise ConfigError(
             f"Expected at least {placement.gpus} GPUs"
-            f" ({'; '.join(parts)}{'; in turns' if placement.shared else ''}), {source} {offered};"
+            f" ({parts}{'; in turns' if placement.shared else ''}), {source} {offered};"
             " lower cluster.*.gpus_per_node or engines, share them (cluster.share_gpus=true), or"
             " join a larger cluster (cluster.address)"
         )
+
+
+def shortages(placement: Placement) -> Iterator[Shortage]:
+    """Yield ranks and engines that need more than a GPU has; nothing where either is unknown."""
+    gpu_gb = placement.gpu_gb
+    for policy in placement.policies:
+        if gpu_gb is None or policy.rank is None or policy.engine is None:
+            continue
+        settings, key, role = policy.settings, f"cluster.{policy.role}", policy.role
+        beside = _asleep(placement, policy, rank=True)
+        need = policy.rank.total + beside
+        if need > gpu_gb:
+            ways = [
+                *([f"{key}.zero_stage=3"] if settings.zero_stage < 3 and policy.ranks > 1 else []),
+                *(
+                    []
+                    if settings.gradient_checkpointing
+                    else [f"{key}.gradient_checkpointing=true"]
+                ),
+                *([] if settings.micro_batch_size == 1 else [f"{key}.micro_batch_size=1"]),
+                *([] if settings.offload_optimizer else [f"{key}.offload_optimizer=true"]),
+                f"more ranks, or a smaller {key}.max_length",
+            ]
+            yield Shortage(
+                f"{role} ranks",
+                need,
+                f"Expected each rank of the {role} to fit into {gpu_gb:.1f} GB, got about"
+                f" {need:.1f} GB by arithmetic ({_rank_parts(policy.rank, beside)}); try"
+                f" {', '.join(ways)}",
+            )
+        engine, beside = policy.engine, _asleep(placement, policy, rank=False)
+        taken = settings.gpu_memory * gpu_gb
+        if taken + beside > gpu_gb:
+            yield Shortage(
+                f"{role} engine",
+                taken + beside,
+                f"Expected an engine of the {role} and the weights of sleeping ranks to fit into"
+                f" {gpu_gb:.1f} GB, got {taken:.1f} GB ({key}.gpu_memory={settings.gpu_memory:g})"
+                f" and {beside:.1f} GB; lower {key}.gpu_memory to"
+                f" {max(0.0, 1 - beside / gpu_gb):.2f}, or use cluster.*.zero_stage=3",
+            )
+        elif engine.tokens is not None and engine.tokens < settings.max_length:
+            yield Shortage(
+                f"{role} engine",
+                engine.needed,
+                f"Expected an engine of the {role} to hold one sequence of {settings.max_length}"
+                f" tokens (vLLM refuses to start otherwise), got room for {engine.tokens} in"
+                f" {taken:.1f} GB after {engine.needed:.1f} GB for weights and work; raise"
+                f" {key}.tensor_parallel or {key}.gpu_memory, or lower {key}.max_length",
+            )
+
+
+def _asleep(placement: Placement, awake: PolicyPlacement, *, rank: bool) -> float:
+    """Return what all others keep on a GPU while a rank or an engine of ``awake`` uses it.
+
+    A sleeping rank keeps its bfloat16 weights, a sleeping engine nothing but its process. 0 where
+    nobody shares; units of 1e9 bytes.
+    """
+    if not placement.shared:
+        return 0.0
+    sleeping = [p.rank for p in placement.policies if p.rank and not (rank and p is awake)]
+    return sum(r.asleep for r in sleeping) + PROCESS_GB * (2 if rank else 1)
+
+
+def _rank_parts(rank: RankMemory, beside: float) -> str:
+    """List the parts of a rank's memory in GB, without those under 0.05."""
+    parts = {
+        "weights": rank.weights,
+        "gradients": rank.gradients,
+        "optimiser": rank.optimizer,
+        "reference": rank.reference,
+        "process": PROCESS_GB,
+        "others asleep": beside,
+    }
+    moment = {"gathered": rank.gathered, "activations": rank.activations, "logits": rank.logits}
+    if sum(moment.values()) < rank.step:
+        moment = {"float32 gradients": rank.step}
+    listed = (parts | moment).items()
+    return " + ".join(f"{name} {value:.1f}" for name, value in listed if value >= 0.05)
+
+
+def describe_placement(experiment: Experiment, placement: Placement) -> Iterator[str]:
+    """Yield the lines of ``--dry-run``: GPUs, then each policy, then the machine's memory."""
+    where = "a Ray started on this machine"
+    if experiment.cluster.address:
+        where = f"the Ray cluster at {experiment.cluster.address}"
+    turns = ", all of them in turns by both policies' ranks and engines" if placement.shared else ""
+    memory = " of unknown memory (say cluster.gpu_gb to have it checked)"
+    if placement.gpu_gb:
+        memory = f" of {placement.gpu_gb:.1f} GB"
+    yield f"placement: {_count(placement.gpus, 'GPU')}{memory} on {where}{turns}"
+    for policy in placement.policies:
+        settings, shape, rank, engine = policy.settings, policy.shape, policy.rank, policy.engine
+        size = "memory unknown: no config.json at hand"
+        if shape:
+            size = f"{shape.parameters / 1e6:,.0f} million parameters"
+        ranks, per_node = _count(policy.ranks, "rank"), _count(settings.gpus_per_node, "GPU")
+        steps = settings.batch_size // (settings.micro_batch_size * policy.ranks)
+        yield f"{policy.role}: {policy.model}, {size}"
+        yield (
+            f"  training: {ranks} ({_count(settings.nodes, 'node')} x {per_node}), ZeRO"
+            f" {settings.zero_stage}; an update takes {settings.batch_size} sequences of at most"
+            f" {settings.max_length} tokens = {ranks} x {_count(steps, 'micro-batch', 'es')} of"
+            f" {settings.micro_batch_size}"
+        )
+        if rank:
+            beside = _asleep(placement, policy, rank=True)
+            yield f"    GB a GPU: {rank.total + beside:.1f} = {_rank_parts(rank, beside)}"
+        yield (
+            f"  generation: {_count(settings.engines, 'engine')} x"
+            f" {_count(settings.tensor_parallel, 'GPU')}, {settings.gpu_memory:.0%} of each"
+        )
+        if engine:
+            parts = f"weights {engine.weights:.1f} + work {engine.needed - engine.weights:.1f}"
+            if engine.cache is None or engine.tokens is None:
+                yield f"    GB a GPU: {parts} + cache, {engine.token_bytes:,} bytes a token"
+            else:
+                whole = _count(engine.tokens // settings.max_length, "sequence")
+                yield (
+                    f"    GB a GPU: {engine.needed + engine.cache:.1f} = {parts} + cache"
+                    f" {engine.cache:.1f}: {engine.tokens:,} tokens, {whole} of"
+                    f" {settings.max_length} at once"
+                )
+    yield from _describe_hosts(experiment, placement)
+    yield "these are sums, not measurements: see docs/cluster.md"
+
+
+def _describe_hosts(experiment: Experiment, placement: Placement) -> Iterator[str]:
+    """Yield what machines hold: offloaded optimisers, sleeping states and the embedder."""
+    for policy in placement.policies:
+        rank, engine, on_node = policy.rank, policy.engine, policy.settings.gpus_per_node
+        if rank is None or engine is None:
+            continue
+        if rank.host:
+            yield (
+                f"machine memory: {rank.host * on_node:.1f} GB on each node that trains the"
+                f" {policy.role} (optimiser)"
+            )
+        if placement.shared:
+            asleep = rank.moved * on_node + engine.weights * policy.engine_gpus
+            yield f"machine memory: {asleep:.1f} GB while the {policy.role} sleeps"
+    embedder = PUBLISHED.get(experiment.bank.embedder or "")
+    if embedder:
+        yield (
+            f"machine memory: {4 * embedder.parameters / 1e9:.1f} GB where the bank is (embedder"
+            f" {experiment.bank.embedder}, float32, on CPU)"
+        )
+
+
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"
