@@ -60,7 +60,7 @@ class Actor(torch.nn.Module):
 
 
 class Rank:
-    """One rank: a replay buffer, and a loop over it in micro-batches that are padded on the right."""
+    """One rank: a replay buffer, and a loop over it in micro-batches padded on the right."""
 
     def __init__(self, model: Any, tokenizer: Any, ranks: int, accumulated: int) -> None:
         self.actor, self.tokenizer, self.micro_train_batch_size, self.max_epochs = (
@@ -181,9 +181,13 @@ async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtim
         rank = Rank(model, tokenizer, ranks, 12 // MICRO // ranks)
         rank.tokens = total
         learner = Learner(
-            rank, fit=rank.fit, append=rank.buffer.append, make_experience=SimpleNamespace, accumulated=12 // MICRO // ranks,
+            rank,
+            fit=rank.fit,
+            append=rank.buffer.append,
+            make_experience=SimpleNamespace,
+            accumulated=12 // MICRO // ranks,
             reference=SimpleNamespace(model=Wrapped(reference)),
-        )  # fmt: skip
+        )
         for sample in filled[i * 12 // ranks : (i + 1) * 12 // ranks]:
             learner.take(sample)
         found.append(learner.learn(loss, updates=1))

@@ -1,4 +1,4 @@
-"""Where a cluster run sits, what it needs of each GPU, and what is refused before anything starts."""
+"""Place a cluster run, count its memory, and refuse the impossible before anything starts."""
 
 from __future__ import annotations
 
@@ -96,10 +96,17 @@ class TestShape:
 
     def test_a_folder_is_known_by_its_config(self, tmp_path: Path) -> None:
         config = {
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-            "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064,
-            "tie_word_embeddings": False, "max_position_embeddings": 32768,
-        }  # fmt: skip
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 28,
+            "vocab_size": 152064,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 32768,
+        }
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert shape_of(str(tmp_path)) == QWEN
 
@@ -141,9 +148,16 @@ class TestRealModels:
 
         name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
         config = getattr(transformers, f"{name}Config")(
-            hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=2, head_dim=32, num_hidden_layers=layers,
-            vocab_size=96, use_cache=False, attn_implementation=attention,
-        )  # fmt: skip
+            hidden_size=256,
+            intermediate_size=768,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_hidden_layers=layers,
+            vocab_size=96,
+            use_cache=False,
+            attn_implementation=attention,
+        )
         return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).train()
 
     def shape(self, model: Any) -> Shape:
@@ -436,25 +450,57 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("overrides", "said"),
         [
-            (["model.lora={rank: 16}"], ["model.lora to be null", "got rank 16", "merge_and_unload"]),
-            (["extractor_model={name: tiny, dtype: bfloat16, lora: {}}"], ["extractor_model.lora", "rank 8"]),
+            (
+                ["model.lora={rank: 16}"],
+                ["model.lora to be null", "got rank 16", "merge_and_unload"],
+            ),
+            (
+                ["extractor_model={name: tiny, dtype: bfloat16, lora: {}}"],
+                ["extractor_model.lora", "rank 8"],
+            ),
             (["model.dtype=float32"], ["model.dtype to be bfloat16", "got float32"]),
             (["extractor_model={name: tiny, dtype: float32}"], ["extractor_model.dtype to be bfloat16"]),
             (
                 ["cluster.actor={batch_size: 20, micro_batch_size: 4, gpus_per_node: 2}"],
-                ["cluster.actor.batch_size", "multiple of 8 = micro_batch_size 4 x 2 ranks", "got 20", "set it to 24"],
+                [
+                    "cluster.actor.batch_size",
+                    "multiple of 8 = micro_batch_size 4 x 2 ranks",
+                    "got 20",
+                    "set it to 24",
+                ],
             ),
             (["cluster.extractor.batch_size=2"], ["cluster.extractor.batch_size", "set it to 4"]),
             (["cluster.actor.zero_stage=0"], ["zero_stage of 1, 2 or 3, got 0"]),
-            (["cluster.actor.max_length=64"], ["cluster.actor.max_length to be above actor.max_tokens, which is 64"]),
-            (["cluster.extractor.max_length=8193"], ["at most 8192, the positions that smollm2 has, got 8193"]),
-            (["cluster.actor.tensor_parallel=2"], ["9 query heads", "3 key heads", "got 2; possible: 1, 3, 9"]),
-            (["cluster.gpus=3"], ["at least 4 GPUs", "actor 1 ranks and 1 for engines", "cluster.gpus offers 3"]),
-            (["cluster.share_gpus=true", "cluster.actor.nodes=2"], ["cluster.actor.nodes=1 with cluster.share_gpus, got 2"]),
-            (["cluster.share_gpus=true", "cluster.extractor.gpus_per_node=2"], ["cluster.extractor.gpus_per_node=1", "got 2", "in turns"]),
-            (["cluster.share_gpus=true", "cluster.actor.engines=2"], ["engines x tensor_parallel to be 1", "got 2 x 1", "its own GPU"]),
+            (
+                ["cluster.actor.max_length=64"],
+                ["cluster.actor.max_length to be above actor.max_tokens, which is 64"],
+            ),
+            (
+                ["cluster.extractor.max_length=8193"],
+                ["at most 8192, the positions that smollm2 has, got 8193"],
+            ),
+            (
+                ["cluster.actor.tensor_parallel=2"],
+                ["9 query heads", "3 key heads", "got 2; possible: 1, 3, 9"],
+            ),
+            (
+                ["cluster.gpus=3"],
+                ["at least 4 GPUs", "actor 1 ranks and 1 for engines", "cluster.gpus offers 3"],
+            ),
+            (
+                ["cluster.share_gpus=true", "cluster.actor.nodes=2"],
+                ["cluster.actor.nodes=1 with cluster.share_gpus, got 2"],
+            ),
+            (
+                ["cluster.share_gpus=true", "cluster.extractor.gpus_per_node=2"],
+                ["cluster.extractor.gpus_per_node=1", "got 2", "in turns"],
+            ),
+            (
+                ["cluster.share_gpus=true", "cluster.actor.engines=2"],
+                ["engines x tensor_parallel to be 1", "got 2 x 1", "its own GPU"],
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_what_is_impossible(self, overrides: list[str], said: list[str]) -> None:
         message = refused(*overrides)
         assert "\n" not in message
@@ -526,18 +572,26 @@ LAYOUTS = {
     "the preset": [],
     "8 x 141 GB": ["cluster.gpu_gb=141", "cluster.actor.max_length=32768"],
     "4 in turns": [
-        "cluster.share_gpus=true", "cluster.actor.engines=4", "cluster.actor.offload_optimizer=true", "cluster.extractor.gpus_per_node=4",
+        "cluster.share_gpus=true",
+        "cluster.actor.engines=4",
+        "cluster.actor.offload_optimizer=true",
+        "cluster.extractor.gpus_per_node=4",
         "cluster.extractor.engines=4",
     ],
     "1 in turns": [
-        "cluster.share_gpus=true", *(f"cluster.{role}.{setting}" for role in ("actor", "extractor") for setting in ONE_GPU),
-        "cluster.actor.max_length=8192", "cluster.extractor.max_length=32768",
+        "cluster.share_gpus=true",
+        *(f"cluster.{role}.{setting}" for role in ("actor", "extractor") for setting in ONE_GPU),
+        "cluster.actor.max_length=8192",
+        "cluster.extractor.max_length=32768",
     ],
     "3 nodes": [
-        "cluster.address=10.0.0.1:6379", "cluster.actor.gpus_per_node=8", "cluster.actor.engines=8", "cluster.extractor.gpus_per_node=4",
+        "cluster.address=10.0.0.1:6379",
+        "cluster.actor.gpus_per_node=8",
+        "cluster.actor.engines=8",
+        "cluster.extractor.gpus_per_node=4",
         "cluster.extractor.engines=4",
     ],
-}  # fmt: skip
+}
 """The layouts of docs/cluster.md, as changes to the preset."""
 ROOT = Path(__file__).parent.parent
 

@@ -364,9 +364,13 @@ def test_one_policy_starts_after_the_other_its_engines_before_its_ranks(
     policies: object, gpus: Gpus
 ) -> None:
     assert gpus.take() == [
-        "rays: join 2", "groups: start 2",
-        "actor engines: start", "actor ranks: start", "extractor engines: start", "extractor ranks: start",
-    ]  # fmt: skip
+        "rays: join 2",
+        "groups: start 2",
+        "actor engines: start",
+        "actor ranks: start",
+        "extractor engines: start",
+        "extractor ranks: start",
+    ]
     assert not gpus.awake()
 
 
@@ -381,11 +385,19 @@ async def test_an_update_in_full(
     generation = await actor.generate([5, 6], SamplingParams(max_tokens=4))
     assert generation.policy_version == 1
     assert gpus.take() == [
-        "actor engines: wake weights and kv_cache", "actor engines: reset", "actor engines: generate",
-        "actor engines: sleep", "actor ranks: reload", "actor ranks: learn",
-        "actor ranks: offload", "actor engines: wake weights", "actor ranks: broadcast",
-        "actor engines: wake kv_cache", "actor engines: reset", "actor engines: generate",
-    ]  # fmt: skip
+        "actor engines: wake weights and kv_cache",
+        "actor engines: reset",
+        "actor engines: generate",
+        "actor engines: sleep",
+        "actor ranks: reload",
+        "actor ranks: learn",
+        "actor ranks: offload",
+        "actor engines: wake weights",
+        "actor ranks: broadcast",
+        "actor engines: wake kv_cache",
+        "actor engines: reset",
+        "actor engines: generate",
+    ]
 
 
 async def test_engines_and_ranks_of_both_policies_take_turns(
@@ -399,12 +411,24 @@ async def test_engines_and_ranks_of_both_policies_take_turns(
     await actor.score([SAMPLE])
     await generate(actor)
     assert gpus.take() == [
-        "actor engines: wake weights and kv_cache", "actor engines: reset", "actor engines: generate",
-        "actor engines: sleep", "extractor engines: wake weights and kv_cache", "extractor engines: reset", "extractor engines: generate",
-        "extractor engines: sleep", "extractor ranks: reload", "extractor ranks: learn",
-        "extractor ranks: offload", "actor ranks: reload", "actor ranks: score",
-        "actor ranks: offload", "actor engines: wake weights and kv_cache", "actor engines: reset", "actor engines: generate",
-    ]  # fmt: skip
+        "actor engines: wake weights and kv_cache",
+        "actor engines: reset",
+        "actor engines: generate",
+        "actor engines: sleep",
+        "extractor engines: wake weights and kv_cache",
+        "extractor engines: reset",
+        "extractor engines: generate",
+        "extractor engines: sleep",
+        "extractor ranks: reload",
+        "extractor ranks: learn",
+        "extractor ranks: offload",
+        "actor ranks: reload",
+        "actor ranks: score",
+        "actor ranks: offload",
+        "actor engines: wake weights and kv_cache",
+        "actor engines: reset",
+        "actor engines: generate",
+    ]
 
 
 @pytest.mark.parametrize("what", ["save", "export", "load"])

@@ -222,9 +222,7 @@ async def test_who_gives_up_in_the_round_in_which_the_change_ends_does_not_stop_
     assert one.cancelled() and not other.cancelled() and not unheard
 
 
-async def test_a_change_that_fails_is_told_to_those_it_was_made_for_and_tried_again_for_the_next() -> (
-    None
-):
+async def test_a_change_that_fails_is_raised_where_it_was_asked_for_and_tried_again_later() -> None:
     world, broken = World(), {"train"}
 
     def change(side: str) -> None:

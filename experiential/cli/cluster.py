@@ -1,4 +1,4 @@
-"""The doctor's look at a machine of a cluster: versions, GPUs, NCCL, Ray, ports and shared memory, each with what to do about it."""
+"""Examine a machine of a cluster for the doctor: each finding says what to do about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiential.training.openrlhf.machine import find_gpus, torch_gpus
 from experiential.training.openrlhf.versions import BUILD_FLASH_ATTENTION, WANTED, found_version
 
 PORTS = {6379: "Ray's head node", 8265: "Ray's dashboard"}
-"""Ports that Ray takes by default, and for what."""
+"""Ports that Ray takes by default, and their use."""
 STORE_SHARE = 0.3
 """Share of the machine's memory that Ray gives its object store by default; the store lies in
 /dev/shm.
@@ -30,7 +30,7 @@ _CURRENT = Path("/tmp/ray/ray_current_cluster")
 
 
 def examine_cluster(address: str | None = None) -> Iterator[Finding]:
-    """Findings about running the cluster engine on this machine.
+    """Yield findings on versions, GPUs, NCCL, Ray, ports and shared memory of this machine.
 
     Args:
         address: of a Ray cluster; None takes ``RAY_ADDRESS``.
@@ -49,7 +49,7 @@ def examine_cluster(address: str | None = None) -> Iterator[Finding]:
 
 
 def about_version(package: str, wanted: str, found: str) -> str:
-    """The version found, and how to get the one wanted if it is another."""
+    """Return the version found, and how to get the one wanted if it is another."""
     if found == wanted:
         return found
     way = (
@@ -66,7 +66,7 @@ def about_version(package: str, wanted: str, found: str) -> str:
 
 
 def about_flash_attention(found: str) -> str:
-    """The version, or the two ways to go on without."""
+    """Return the version, or the two ways to go on without."""
     return found or (
         f"missing: run {BUILD_FLASH_ATTENTION} after torch, packaging, psutil, ninja, wheel and"
         " setuptools; or go without: the stand-in that docs/cluster.md names, and"
@@ -75,7 +75,7 @@ def about_flash_attention(found: str) -> str:
 
 
 def about_gpus() -> str:
-    """Name and memory of each GPU, by nvidia-smi or else by torch."""
+    """Return name and memory of each GPU, by nvidia-smi or else by torch."""
     gpus = find_gpus()
     by = "nvidia-smi"
     if gpus is None:
@@ -89,15 +89,12 @@ def about_gpus() -> str:
 
 
 def about_nccl() -> str:
-    """NCCL's version, or what is missing. Loads torch.
-
-    Without NCCL weights would reach no engine: OpenRLHF's broadcast then does nothing and says
-    nothing.
-    """
+    """Return NCCL's version, or how to get it; loads torch."""
     if find_spec("torch") is None:
         return "unknown, torch is missing: run pip install 'experiential-rl[openrlhf]'"
     import torch
 
+    # Without NCCL, OpenRLHF's broadcast does nothing and raises nothing: engines get no weights.
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return (
             "missing: this torch was built without CUDA; on a machine with GPUs install a CUDA"
@@ -108,9 +105,13 @@ def about_nccl() -> str:
 
 
 def about_ray(address: str | None) -> str:
-    """Whether something answers at the address of a Ray cluster; ``auto`` is the one that was started on this machine."""
+    """Return whether a Ray cluster answers; ``auto`` is the one started on this machine."""
     own = address in (None, "auto", "local")
-    where = _current() if own else address
+    where = address
+    if own:
+        where = None
+        with suppress(OSError):  # Ray wrote its address down when it was started here
+            where = _CURRENT.read_text().strip() or None
     if where is None or (own and not _reached(where)):
         return (
             "none running here: a run starts Ray itself (cluster.address=null), or run ray start"
@@ -128,7 +129,7 @@ def about_ray(address: str | None) -> str:
 
 
 def about_port(port: int, what: str) -> str:
-    """Free, or taken by whom, as far as this user may see."""
+    """Return whether a port is free, or who took it, as far as this user may see."""
     if not _answers("127.0.0.1", port):
         return f"free ({what})"
     owner = _listener(port) or "a process of another user"
@@ -141,11 +142,11 @@ def about_port(port: int, what: str) -> str:
 
 
 def about_shared_memory(path: str = "/dev/shm", memory_gb: float | None = None) -> str:
-    """Size of the shared memory against what Ray's object store wants.
+    """Compare the shared memory with the size that Ray's object store takes.
 
     Args:
         path: where it is mounted.
-        memory_gb: of the machine; asked of the machine when None.
+        memory_gb: of the machine; that of this machine when None.
     """
     if not os.path.isdir(path):
         return "missing: Ray's object store then lies on the disk, which is slow"
@@ -163,19 +164,12 @@ def about_shared_memory(path: str = "/dev/shm", memory_gb: float | None = None) 
 
 
 def machine_gb() -> float:
-    """Memory of this machine, or of its container where that is less, in units of 1e9 bytes."""
+    """Return the memory of this machine, or of its container if less, in units of 1e9 bytes."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     with suppress(OSError, ValueError):
         size = min(size, int(limit.read_text()))
     return size / 1e9
-
-
-def _current() -> str | None:
-    """Address that Ray wrote down when it was started on this machine."""
-    with suppress(OSError):
-        return _CURRENT.read_text().strip() or None
-    return None
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -195,7 +189,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _listener(port: int) -> str:
-    """Name and id of the process that listens, from /proc; empty when this user may not see it."""
+    """Return name and id of the process that listens, or ``""`` when /proc does not show it."""
     sockets = {f"socket:[{inode}]" for inode in _listening(port)}
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
@@ -206,10 +200,10 @@ def _listener(port: int) -> str:
 
 
 def _listening(port: int) -> Iterator[str]:
-    """Inodes of the sockets that listen on a port; in /proc/net/tcp ports are hexadecimal and 0A is the state of a listener."""
+    """Yield the inodes of the sockets that listen on a port."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                columns = line.split()
+                columns = line.split()  # ports are hexadecimal, 0A is the state of a listener
                 if int(columns[1].rpartition(":")[2], 16) == port and columns[3] == "0A":
                     yield columns[9]

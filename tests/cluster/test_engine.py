@@ -231,9 +231,16 @@ async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3_and_a_dead_rank_
     sizes = cluster_experiment().cluster.actor
     wide = PolicyClusterSettings(**sizes.model_dump() | {"gpus_per_node": 2, "zero_stage": 3})
     other = OpenRLHFRuntime(
-        resolve_model("tiny"), load_tokenizer("tiny"), wide, ClusterSettings(), OptimSettings(lr=LR),
-        name="wide", seed=1, reference=False, thread=EventLoopThread("wide"),
-    )  # fmt: skip
+        resolve_model("tiny"),
+        load_tokenizer("tiny"),
+        wide,
+        ClusterSettings(),
+        OptimSettings(lr=LR),
+        name="wide",
+        seed=1,
+        reference=False,
+        thread=EventLoopThread("wide"),
+    )
     await other.ready()
     await other.load(tmp_path / "saved")
     assert other.version == actor.version == 2
@@ -269,9 +276,17 @@ def test_both_policies_learn_together_lose_an_engine_and_resume(
     for runtime, folder in zip(policies, initial, strict=True):
         asyncio.run(runtime.load(folder))
     settings = (
-        "env.train={split: train, worlds: 4}", "actor.groups=4", "actor.group_size=8", "extractor.batch_size=16", "run.minutes=null",
-        "run.checkpoint_every=0", "eval.before=false", "eval.after=false", "cluster.env_workers=2", "cluster.remote_bank=true",
-    )  # fmt: skip
+        "env.train={split: train, worlds: 4}",
+        "actor.groups=4",
+        "actor.group_size=8",
+        "extractor.batch_size=16",
+        "run.minutes=null",
+        "run.checkpoint_every=0",
+        "eval.before=false",
+        "eval.after=false",
+        "cluster.env_workers=2",
+        "cluster.remote_bank=true",
+    )
     steps: list[dict[str, Any]] = []
 
     def watch(event: dict[str, Any]) -> None:

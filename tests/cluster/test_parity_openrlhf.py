@@ -213,7 +213,7 @@ def test_k3_is_theirs_up_to_their_cap_of_ten() -> None:
                 "theirs stops pulling back where the policy is furthest"
             )
             assert (ours > 10).all() and (gradients[0] < -10).all()
-        else:  # theirs is exp(x) - 1 - x, which cancels near 0: a few roundings of numbers of size 1 to 10
+        else:  # theirs is exp(x) - 1 - x, which cancels near 0: roundings of numbers up to 10
             torch.testing.assert_close(ours, theirs, rtol=FLOAT32, atol=2e-6)
             torch.testing.assert_close(gradients[0], gradients[1], rtol=FLOAT32, atol=2e-6)
 

@@ -55,7 +55,7 @@ def double() -> Iterator[None]:
 
 
 def stand_in(args: Any, logp: Tensor) -> Any:
-    """What TRL's ``_compute_loss`` asks of a trainer, with log-probabilities in place of a model."""
+    """Stand in for TRL's trainer in ``_compute_loss``, with log-probabilities for a model."""
     return SimpleNamespace(
         args=args,
         beta=args.beta,
@@ -301,7 +301,7 @@ def test_theirs_divides_by_the_sample_standard_deviation_of_the_group(tmp_path: 
     torch.testing.assert_close(our_advantages() * factor, found, rtol=FLOAT32, atol=1e-12)
 
 
-def test_scaled_by_the_batch_theirs_divides_by_the_spread_of_rewards_and_ours_by_that_of_what_is_centred(
+def test_scaled_by_the_batch_theirs_divides_by_the_spread_of_rewards_ours_of_centred_rewards(
     tmp_path: Path,
 ) -> None:
     centred = our_advantages("dr_grpo")
