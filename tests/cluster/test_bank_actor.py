@@ -68,9 +68,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 
 def kill(ray: Any, actor: BankActor) -> None:
     """Kill the actor, and wait until that is noticed."""
-    known = len(actor.failures)
+    known = len(actor.supervisor.failures)
     ray.kill(actor.supervisor.life.handle)
-    wait_until(lambda: len(actor.failures) > known)
+    wait_until(lambda: len(actor.supervisor.failures) > known)
 
 
 def test_what_was_acknowledged_is_there_after_a_kill_and_the_client_goes_on(
@@ -85,7 +85,8 @@ def test_what_was_acknowledged_is_there_after_a_kill_and_the_client_goes_on(
     assert bank.get(later.id) == later
     assert (actor.url, len(bank)) == (url, 21)
     assert [
-        failure.startswith("bank actor on ") and "died: " in failure for failure in actor.failures
+        failure.startswith("bank actor on ") and "died: " in failure
+        for failure in actor.supervisor.failures
     ] == [True]
 
 
@@ -170,7 +171,7 @@ def test_after_the_last_restart_the_reasons_are_told(ray_cluster: Any, tmp_path:
     with BankActor(tmp_path, SETTINGS, cluster(restarts=0)) as actor:
         bank = actor.bank()
         kill(ray_cluster, actor)
-        assert not actor.alive
+        assert not actor.supervisor.alive
         with pytest.raises(BankError, match="got one that is not: bank actor on .* died: "):
             len(bank)
         bank.close()
@@ -182,10 +183,13 @@ def test_an_actor_that_answers_nothing_is_started_again(ray_cluster: Any, tmp_pa
         os.kill(json.loads((tmp_path / "writer.lock").read_text())["pid"], signal.SIGSTOP)
         with pytest.raises(BankError, match="within 5.0 s, got none"):
             bank.add("The cellar is flooded.")
-        wait_until(lambda: len(actor.failures) > 0)
+        wait_until(lambda: len(actor.supervisor.failures) > 0)
         bank.add("The attic is dark.")
         assert {"The red door needs the brass key.", "The attic is dark."} <= set(texts(bank))
-        assert len(actor.failures) == 1 and "did not answer within 5 s" in actor.failures[0]
+        assert (
+            len(actor.supervisor.failures) == 1
+            and "did not answer within 5 s" in actor.supervisor.failures[0]
+        )
 
 
 def test_the_length_of_texts_is_the_one_of_the_settings_after_a_restart_too(

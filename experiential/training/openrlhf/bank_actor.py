@@ -195,6 +195,7 @@ class BankActor:
 
     Attributes:
         url: address of the bank.
+        serving: folder, settings, token and port.
         supervisor: starts the actor, and holds the reason of each loss.
 
     Raises:
@@ -213,7 +214,7 @@ class BankActor:
         except ImportError as error:
             raise MissingExtraError(error.name or "uvicorn", "serve") from None
         self._cluster = cluster
-        self._serving = Serving(str(Path(folder).resolve()), settings, secrets.token_urlsafe(32))
+        self.serving = Serving(str(Path(folder).resolve()), settings, secrets.token_urlsafe(32))
         self.supervisor = Supervisor("bank actor on an unknown node", self._begin, cluster)
         # A loop of its own: `fork` and `close` wait, and may be called from any other loop.
         self._loop = EventLoopThread("bank-actor")
@@ -240,26 +241,6 @@ class BankActor:
     ) -> None:
         self.close()
 
-    @property
-    def token(self) -> str:
-        """Return the bearer token of clients."""
-        return self._serving.token
-
-    @property
-    def settings(self) -> BankSettings:
-        """Return the settings that the bank was opened with."""
-        return self._serving.settings
-
-    @property
-    def failures(self) -> list[str]:
-        """Return the reason of each loss, oldest first."""
-        return self.supervisor.failures
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the bank is served, or will be again."""
-        return self.supervisor.alive
-
     def bank(self) -> ActorBank:
         """Return a client that can also be forked; close it before this."""
         return ActorBank(
@@ -279,7 +260,7 @@ class BankActor:
         async def fork() -> None:
             life = await self._started()  # waits for a restart under way
             await self.supervisor.ask(
-                life, "fork", self.settings.namespace, str(Path(path).resolve()), keep_queue
+                life, "fork", self.serving.settings.namespace, str(Path(path).resolve()), keep_queue
             )
 
         try:
@@ -319,28 +300,31 @@ class BankActor:
             .remote()
         )
         # A killed writer may hold lock and port for a moment; at first they must be free.
-        patience = 0.0 if self._serving.port == 0 else _LOCK_SECONDS
-        begun = handle.serve.remote(self._serving, patience)
+        patience = 0.0 if self.serving.port == 0 else _LOCK_SECONDS
+        begun = handle.serve.remote(self.serving, patience)
         return Life(handle, begun, partial(ray.kill, handle))
 
     async def _started(self) -> Life:
         life = await self.supervisor.started()
         node, port = life.result
-        self._serving = replace(self._serving, port=port)
+        self.serving = replace(self.serving, port=port)
         self.url = f"http://[{node}]:{port}" if ":" in node else f"http://{node}:{port}"
         self.supervisor.name = f"bank actor on {node}"
         return life
 
     async def _watching(self) -> None:
         """Wait for the end of each life and start the next one, while any restart is left."""
-        while self.alive and is_joined():
+        while self.supervisor.alive and is_joined():
             with suppress(BackendError):  # the supervisor has noted and logged it
                 life = await self._started()
                 await self._until_lost(life)
 
     async def _until_lost(self, life: Life) -> None:
         """Return once a life is over: its actor died, its server ended, or it does not answer."""
-        seconds, headers = self._cluster.call_timeout, {"Authorization": f"Bearer {self.token}"}
+        seconds, headers = (
+            self._cluster.call_timeout,
+            {"Authorization": f"Bearer {self.serving.token}"},
+        )
         ended = asyncio.ensure_future(
             answer(life.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
         )
@@ -382,23 +366,23 @@ class ActorBank(RemoteBank):
         self._actor = actor
         super().__init__(
             actor.url,
-            namespace=actor.settings.namespace,
-            token=actor.token,
+            namespace=actor.serving.settings.namespace,
+            token=actor.serving.token,
             timeout=timeout,
             patience=patience,
         )
 
     def __setattr__(self, name: str, value: object) -> None:
         if (
-            name != "text_limit" or value != self._actor.settings.text_limit
+            name != "text_limit" or value != self._actor.serving.settings.text_limit
         ):  # the actor was opened with it
             super().__setattr__(name, value)
 
     def __len__(self) -> int:
-        if not self._actor.alive:
+        if not self._actor.supervisor.alive:
             raise BankError(
                 "Expected a bank that is served, got one that is not:"
-                f" {'; '.join(self._actor.failures) or 'it was closed'}"
+                f" {'; '.join(self._actor.supervisor.failures) or 'it was closed'}"
             )
         return super().__len__()
 

@@ -57,17 +57,15 @@ class Spaces(NamedTuple):
 class EnvHost:
     """Hold environments by number inside a Ray actor; each call runs in a thread of its pool.
 
-    Errors of an environment are answers: methods return ``(value, None)`` or ``(None, reason)``,
-    because not every exception can be pickled.
+    All methods raise `EnvError` where the environment fails: other exceptions may not be picklable.
 
     Args:
         index: number of this worker, for Ray's logs.
-        threads: environments stepped at once.
     """
 
-    def __init__(self, index: int, threads: int = _THREADS) -> None:
+    def __init__(self, index: int) -> None:
         self._index = index
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="env")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="env")
         self._envs: dict[int, gym.Env[str, str]] = {}
         self._running: dict[int, object] = {}
         self._abandoned: set[object] = set()
@@ -78,12 +76,10 @@ class EnvHost:
     async def begin(self, known: Sequence[tuple[EnvSettings, dict[str, Any]]]) -> str:
         """Make one environment of each kind, to import its package; return the node's address."""
         for settings, kwargs in known:
-            await self.describe(settings, kwargs)
+            await awaited(self.describe(settings, kwargs))
         return str(joined_ray().util.get_node_ip_address())
 
-    async def describe(
-        self, settings: EnvSettings, kwargs: dict[str, Any]
-    ) -> tuple[Spaces | None, str | None]:
+    async def describe(self, settings: EnvSettings, kwargs: dict[str, Any]) -> Spaces:
         """Return the spaces of an environment, from one that is made and closed."""
 
         def look() -> Spaces:
@@ -95,7 +91,7 @@ class EnvHost:
             finally:
                 env.close()
 
-        return await self._outcome(look)
+        return await self._run(look)
 
     async def reset(
         self,
@@ -104,41 +100,38 @@ class EnvHost:
         kwargs: dict[str, Any],
         seed: int | None,
         options: dict[str, Any] | None,
-    ) -> tuple[Start | None, str | None]:
+    ) -> Start:
         """Start an episode; the environment is made at first, and again after a failure."""
         if number not in self._envs:
-            env, reason = await self._call(number, partial(make_env, settings, kwargs))
-            if env is None:
-                return None, reason
-            self._envs[number] = env
+            self._envs[number] = await self._call(number, lambda: make_env(settings, kwargs))
         return await self._call(
             number, lambda: self._envs[number].reset(seed=seed, options=options)
         )
 
-    async def step(self, number: int, action: str) -> tuple[Any, str | None]:
+    async def step(self, number: int, action: str) -> Any:
         """Step the environment of this number."""
         return await self._call(number, lambda: self._known(number).step(action))
 
-    async def attribute(self, number: int, name: str) -> tuple[Any, str | None]:
+    async def attribute(self, number: int, name: str) -> Any:
         """Return an attribute of the environment or of a wrapper that it is made with."""
-        return await self._outcome(lambda: self._known(number).get_wrapper_attr(name))
+        return await self._run(lambda: self._known(number).get_wrapper_attr(name))
 
     async def close(self, number: int) -> None:
         """Close the environment of this number, if there is one."""
         env = self._envs.pop(number, None)
         if env is not None:
-            await self._outcome(env.close)
+            await awaited(self._run(env.close))
 
     async def close_all(self) -> None:
         """Close every environment."""
         await asyncio.gather(*(self.close(number) for number in list(self._envs)))
 
-    async def abandon(self, number: int) -> tuple[int, None]:
+    async def abandon(self, number: int) -> int:
         """Give up an environment that hangs; return how many calls of such ones are still open."""
         self._envs.pop(number, None)
         if number in self._running:
             self._abandoned.add(self._running.pop(number))
-        return len(self._abandoned), None
+        return len(self._abandoned)
 
     def _known(self, number: int) -> gym.Env[str, str]:
         if number not in self._envs:
@@ -147,23 +140,24 @@ class EnvHost:
             )
         return self._envs[number]
 
-    async def _call(self, number: int, work: Callable[[], T]) -> tuple[T | None, str | None]:
+    async def _call(self, number: int, work: Callable[[], T]) -> T:
         """Run one call of one environment; after a failure the next reset makes another."""
         call = self._running[number] = object()
-        result, reason = await self._outcome(work)
-        if call in self._abandoned:  # nobody waits for it any more, and a new one may be in place
+        outcome = await awaited(self._run(work))
+        if call in self._abandoned:  # nobody waits for it, and a new environment may be in place
             self._abandoned.discard(call)
-            return None, "it was given up"
+            raise EnvError("it was given up")
         self._running.pop(number, None)
-        if reason is not None:
+        if isinstance(outcome, Exception):
             await self.close(number)
-        return result, reason
+            raise outcome
+        return outcome
 
-    async def _outcome(self, work: Callable[[], T]) -> tuple[T | None, str | None]:
-        result = await awaited(asyncio.get_running_loop().run_in_executor(self._pool, work))
-        if isinstance(result, Exception):
-            return None, f"{type(result).__name__}: {result}"
-        return result, None
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is of this environment)
+            raise EnvError(f"{type(error).__name__}: {error}") from None
 
 
 class EnvWorkers:
@@ -300,7 +294,7 @@ class EnvWorkers:
         Args:
             worker: from `home`.
             life: from `home`.
-            method: returns a value or a reason.
+            method: of the host.
             arguments: of the method; the first is the environment's number.
             seconds: time-out; ``cluster.call_timeout`` by default.
 
@@ -309,17 +303,15 @@ class EnvWorkers:
                 message names worker and node.
         """
         try:
-            value, reason = await worker.ask(life, method, *arguments, seconds=seconds)
+            return await worker.ask(life, method, *arguments, seconds=seconds)
         except SilentActorError as error:
             await self._examine(worker, life, f"{method} {error.reason}", arguments[0])
             raise EnvError(f"{worker.name} {life.ended}", lost=True) from None
         except LostActorError as error:
             raise EnvError(f"{worker.name} {error.reason}", lost=True) from None
         except FailedCallError as error:
-            raise EnvError(f"{worker.name}: {method} failed: {error.reason}") from None
-        if reason is not None:
-            raise EnvError(f"{worker.name}: {method} failed: {reason}")
-        return value
+            reason = str(error.cause) if isinstance(error.cause, EnvError) else error.reason
+            raise EnvError(f"{worker.name}: {method} failed: {reason}") from None
 
     async def _examine(
         self, worker: Supervisor, life: Life, complaint: str, number: object
@@ -334,7 +326,7 @@ class EnvWorkers:
             return
         seconds = min(_PING_SECONDS, self.settings.call_timeout)
         try:
-            stuck, _ = await worker.ask(life, "abandon", number, seconds=seconds)
+            stuck = await worker.ask(life, "abandon", number, seconds=seconds)
         except BackendError:
             worker.lose(life, f"hangs: {complaint}, and the worker did not answer either")
             return
