@@ -459,7 +459,10 @@ class TestRefusals:
                 ["extractor_model.lora", "rank 8"],
             ),
             (["model.dtype=float32"], ["model.dtype to be bfloat16", "got float32"]),
-            (["extractor_model={name: tiny, dtype: float32}"], ["extractor_model.dtype to be bfloat16"]),
+            (
+                ["extractor_model={name: tiny, dtype: float32}"],
+                ["extractor_model.dtype to be bfloat16"],
+            ),
             (
                 ["cluster.actor={batch_size: 20, micro_batch_size: 4, gpus_per_node: 2}"],
                 [
