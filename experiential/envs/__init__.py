@@ -1,4 +1,4 @@
-"""Text environments, registered with Gymnasium under ``experiential/…`` when this package is imported."""
+"""Register text environments with Gymnasium, under ``experiential/…``, on import."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ ENVS: dict[str, str] = {
     "experiential/Vault-v0": "experiential.envs.vault:VaultEnv",
     "experiential/WebShop-v0": "experiential.envs.webshop.env:WebShopEnv",
 }
-"""Environment id to entry point; an entry point is imported by the first ``gymnasium.make`` of its
-id.
-"""
+"""Environment id to entry point, which the first ``gymnasium.make`` of the id imports."""
 
 
 def register() -> None:

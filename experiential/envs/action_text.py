@@ -1,4 +1,4 @@
-"""The action that a reply asks for, where the actions have names."""
+"""Read the named action that a reply asks for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EDGES = " \t\r\n.,;:!?\"'`*"
 
 
 def tagged_action(text: str) -> str | None:
-    """What stands in the last ``<action>…</action>``, whatever the case of the tags; None where there is none."""
+    """Return the content of the last ``<action>…</action>`` in any case, or None."""
     start, found = None, None
     for tag in _TAG.finditer(text):
         if not tag[1]:
@@ -22,7 +22,7 @@ def tagged_action(text: str) -> str | None:
 
 
 def parse_action(text: str, names: Iterable[str]) -> str | None:
-    """The member of ``names`` that ``text`` asks for, or None.
+    """Return the member of ``names`` that ``text`` asks for, or None.
 
     Read in this order: the last ``<action>…</action>``, the last triple-backtick block, the whole
     text. Case, blanks and punctuation at either end do not count.

@@ -1,4 +1,4 @@
-"""Checks of what an environment is made with; each says what was expected and what came."""
+"""Check the arguments of environments; each error says what was expected and found."""
 
 from __future__ import annotations
 
@@ -77,9 +77,10 @@ def settled(
     usual: Mapping[str, Any],
     **given: Any,
 ) -> dict[str, Any]:
-    """Each argument of ``usual``: as given (not None), else as the preset has it, else as usual.
+    """Return each argument of ``usual``: the given value, else the preset's, else the usual.
 
-    >>> settled("paper", {"paper": {"turns": 40}}, {"turns": 15, "binary": False}, turns=None, binary=True)
+    >>> usual = {"turns": 15, "binary": False}
+    >>> settled("paper", {"paper": {"turns": 40}}, usual, turns=None, binary=True)
     {'turns': 40, 'binary': True}
 
     Raises:

@@ -1,8 +1,8 @@
-"""FrozenLake as text with abstract symbols (appendix B.1 of Experiential RL)."""
+"""Play FrozenLake as text with abstract symbols (appendix B.1 of Experiential RL)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -27,7 +27,7 @@ _SALT = 0x1CE
 
 @dataclass(frozen=True)
 class Lake:
-    """One layout: where the goal and the holes are, and where the agent starts."""
+    """Hold one layout: the goal, the holes, and the start of the agent."""
 
     size: int
     start: Cell
@@ -36,7 +36,7 @@ class Lake:
 
     @property
     def content(self) -> str:
-        """The layout in Gymnasium's letters S, F, H, G, rows separated by ``/``; equal layouts have equal contents."""
+        """Return the layout in Gymnasium's letters S, F, H, G, rows separated by ``/``."""
         letters = {**dict.fromkeys(self.holes, "H"), self.start: "S", self.goal: "G"}
         return "/".join(
             "".join(letters.get((row, column), "F") for column in range(self.size))
@@ -45,7 +45,7 @@ class Lake:
 
     @classmethod
     def parse(cls, rows: Sequence[str]) -> Lake:
-        """The layout that such letters describe."""
+        """Read the layout that such letters describe."""
         cells = {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row)}
         where = {
             letter: [cell for cell, found in cells.items() if found == letter] for letter in "SHG"
@@ -53,11 +53,11 @@ class Lake:
         return cls(len(rows), where["S"][0], where["G"][0], frozenset(where["H"]))
 
     def inside(self, cell: Cell) -> bool:
-        """Whether the cell is on the grid."""
+        """Return whether the cell is on the grid."""
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size
 
     def path(self, start: Cell, limit: int | None = None) -> list[str] | None:
-        """Moves of a shortest way to the goal that avoids holes, or None if there is none within ``limit``."""
+        """Return the moves of a shortest safe way to the goal, None if it exceeds ``limit``."""
         return shortest_path(start, self._neighbours, lambda cell: cell == self.goal, limit)
 
     def _neighbours(self, cell: Cell) -> Iterator[tuple[str, Cell]]:
@@ -69,7 +69,7 @@ class Lake:
 
 @dataclass(frozen=True)
 class LakeRules:
-    """What a preset fixes: how layouts are drawn (or the one map), how many moves, and the symbols."""
+    """Hold the rules of a preset: how layouts are drawn (or the map), the budget, the symbols."""
 
     sizes: tuple[int, int] = (2, 9)
     frozen: tuple[float, float] = (0.6, 0.85)
@@ -86,7 +86,7 @@ class LakeRules:
 
     @property
     def all_symbols(self) -> str:
-        """Agent, goal, hole, frozen, agent in a hole, agent on the goal."""
+        """Return agent, goal, hole, frozen, agent in a hole, agent on the goal."""
         return self.symbols if len(self.symbols) == 6 else self.symbols + "X√"
 
 
@@ -115,7 +115,7 @@ letters (P is the agent).
 
 @lru_cache(maxsize=16_384)
 def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
-    """Layout ``index`` of a split: the first draw whose content belongs to the split and whose goal is within the budget.
+    """Draw layout ``index`` of a split: its content is of the split, its goal within reach.
 
     Size and share of frozen tiles are drawn once, so that rejection does not favour small or open
     grids.
@@ -129,7 +129,11 @@ def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
     size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
     frozen = float(rng.uniform(*rules.frozen))
     for _ in range(MAX_DRAWS):
-        lake = _candidate(rng, size, frozen)
+        cells = rng.choice(size * size, 2, replace=False)
+        start, goal = (divmod(int(cell), size) for cell in cells)
+        thawed = np.argwhere(rng.random((size, size)) >= frozen).tolist()
+        holes = frozenset((row, column) for row, column in thawed) - {start, goal}
+        lake = Lake(size, start, goal, holes)
         if split_of(lake.content) == split and lake.path(lake.start, rules.budget) is not None:
             return lake
     raise ConfigError(
@@ -138,16 +142,8 @@ def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
     )
 
 
-def _candidate(rng: np.random.Generator, size: int, frozen: float) -> Lake:
-    first, second = (divmod(int(cell), size) for cell in rng.choice(size * size, 2, replace=False))
-    thawed = np.argwhere(rng.random((size, size)) >= frozen).tolist()
-    return Lake(
-        size, first, second, frozenset((row, column) for row, column in thawed) - {first, second}
-    )
-
-
 class FrozenLakeEnv(GridEnv):
-    """Reach the goal of a text grid without entering a hole; what the symbols mean is not told.
+    """Reach the goal of a text grid without entering a hole; symbols are not explained.
 
     Moves are deterministic. Reward is 1.0 on the goal, else 0.0; a hole or the goal terminates, the
     spent budget truncates. A layout can be solved within the budget and belongs to the split that
@@ -196,8 +192,8 @@ class FrozenLakeEnv(GridEnv):
     ) -> None:
         one_of("preset", preset or "erl", LAKES)
         given: dict[str, Any] = {
-            "sizes": _pair(sizes),
-            "frozen": _pair(frozen),
+            "sizes": None if sizes is None else tuple(sizes),
+            "frozen": None if frozen is None else tuple(frozen),
             "budget": budget,
             "symbols": symbols,
         }
@@ -205,22 +201,21 @@ class FrozenLakeEnv(GridEnv):
             LAKES[preset or "erl"],
             **{name: value for name, value in given.items() if value is not None},
         )
-        count = (
-            1
-            if self.rules.rows
-            else layouts
-            if layouts is not None
-            else 10_000
-            if split == "train"
-            else 100
-        )
+        usual = 10_000 if split == "train" else 100
+        count = 1 if self.rules.rows else usual if layouts is None else layouts
         super().__init__(
-            "frozenlake", split, count, self.rules.budget,
-            symbols=self.rules.symbols[:4], wording=_WORDING, feedback=feedback, render_mode=render_mode,
-        )  # fmt: skip
+            "frozenlake",
+            split,
+            count,
+            self.rules.budget,
+            symbols=self.rules.symbols[:4],
+            wording=_WORDING,
+            feedback=feedback,
+            render_mode=render_mode,
+        )
 
     def plan(self) -> list[str] | None:
-        """A shortest way from here to the goal, or None (the agent is in a hole)."""
+        """Return a shortest way from here to the goal, or None (the agent is in a hole)."""
         return None if self.agent in self.lake.holes else self.lake.path(self.agent)
 
     def _load(self, index: int) -> None:
@@ -251,7 +246,3 @@ class FrozenLakeEnv(GridEnv):
         if cell in self.lake.holes:
             return fallen if there else hole
         return agent if there else frozen
-
-
-def _pair(values: Iterable[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)

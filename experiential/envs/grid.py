@@ -1,4 +1,4 @@
-"""What the text grids share: moves, and the rules of an episode."""
+"""Define the moves and the rules of an episode that text grids share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_DRAWS = 20_000
 
 
 class GridEnv(TextEnv):
-    """A text grid: which layout, the step budget, feedback and ``info``.
+    """Keep the layout, the step budget, the feedback and ``info`` of a text grid.
 
     A subclass holds the state and says what a move does. The observation is the grid, one row a
     line, symbols separated by blanks, then the feedback on the last move; rules and meanings of
@@ -77,7 +77,7 @@ class GridEnv(TextEnv):
 
     @property
     def task(self) -> str:
-        """What is asked, in words; the meaning of the symbols is for the agent to find out."""
+        """Return the task in words; the agent must find out what the symbols mean."""
         return (
             f"Win on a grid of the symbols {' '.join(self._symbols)} within {self.budget} moves"
             f" ({', '.join(MOVES)})."
@@ -86,7 +86,7 @@ class GridEnv(TextEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        """Start an episode on the layout named by the option ``layout`` (or ``world``), else on one drawn by the seed.
+        """Start an episode on the layout of option ``layout`` (or ``world``), else on a drawn one.
 
         Raises:
             ConfigError: there is no such layout.
@@ -97,7 +97,7 @@ class GridEnv(TextEnv):
         )
 
     def render(self) -> str | None:
-        """The grid as text."""
+        """Return the grid as text."""
         return self._grid() if self.render_mode == "ansi" else None
 
     def _begin(self, world: int) -> tuple[str, Info]:
@@ -122,7 +122,7 @@ class GridEnv(TextEnv):
         )
 
     def oracle_action(self) -> str:
-        """First move of a shortest solution from here; any move where nothing can be won any more."""
+        """Return the first move of a shortest solution from here; any move if all is lost."""
         plan = self.plan()
         return plan[0] if plan else next(iter(MOVES))
 
@@ -145,7 +145,7 @@ class GridEnv(TextEnv):
 
     @abstractmethod
     def plan(self) -> list[str] | None:
-        """A shortest list of moves that wins from here, or None."""
+        """Return a shortest list of moves that wins from here, or None."""
 
     @abstractmethod
     def _load(self, index: int) -> None:
@@ -153,12 +153,12 @@ class GridEnv(TextEnv):
 
     @abstractmethod
     def _move(self, delta: Cell) -> bool:
-        """Apply a move; whether anything changed."""
+        """Apply a move; return whether anything changed."""
 
     @abstractmethod
     def _ending(self) -> Literal["won", "lost"] | None:
-        """How the state ends the episode, if it does."""
+        """Return how the state ends the episode, or None."""
 
     @abstractmethod
     def _grid(self) -> str:
-        """The state as rows of symbols."""
+        """Return the state as rows of symbols."""

@@ -96,7 +96,7 @@ def creator_of(spec: EnvSpec) -> Creator:
 
 
 def presets_of(creator: Creator) -> Mapping[str, Mapping[str, Any]]:
-    """Return the arguments that each preset of an environment stands for, by the preset's name."""
+    """Return the arguments of each preset of an environment, by the preset's name."""
     return getattr(creator, "presets", {})
 
 

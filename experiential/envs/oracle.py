@@ -1,4 +1,4 @@
-"""An agent that knows the answer: the ceiling of every benchmark, and the check that an episode can be won."""
+"""Play by the known answer: the ceiling of a benchmark, and proof that an episode can be won."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Agent = Callable[[str, dict[str, Any]], str]
 
 
 class HasOracle(Protocol):
-    """An environment that can tell a best action in its present state."""
+    """Declare an environment that knows a best action in its present state."""
 
     def oracle_action(self) -> str:
-        """A best action now."""
+        """Return a best action now."""
         ...
 
 
 def oracle(env: gym.Env[Any, Any]) -> Agent:
-    """An agent ``(observation, info) -> action`` that asks ``env`` itself for the best action; wrappers are looked through.
+    """Return an agent that asks the innermost environment for the best action.
 
     Raises:
         TypeError: the environment has no ``oracle_action``.

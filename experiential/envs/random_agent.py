@@ -1,4 +1,4 @@
-"""An agent that knows nothing: the floor of every benchmark."""
+"""Play by random draws: the floor of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiential.envs.oracle import Agent
 
 
 def random_agent(env: gym.Env[Any, Any], seed: int = 0, actions: Sequence[str] = ()) -> Agent:
-    """An agent ``(observation, info) -> action`` that draws uniformly among ``info["admissible"]``.
+    """Return an agent that draws uniformly among ``info["admissible"]``.
 
     Where an environment names none it draws among ``actions``, and without those from the action
     space, which is text of any kind.

@@ -105,7 +105,7 @@ READINESS: dict[str, Entry] = {
 
 
 def readiness(env_id: str) -> Entry:
-    """Return the row of an environment; one from outside this package needs nothing that is known.
+    """Return the row of an environment; a foreign one has no known needs.
 
     Args:
         env_id: a name for ``resolve_env``.

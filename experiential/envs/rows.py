@@ -1,4 +1,4 @@
-"""Rows of data files, checked by their models."""
+"""Check rows of data files by their models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def checked(model: type[M], row: Any, expected: str, which: str) -> M:
-    """``row`` as its model has it.
+    """Return ``row`` as an instance of its model.
 
     Args:
         model: what a row must hold.

@@ -1,4 +1,4 @@
-"""A shortest way through states, by breadth."""
+"""Search for a shortest way through states, breadth first."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ def shortest_path(
     done: Callable[[S], bool],
     limit: int | None = None,
 ) -> list[M] | None:
-    """Moves of a shortest path from ``start`` to a state where ``done``; None if there is none within ``limit`` moves.
+    """Return the moves of a shortest path to a state where ``done``, or None beyond ``limit``.
 
     Args:
         start: a state.
-        neighbours: moves that can be made in a state, and the state after each; asked once of a
-            state, in the order of the search.
-        done: whether a state is looked for.
+        neighbours: moves in a state and the state after each; called once for a state.
+        done: tests a state.
         limit: most moves; None for any number.
     """
     parents: dict[S, tuple[S, M] | None] = {start: None}
@@ -30,7 +29,11 @@ def shortest_path(
     while frontier:
         state, depth = frontier.popleft()
         if done(state):
-            return _walk_back(parents, state)
+            moves: list[M] = []
+            while (link := parents[state]) is not None:
+                state, move = link
+                moves.append(move)
+            return moves[::-1]
         if depth == limit:
             continue
         for move, after in neighbours(state):
@@ -38,11 +41,3 @@ def shortest_path(
                 parents[after] = (state, move)
                 frontier.append((after, depth + 1))
     return None
-
-
-def _walk_back(parents: dict[S, tuple[S, M] | None], state: S) -> list[M]:
-    moves: list[M] = []
-    while (link := parents[state]) is not None:
-        state, move = link
-        moves.append(move)
-    return moves[::-1]

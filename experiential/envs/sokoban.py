@@ -1,4 +1,4 @@
-"""Sokoban as text with abstract symbols (appendix B.2 of Experiential RL), and the two-box room of Complementary RL (C.1)."""
+"""Play Sokoban as text (B.2 of Experiential RL, and C.1 of Complementary RL)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State = tuple[Cell, Boxes]
 
 @dataclass(frozen=True)
 class Room:
-    """One layout: walls, goals, where the boxes stand and where the agent starts."""
+    """Hold one layout: walls, goals, boxes, and the start of the agent."""
 
     size: int
     walls: frozenset[Cell]
@@ -39,7 +39,7 @@ class Room:
 
     @cached_property
     def content(self) -> str:
-        """The layout in the usual letters ``# . $ @`` and blank, rows separated by ``/``; equal layouts have equal contents."""
+        """Return the layout in the usual letters ``# . $ @`` and blank, rows separated by ``/``."""
         letters = {
             **dict.fromkeys(self.walls, "#"),
             **dict.fromkeys(self.goals, "."),
@@ -53,7 +53,7 @@ class Room:
 
     @cached_property
     def dead(self) -> frozenset[Cell]:
-        """Free cells from which no box can be pushed to a goal, were it the only one; found by pulling a box back from every goal."""
+        """Return the free cells from which a lone box cannot be pushed to any goal."""
         alive, frontier = set(self.goals), list(self.goals)
         while frontier:
             row, column = frontier.pop()
@@ -69,7 +69,7 @@ class Room:
         return all(0 <= place < self.size for place in cell) and cell not in self.walls
 
     def after(self, state: State, delta: Cell) -> State:
-        """The state after a move; the same state when the move is blocked. At most one box is pushed."""
+        """Return the state after a move; the same state if it is blocked. One box can be pushed."""
         agent, boxes = state
         ahead = (agent[0] + delta[0], agent[1] + delta[1])
         if ahead in self.walls:
@@ -84,7 +84,7 @@ class Room:
         )
 
     def solve(self, state: State, limit: int | None = None) -> list[str] | None:
-        """Moves of a shortest solution, or None if there is none within ``limit`` (breadth first over player and boxes)."""
+        """Return the moves of a shortest solution, or None if it exceeds ``limit``."""
         return shortest_path(
             state, self._neighbours, lambda reached: reached[1] == self.goals, limit
         )
@@ -98,7 +98,7 @@ class Room:
 
 @dataclass(frozen=True)
 class RoomRules:
-    """What a preset fixes: how rooms are drawn, how many moves, and the symbols."""
+    """Hold the rules of a preset: how rooms are drawn, the budget, the symbols."""
 
     sizes: tuple[int, int] = (6, 8)
     boxes: int = 1
@@ -138,7 +138,7 @@ not name, are Sokoban's usual ones.
 
 @lru_cache(maxsize=16_384)
 def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
-    """Room ``index`` of a split: the first draw whose content belongs to the split and that can be solved within the limits.
+    """Draw room ``index`` of a split: its content is of the split, and it can be solved.
 
     The size is drawn once, so that rejection does not favour small rooms.
 
@@ -150,11 +150,12 @@ def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
     limit = min(rules.max_solution, rules.budget)
     for _ in range(MAX_DRAWS):
         room = _candidate(rng, size, rules)
-        if (
+        if (  # cheap tests first
             room is not None
             and _near(room, limit)
             and split_of(room.content) == split
-            and _solvable(room, limit)
+            and room.boxes.isdisjoint(room.dead)
+            and room.solve((room.start, room.boxes), limit) is not None
         ):
             return room
     raise ConfigError(
@@ -183,19 +184,14 @@ def _candidate(rng: np.random.Generator, size: int, rules: RoomRules) -> Room | 
 
 
 def _near(room: Room, limit: int) -> bool:
-    """A lower bound on the solution: every box to its nearest goal, and the agent to the side of its nearest box."""
+    """Return whether a lower bound on the solution is within ``limit``."""
+    # Every box goes at least to its nearest goal, and the agent to the side of its nearest box.
     pushes = sum(min(_distance(box, goal) for goal in room.goals) for box in room.boxes)
     return pushes + min(_distance(room.start, box) for box in room.boxes) - 1 <= limit
 
 
 def _distance(a: Cell, b: Cell) -> int:
     return abs(a[0] - b[0]) + abs(a[1] - b[1])
-
-
-def _solvable(room: Room, limit: int) -> bool:
-    return (
-        room.boxes.isdisjoint(room.dead) and room.solve((room.start, room.boxes), limit) is not None
-    )
 
 
 class SokobanEnv(GridEnv):
@@ -261,20 +257,26 @@ class SokobanEnv(GridEnv):
         )
         count = layouts if layouts is not None else 10_000 if split == "train" else 100
         super().__init__(
-            "sokoban", split, count, self.rules.budget,
-            symbols=self.rules.symbols, wording=_WORDING, feedback=feedback, render_mode=render_mode,
-        )  # fmt: skip
+            "sokoban",
+            split,
+            count,
+            self.rules.budget,
+            symbols=self.rules.symbols,
+            wording=_WORDING,
+            feedback=feedback,
+            render_mode=render_mode,
+        )
 
     @property
     def deadlock(self) -> bool:
-        """Whether a box stands where it can be pushed to no goal, whatever the others do: in a corner, along a wall without a goal.
+        """Return whether a box stands in a place from which no goal can be reached.
 
         Boxes that block each other are not seen; ``plan() is None`` is exact, and searches.
         """
         return not self.state[1].isdisjoint(self.room.dead)
 
     def plan(self) -> list[str] | None:
-        """A shortest solution from here, or None (a box is stuck)."""
+        """Return a shortest solution from here, or None (a box is stuck)."""
         return None if self.deadlock else self.room.solve(self.state)
 
     def _load(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Train and evaluation, kept apart by content."""
+"""Separate training from evaluation by content."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ EVAL_SHARE = 4
 
 
 def split_of(content: str) -> Split:
-    """The one split that something of this content may belong to, by a hash of the content alone."""
+    """Return the one split of a content, by a hash of the content alone."""
     digest = hashlib.sha256(f"experiential split {content}".encode()).digest()
     return "eval" if digest[0] % EVAL_SHARE == 0 else "train"

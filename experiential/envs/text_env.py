@@ -1,4 +1,4 @@
-"""The turn-keeping that all text environments share, and a base for your own."""
+"""Share the turn-keeping of text environments, and a base for your own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Step = tuple[str, float, bool, bool, Info]
 
 
 class TextEnv(gym.Env[str, str], ABC):
-    """An environment of strings with numbered worlds, played turn by turn.
+    """Play numbered worlds turn by turn, with text in and out.
 
     A subclass says what is asked (``task``), begins a world (``_begin``) and plays a turn
     (``_turn``). This class keeps the rest: spaces, the world that a reset picks, the last
@@ -73,25 +73,25 @@ class TextEnv(gym.Env[str, str], ABC):
     @property
     @abstractmethod
     def task(self) -> str:
-        """What is asked, in words; a bank is searched with it."""
+        """Return the task in words; a bank is searched with it."""
 
     @abstractmethod
     def _begin(self, world: int) -> tuple[str, Info]:
-        """Begin an episode of ``world``: the first observation and its info."""
+        """Begin an episode of ``world``; return the first observation and its info."""
 
     @abstractmethod
     def _turn(self, action: str) -> Step:
-        """Play ``action``, whatever text it is; one that is no action uses the turn up, and is told so."""
+        """Play ``action``, any text; an invalid one uses the turn, and the answer says so."""
 
     @property
     def worlds(self) -> list[int]:
-        """Indices that ``reset(options={"world": i})`` accepts."""
+        """Return the indices that ``reset(options={"world": i})`` accepts."""
         return list(range(self._count))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        """Begin an episode of the world that the option ``world`` names by its index, else of one drawn by the seed.
+        """Begin an episode of the world with the index ``options["world"]``, else of a drawn one.
 
         Raises:
             ConfigError: there is no such world, or it cannot be made.
@@ -123,11 +123,11 @@ class TextEnv(gym.Env[str, str], ABC):
         return step
 
     def render(self) -> str | None:  # type: ignore[override]  # Gymnasium types frames; text is one
-        """The last observation."""
+        """Return the last observation."""
         return self._observation if self.render_mode == "ansi" else None
 
     def _drawn(self) -> int:
-        """A world by the environment's own generator; each is as likely as any other."""
+        """Draw a world by the environment's own generator, each with the same chance."""
         return int(self.np_random.integers(self._count))
 
     def _report(

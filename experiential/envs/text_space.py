@@ -1,4 +1,4 @@
-"""A space that contains any text, which ``gymnasium.spaces.Text`` does not."""
+"""Define a space that contains any text, unlike ``gymnasium.spaces.Text``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PRINTABLE = string.ascii_letters + string.digits + " .,;:!?-'"
 
 
 class UnicodeText(spaces.Space[str]):
-    """Any ``str`` of at most ``max_length`` characters.
+    """Contain any ``str`` of at most ``max_length`` characters.
 
     Membership costs one type and one length check, whatever the text. Samples are short printable
     strings, or draws from ``samples`` when these are given (so that a random agent plays legal
@@ -60,7 +60,7 @@ class UnicodeText(spaces.Space[str]):
         super().__init__(dtype=str, seed=seed)
 
     def sample(self, mask: None = None, probability: None = None) -> str:
-        """A short random text, or one of ``samples``; masks are not supported.
+        """Return a short random text, or one of ``samples``; masks are not supported.
 
         Raises:
             ValueError: a mask or probability was given.
@@ -75,16 +75,16 @@ class UnicodeText(spaces.Space[str]):
         return "".join(_PRINTABLE[i] for i in self.np_random.integers(len(_PRINTABLE), size=length))
 
     def contains(self, x: Any) -> bool:
-        """Whether ``x`` is a ``str`` that is short enough."""
+        """Return whether ``x`` is a ``str`` that is short enough."""
         return isinstance(x, str) and len(x) <= self.max_length
 
     @property
     def is_np_flattenable(self) -> bool:
-        """Text has no fixed-length array form."""
+        """Return False: text has no array form of fixed length."""
         return False
 
     def __repr__(self) -> str:
-        """The constructor call that gives an equal space."""
+        """Return the constructor call of an equal space."""
         return (
             f"UnicodeText({self.max_length}, samples={self.samples!r})"
             if self.samples
@@ -92,7 +92,7 @@ class UnicodeText(spaces.Space[str]):
         )
 
     def __eq__(self, other: object) -> bool:
-        """Equal limits and equal samples."""
+        """Return whether limits and samples are equal."""
         return isinstance(other, UnicodeText) and (other.max_length, other.samples) == (
             self.max_length,
             self.samples,

@@ -1,4 +1,4 @@
-"""Vault: a text environment where only memory helps.
+"""Play Vault, a text environment in which only memory helps.
 
 Each *world* is a named vault whose live lever is fixed but cannot be seen. An episode gives a few
 tries; when they are spent, a clerk's note says which lever was live, among other remarks. A first
@@ -17,20 +17,24 @@ from experiential.envs.text_env import Info, Step, TextEnv
 
 Split = Literal["train", "eval", "corpus"]
 
+# fmt: off
 _FIRST = (
-    "Autumn", "Bitter", "Broken", "Calm", "Clever", "Curious", "Distant", "Eager", "Early", "Empty", "Faithful", "Frozen",
-    "Gentle", "Hidden", "Hollow", "Humble", "Iron", "Jolly", "Late", "Little", "Lonely", "Lucky", "Merry", "Northern",
-    "Proud", "Quiet", "Restless", "Silent", "Sleepy", "Southern", "Stormy", "Winter",
-)  # fmt: skip
+    "Autumn", "Bitter", "Broken", "Calm", "Clever", "Curious", "Distant", "Eager", "Early",
+    "Empty", "Faithful", "Frozen", "Gentle", "Hidden", "Hollow", "Humble", "Iron", "Jolly",
+    "Late", "Little", "Lonely", "Lucky", "Merry", "Northern", "Proud", "Quiet", "Restless",
+    "Silent", "Sleepy", "Southern", "Stormy", "Winter",
+)
 _SECOND = (
-    "Anchor", "Badger", "Beacon", "Bridge", "Castle", "Cedar", "Comet", "Eagle", "Falcon", "Fiddle", "Forest", "Garden",
-    "Hammer", "Harbor", "Heron", "Island", "Lantern", "Library", "Market", "Meadow", "Mill", "Monk", "Orchard", "Otter",
-    "Palace", "Pilot", "River", "Sailor", "Temple", "Tower", "Wagon", "Willow",
-)  # fmt: skip
+    "Anchor", "Badger", "Beacon", "Bridge", "Castle", "Cedar", "Comet", "Eagle", "Falcon",
+    "Fiddle", "Forest", "Garden", "Hammer", "Harbor", "Heron", "Island", "Lantern", "Library",
+    "Market", "Meadow", "Mill", "Monk", "Orchard", "Otter", "Palace", "Pilot", "River",
+    "Sailor", "Temple", "Tower", "Wagon", "Willow",
+)
 LEVERS = (
-    "amber", "black", "blue", "brown", "gold", "green", "grey", "ivory",
-    "jade", "lime", "pink", "plum", "red", "rose", "teal", "white",
-)  # fmt: skip
+    "amber", "black", "blue", "brown", "gold", "green", "grey", "ivory", "jade", "lime", "pink",
+    "plum", "red", "rose", "teal", "white",
+)
+# fmt: on
 _REMARKS = ("bent", "oiled", "loose", "new", "cold", "dusty")
 _STARTS = ("door", "window", "stair", "lamp")
 
@@ -41,7 +45,7 @@ def _digest(text: str) -> int:
 
 @lru_cache
 def _names(split: Split) -> tuple[str, ...]:
-    """All world names of a split, in an order that repeats words as late as possible; the three splits share no name."""
+    """Return the world names of a split, which repeat words late; splits share no name."""
     share = {"corpus": (0, 1), "train": (2, 3), "eval": (4, 5)}[split]
     pairs = sorted(
         ((a, b) for a in _FIRST for b in _SECOND), key=lambda pair: _digest(f"order:{pair}")
@@ -107,7 +111,7 @@ class VaultEnv(TextEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        """Start an episode; options ``world`` (index) and ``era`` override what the seed would draw.
+        """Start an episode; options ``world`` (index) and ``era`` override the draw.
 
         Raises:
             ConfigError: the world does not exist.
@@ -155,12 +159,12 @@ class VaultEnv(TextEnv):
         )
 
     def oracle_action(self) -> str:
-        """The action that opens the vault."""
+        """Return the action that opens the vault."""
         return f"pull {self._live}"
 
     @property
     def task(self) -> str:
-        """What is asked, in words."""
+        """Return the task in words."""
         return f"Open the vault of {self._name}."
 
     def _lever(self, action: str) -> str | None:

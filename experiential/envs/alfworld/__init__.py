@@ -1,1 +1,1 @@
-"""ALFWorld: household tasks in text, real games from a user's data or made ones on the same domain."""
+"""Play ALFWorld's household tasks in text: real games, or generated ones on the same domain."""

@@ -1,4 +1,4 @@
-"""ALFWorld: household tasks in text, real ones from a user's data or made ones on the same domain."""
+"""Play ALFWorld's household tasks in text: real games, or generated ones on the same domain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 
 
 class ALFWorldEnv(TextEnv):
-    """Do a household task in a room that is told in words.
+    """Do a household task in a room that is described in words.
 
     Each step is one of the commands in ``info["admissible"]``; anything else changes nothing, uses
     the turn up and is answered with what is legal. The episode ends when the task is done. Nothing
@@ -130,7 +130,7 @@ class ALFWorldEnv(TextEnv):
 
     @property
     def game(self) -> Game:
-        """The game that is played.
+        """Return the game that is being played.
 
         Raises:
             gymnasium.error.ResetNeeded: none was begun.
@@ -141,7 +141,7 @@ class ALFWorldEnv(TextEnv):
 
     @property
     def task(self) -> str:
-        """What is asked, in words."""
+        """Return the goal in words."""
         return self.game.goal
 
     def _begin(self, world: int) -> tuple[str, Info]:
@@ -173,7 +173,7 @@ class ALFWorldEnv(TextEnv):
         self._player, self._live, self._over = None, False, True
 
     def oracle_action(self) -> str:
-        """The next command of the walkthrough, or of the planner where another way was taken or there is none.
+        """Return the next command of the walkthrough, or of the planner off its way.
 
         Raises:
             EnvError: the goal cannot be reached from here.
@@ -201,7 +201,7 @@ class ALFWorldEnv(TextEnv):
         return reply
 
     def _ready(self) -> Player:
-        """The player, at the present state of the game: of a copied environment the episode is played again."""
+        """Return the player at the present state; replay the episode in a copied environment."""
         if not self._live:
             self._begun()
             for command in self._commands:
@@ -248,7 +248,7 @@ class ALFWorldEnv(TextEnv):
 def _opened(
     split: Split, data: str | None, number: int | None, kinds: tuple[str, ...], generation: int
 ) -> tuple[tuple[Entry, ...], str]:
-    """The games of a split, and how their source is called."""
+    """Return the games of a split and the start of their task ids."""
     if data is None or data == "made":
         if split not in ("train", "eval"):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""ALFWorld's games: those of a download, those of a packed folder, and where each comes from."""
+"""Read ALFWorld's games from a download or from a packed folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SOLVABLE = re.compile(rb'"solvable"\s*:\s*true')
 
 @dataclass(frozen=True)
 class Game:
-    """One game.
+    """Hold one game.
 
     Attributes:
         id: stable name.
@@ -58,7 +58,7 @@ class Game:
 
 @dataclass(frozen=True)
 class Entry:
-    """A game that is not read yet."""
+    """Hold a game that is read when it is played."""
 
     id: str
     task_type: str
@@ -66,12 +66,12 @@ class Entry:
 
 
 def task_type_of(name: str) -> str:
-    """The task type that a task's name begins with."""
+    """Return the task type that a task's name begins with."""
     return name.split("-", 1)[0]
 
 
 def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
-    """The games of a folder, in the order of their names: a packed one (``common.json``) or ALFWorld's download.
+    """Return the games of a download or a packed folder (``common.json``), ordered by name.
 
     Raises:
         ConfigError: there is no such folder, it holds no games of this split, or a file of it is
@@ -109,7 +109,7 @@ def _downloaded(root: Path) -> tuple[Entry, ...]:
 
 
 def _trials(root: Path) -> Iterator[Entry]:
-    """Games that ALFWorld plays: solvable ones, without slices and movable receptacles."""
+    """Yield the games that ALFWorld plays: solvable, without slices and movable receptacles."""
     for path in root.glob("*/*/game.tw-pddl"):
         name = f"{path.parent.parent.name}/{path.parent.name}"
         if "movable" in name or "Sliced" in name or not _SOLVABLE.search(_bytes(path)):
@@ -125,7 +125,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def read_game(path: Path, name: str) -> Game:
-    """A game of the download; task type and walkthrough also from ``traj_data.json`` beside it, where there is one.
+    """Read a game of the download, with its ``traj_data.json`` if there is one.
 
     Raises:
         ConfigError: the file is no game; file and field are named.
@@ -146,7 +146,7 @@ def read_game(path: Path, name: str) -> Game:
 
 @lru_cache(maxsize=4)
 def _packed(folder: Path, path: Path, stamp: int) -> tuple[Entry, ...]:
-    """Rows with the goal, the problem and the walkthrough of a game; what all games share is in ``common.json``."""
+    """Read the games of a packed folder; ``common.json`` holds the parts that they share."""
     source = str(folder / "common.json")
     common = _object(_bytes(folder / "common.json"), source)
     domain, grammar = (_text(common, key, source) for key in ("pddl_domain", "grammar"))
@@ -186,7 +186,7 @@ def _row(line: bytes, place: str, domain: str, grammar: str) -> Entry:
 
 
 def with_goal(grammar: str, goal: str) -> str:
-    """A grammar that tells this goal."""
+    """Return a grammar that states this goal."""
     return grammar.replace(_UNKNOWN, json.dumps(goal)[1:-1])
 
 
@@ -221,7 +221,7 @@ def _commands(value: Any, place: str) -> tuple[str, ...]:
 
 
 def default_folder() -> str | None:
-    """The folder that ``ALFWORLD_DATA`` names, else ``~/.cache/alfworld`` where alfworld-download puts the games; None without games.
+    """Return the folder of ``ALFWORLD_DATA``, else ``~/.cache/alfworld`` if it holds games.
 
     Importing alfworld sets the variable to that folder, whether it holds games or not, so only
     another one counts as asked for.

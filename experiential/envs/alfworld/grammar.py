@@ -1,4 +1,4 @@
-"""TextWorld's grammar files parsed once: games differ in the one rule that tells the goal."""
+"""Parse TextWorld's grammar files once: games differ only in the rule that states the goal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TASK = re.compile(r'("task"\s*:\s*\[\s*\{\s*"rhs"\s*:\s*)"((?:[^"\\]|\\.)*)"')
 
 
 class GrammarCache:
-    """Parses ``.twl2`` texts as TextWorld does, the common part of each only once; the last few are kept.
+    """Parse ``.twl2`` texts as TextWorld does, but the common part only once.
 
     Args:
         parse: ``textworld.envs.pddl.logic._parse_and_convert``: text to actions by name and a
@@ -24,7 +24,7 @@ class GrammarCache:
         self._known: dict[str, tuple[Any, Any]] = {}
 
     def __call__(self, text: str, **options: Any) -> tuple[Any, Any]:
-        """Actions and grammar of ``text``."""
+        """Return the actions and the grammar of ``text``."""
         found = _TASK.findall(text)
         if len(found) != 1:
             return self.parse(text, **options)

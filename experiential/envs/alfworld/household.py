@@ -1,4 +1,4 @@
-"""Made households: games on ALFWorld's own domain for those without its data, each with a plan that wins it."""
+"""Generate households: games on ALFWorld's own domain, each with a plan that wins it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OPENABLE = frozenset({"Fridge", "Microwave", "Cabinet", "Drawer", "Safe"})
 
 @dataclass(frozen=True)
 class Room:
-    """What a kind of room may hold: receptacles with the most there are of each, and objects with what can be done to them."""
+    """Describe a kind of room: most receptacles of each kind, and its objects with their uses."""
 
     places: dict[str, int]
     things: dict[str, str]
@@ -46,16 +46,11 @@ class Room:
     """Receptacles that take only what can be cooled."""
 
 
+# fmt: off
 KITCHEN = Room(
     {
-        "Fridge": 1,
-        "Microwave": 1,
-        "Sink": 1,
-        "CounterTop": 2,
-        "DiningTable": 1,
-        "Cabinet": 4,
-        "Drawer": 3,
-        "GarbageCan": 1,
+        "Fridge": 1, "Microwave": 1, "Sink": 1, "CounterTop": 2, "DiningTable": 1, "Cabinet": 4,
+        "Drawer": 3, "GarbageCan": 1,
     },
     {
         **dict.fromkeys(
@@ -70,62 +65,48 @@ KITCHEN = Room(
 )
 BEDROOM = Room(
     {
-        "Bed": 1,
-        "Desk": 1,
-        "SideTable": 2,
-        "Dresser": 1,
-        "Shelf": 3,
-        "Drawer": 4,
-        "Safe": 1,
+        "Bed": 1, "Desk": 1, "SideTable": 2, "Dresser": 1, "Shelf": 3, "Drawer": 4, "Safe": 1,
         "GarbageCan": 1,
     },
     dict.fromkeys(
         (
-            "Book",
-            "Pen",
-            "Pencil",
-            "CD",
-            "KeyChain",
-            "CreditCard",
-            "AlarmClock",
-            "CellPhone",
-            "Laptop",
-            "Watch",
-            "Vase",
+            "Book", "Pen", "Pencil", "CD", "KeyChain", "CreditCard", "AlarmClock", "CellPhone",
+            "Laptop", "Watch", "Vase",
         ),
         "",
     ),
 )
+# fmt: on
 
 
 @dataclass(frozen=True)
 class Item:
-    """A receptacle or an object: its type and its number among those of the type, from 1."""
+    """Name a receptacle or an object by its type and its number within the type, from 1."""
 
     kind: str
     number: int
 
     @property
     def id(self) -> str:
-        """Its name in the problem. ALFWorld numbers the sorted names of a type from the last to the first, so they count down here."""
+        """Return the name in the problem; ALFWorld numbers names of a type from the last."""
         return f"{self.kind}_bar_{99 - self.number:02d}" + (
             "_bar_SinkBasin" if self.kind == "Sink" else ""
         )
 
     @property
     def name(self) -> str:
-        """Its name in the game."""
+        """Return the name in the game."""
         return f"{self.kind.lower()}{'basin' if self.kind == 'Sink' else ''} {self.number}"
 
     @property
     def type(self) -> str:
-        """Its type in the problem."""
+        """Return the type in the problem."""
         return f"{self.kind}{'Basin' if self.kind == 'Sink' else ''}Type"
 
 
 @dataclass
 class Household:
-    """A room, where everything is, and what is asked."""
+    """Hold a room, the place of every object, and the task."""
 
     task_type: TaskType
     room: Room
@@ -139,25 +120,23 @@ class Household:
     at: Item | None = None
 
     def plan(self) -> list[str]:
-        """Commands that win: fetch, treat where asked, bring."""
+        """Return commands that win: fetch the object, treat it, bring it."""
         self.opened.clear()
         self.at = None
+        targets = [thing for thing in self.where if thing.kind == self.target]
+        commands: list[str] = []
         if self.lamp is not None:
-            return [
-                *self._fetched(self._targets()[0]),
-                *self._gone(self.where[self.lamp]),
-                f"use {self.lamp.name}",
-            ]
+            commands += self._fetched(targets[0])
+            return [*commands, *self._gone(self.where[self.lamp]), f"use {self.lamp.name}"]
         to = next(place for place in self.places if place.kind == self.goal_place)
-        wanted = self._targets()[: 2 if self.task_type == "pick_two_obj_and_place" else 1]
-        return [
-            command
-            for thing in wanted
-            for command in (*self._fetched(thing), *self._treated(thing), *self._brought(thing, to))
-        ]
-
-    def _targets(self) -> list[Item]:
-        return [thing for thing in self.where if thing.kind == self.target]
+        for thing in targets[: 2 if self.task_type == "pick_two_obj_and_place" else 1]:
+            commands += self._fetched(thing)
+            if self.task_type in STATES:
+                verb, kind, _, _ = STATES[self.task_type]
+                station = Item(kind, 1)
+                commands += [*self._gone(station), f"{verb} {thing.name} with {station.name}"]
+            commands += [*self._reached(to), f"move {thing.name} to {to.name}"]
+        return commands
 
     def _gone(self, place: Item) -> list[str]:
         there, self.at = self.at == place, place
@@ -172,18 +151,8 @@ class Household:
         place = self.where[thing]
         return [*self._reached(place), f"take {thing.name} from {place.name}"]
 
-    def _treated(self, thing: Item) -> list[str]:
-        if self.task_type not in STATES:
-            return []
-        verb, kind, _, _ = STATES[self.task_type]
-        station = Item(kind, 1)
-        return [*self._gone(station), f"{verb} {thing.name} with {station.name}"]
-
-    def _brought(self, thing: Item, place: Item) -> list[str]:
-        return [*self._reached(place), f"move {thing.name} to {place.name}"]
-
     def problem(self) -> str:
-        """It in PDDL."""
+        """Return the problem in PDDL."""
         things, places = list(self.where), self.places
         kinds = dict.fromkeys(thing.type for thing in things)
         lines = [
@@ -219,10 +188,10 @@ class Household:
                 f"(inReceptacle {thing.id} {place.id})",
             ]
             facts += [f"(objectAtLocation {thing.id} {at[place]})"]
-            facts += [
-                f"({can} {thing.id})"
-                for can in ("toggleable" if thing == self.lamp else self._uses(thing.kind)).split()
-            ]
+            uses = (
+                "toggleable" if thing == self.lamp else f"pickupable {self.room.things[thing.kind]}"
+            )
+            facts += [f"({use} {thing.id})" for use in uses.split()]
         types = {place.type: place.kind for place in self.places}
         held = {thing.type: thing.kind for thing in self.where if thing != self.lamp}
         return facts + [
@@ -231,9 +200,6 @@ class Household:
             for o, what in held.items()
             if fits(self.room, kind, what)
         ]
-
-    def _uses(self, kind: str) -> str:
-        return f"pickupable {self.room.things[kind]}"
 
     def _goal(self) -> str:
         kind = f"{self.target}Type"
@@ -261,12 +227,12 @@ class Household:
 
 
 def fits(room: Room, place: str, thing: str) -> bool:
-    """Whether a kind of receptacle takes a kind of object."""
+    """Return whether a kind of receptacle accepts a kind of object."""
     return place not in room.narrow or "coolable" in room.things[thing]
 
 
 def draw(random: Random, task_type: TaskType) -> Household:
-    """A household in which the task is not done yet and can be."""
+    """Draw a household in which the task is not done yet and can be."""
     kitchen = task_type in STATES or (task_type != "look_at_obj_in_light" and random.random() < 0.5)
     room = KITCHEN if kitchen else BEDROOM
     places = [
@@ -296,7 +262,7 @@ def draw(random: Random, task_type: TaskType) -> Household:
 def _placed(
     random: Random, room: Room, places: list[Item], target: str, end: str, least: int
 ) -> dict[Item, Item]:
-    """Where objects are: the wanted ones anywhere but where they shall go."""
+    """Draw places of objects; a wanted one is never where it must go."""
     others = random.sample([kind for kind in room.things if kind != target], random.randint(4, 7))
     amounts = {target: random.randint(least, 3), **{kind: random.randint(1, 2) for kind in others}}
     where: dict[Item, Item] = {}
@@ -311,7 +277,7 @@ def _placed(
 
 
 def made_games(split: Split, number: int, generation: int = 0) -> tuple[Entry, ...]:
-    """Entries of ``number`` made games; the six task types take turns. Splits share no game (by a hash of the problem)."""
+    """Return ``number`` generated games of alternating task types; splits share no game."""
     kinds: list[TaskType] = [TASK_TYPES[i % len(TASK_TYPES)] for i in range(number)]
     return tuple(
         Entry(f"{kind}-made-{generation}-{i}", kind, partial(make_game, split, i, kind, generation))
@@ -320,7 +286,7 @@ def made_games(split: Split, number: int, generation: int = 0) -> tuple[Entry, .
 
 
 def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0) -> Game:
-    """One made game, the same for the same arguments.
+    """Generate a game, the same for the same arguments.
 
     Raises:
         MissingExtraError: alfworld, whose domain it is on, is not installed.
@@ -343,7 +309,7 @@ def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0
 
 @lru_cache
 def bundled() -> tuple[str, str]:
-    """Domain and grammar that come with alfworld.
+    """Return the domain and grammar that come with alfworld.
 
     Raises:
         MissingExtraError: it is not installed.

@@ -1,4 +1,4 @@
-"""Where TextWorld games run: in a worker process that is replaced after some games, or in this process."""
+"""Run TextWorld games in a worker process that is replaced after some games, or in this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reply = dict[str, Any]
 
 
 class Player(Protocol):
-    """Plays one game at a time."""
+    """Play one game at a time."""
 
     def start(self, game: dict[str, str]) -> Reply:
         """Load and begin a game."""
@@ -30,7 +30,7 @@ class Player(Protocol):
         ...
 
     def plan(self) -> list[str]:
-        """Commands from here to the goal, by the planner; empty when there are none."""
+        """Return the planner's commands from here to the goal; empty if there are none."""
         ...
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ def check_installed() -> None:
 
 
 class LocalPlayer:
-    """Games in this process, for debugging: each game keeps some 4.5 MB of memory for ever.
+    """Play games in this process, for debugging: each game leaks some 4.5 MB of memory.
 
     Args:
         cached: keep translated problems on disk.
@@ -79,7 +79,7 @@ class LocalPlayer:
         return self._host.step(command)
 
     def plan(self) -> list[str]:
-        """The planner's commands from here to the goal."""
+        """Return the planner's commands from here to the goal; empty if there are none."""
         return cast("list[str]", self._host.plan()["plan"])
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class LocalPlayer:
 
 
 class WorkerPlayer:
-    """Games in a process of its own, which is started with the first game and replaced after ``recycle`` games.
+    """Play games in a worker process, which is replaced after ``recycle`` games.
 
     The process ends when its input does, so it goes with this object and with this process, however
     that ends.
@@ -107,7 +107,7 @@ class WorkerPlayer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker; None where there is none."""
+        """Return the process id of the worker, or None."""
         return self._process.pid if self._process else None
 
     def start(self, game: dict[str, str]) -> Reply:
@@ -132,7 +132,7 @@ class WorkerPlayer:
         return self._asked({"do": "step", "command": command})
 
     def plan(self) -> list[str]:
-        """The planner's commands from here to the goal.
+        """Return the planner's commands from here to the goal; empty if there are none.
 
         Raises:
             EnvError: as for ``step``.
@@ -192,7 +192,7 @@ class WorkerPlayer:
 
 
 def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """One line of output."""
+    """Read one line of output."""
     assert process.stdout is not None
     found, deadline, handle = bytearray(), time.monotonic() + timeout, process.stdout.fileno()
     with selectors.DefaultSelector() as ready:

@@ -1,4 +1,4 @@
-"""PDDL translated once: the output of Fast Downward's translator, kept on disk by content."""
+"""Cache the output of Fast Downward's translator on disk, by content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 class TranslationCache:
-    """Calls ``pddl2sas`` once per domain, problem and mode, and keeps what TextWorld reads of its result.
+    """Call ``pddl2sas`` once per domain, problem and mode, and store its result.
 
     The last two results stay in memory, since TextWorld asks for the same two again at each reset.
     Files are written whole or not at all, so that processes may share the folder; one that is
@@ -44,7 +44,7 @@ class TranslationCache:
     def __call__(
         self, domain: str, problem: str, verbose: bool = False, optimize: bool = False
     ) -> tuple[Any, str]:
-        """The planning task (actions, types, objects and initial state) and its SAS text."""
+        """Return the planning task (actions, types, objects, initial state) and its SAS text."""
         key = hashlib.sha256(
             "\0".join((str(FORMAT), self._version, str(optimize), domain, problem)).encode()
         ).hexdigest()
@@ -103,7 +103,7 @@ class TranslationCache:
 
 
 def _record(task: Any) -> dict[str, Any]:
-    """What TextWorld reads of a task; numeric assignments (costs) are left out, as it leaves them out."""
+    """Return the parts of a task that TextWorld reads; it ignores numeric assignments (costs)."""
     return {
         "actions": [
             [action.name, [[one.name, one.type_name] for one in action.parameters]]

@@ -1,4 +1,4 @@
-"""One TextWorld game after another, in this process or in one that reads requests from its standard input.
+"""Play TextWorld games, in this process or for requests on standard input.
 
 Run as ``python -m experiential.envs.alfworld.worker`` it answers each line of JSON with one, and
 ends when its input does, so that it never outlives the process that started it.
@@ -22,7 +22,7 @@ Reply = dict[str, Any]
 
 
 class GameHost:
-    """Plays games of the PDDL kind with TextWorld.
+    """Play games of the PDDL kind with TextWorld.
 
     Args:
         cached: keep translated problems on disk.
@@ -34,7 +34,7 @@ class GameHost:
         self._game: dict[str, str] = {}
 
     def start(self, game: dict[str, str]) -> Reply:
-        """Load a game (``pddl_domain``, ``grammar``, ``pddl_problem``) and begin it; the same one again is not loaded again."""
+        """Load and begin a game (``pddl_domain``, ``grammar``, ``pddl_problem``)."""
         if self._env is None or self._game != game:
             self.close()
             env = _new()
@@ -47,7 +47,7 @@ class GameHost:
         return _reply(self._env.step(command)[0])
 
     def plan(self) -> Reply:
-        """The planner's commands from here to the goal; empty when there are none."""
+        """Return the planner's commands from here to the goal; empty if there are none."""
         inner = self._env.unwrapped
         return {
             "plan": [
@@ -64,7 +64,7 @@ class GameHost:
 
 
 def _new() -> Any:
-    """A player of PDDL games that shows names such as ``desk 1``."""
+    """Return a player of PDDL games that shows names such as ``desk 1``."""
     names = import_module("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
     asked = import_module("textworld").EnvInfos(won=True, admissible_commands=True)
     return names(import_module("textworld.envs.pddl").PddlEnv(asked), shuffle=False)
@@ -79,7 +79,7 @@ def _reply(state: Any) -> Reply:
 
 
 def install_cache(*, cached: bool) -> None:
-    """Let TextWorld translate through a `TranslationCache` and parse through a `GrammarCache`: the same results, sooner."""
+    """Let TextWorld translate and parse through caches, with the same results."""
     planner: Any = import_module("fast_downward")
     known = planner.pddl2sas
     translate = known.translate if isinstance(known, TranslationCache) else known

@@ -1,1 +1,1 @@
-"""Multi-hop questions over a pool of paragraphs: HotpotQA, files of its format, or an invented world."""
+"""Answer multi-hop questions over a pool of paragraphs, real or invented."""

@@ -1,4 +1,4 @@
-"""Multi-hop question answering over a pool of paragraphs: HotpotQA and files of its format, or an invented world."""
+"""Answer multi-hop questions over a pool of paragraphs, real (HotpotQA's format) or invented."""
 
 from __future__ import annotations
 
@@ -50,21 +50,22 @@ _NAME = re.compile(rf"\b{_CAPITALISED}(?: (?:(?:of the|of|de|von|van|&) )?{_CAPI
 _YEAR = re.compile(r"\b\d{3,4}\b")
 _OPENERS = frozenset(
     """
-    a after an and are at both by did do does during for from he her his how if in is it its of on or she since that the their they
-    this to was were what when where which who whom whose why with
+    a after an and are at both by did do does during for from he her his how if in is it its of
+    on or she since that the their they this to was were what when where which who whom whose
+    why with
     """.split()
 )  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 
 
 class Call(NamedTuple):
-    """What an action asks for."""
+    """Hold the call of an action."""
 
     kind: Literal["search", "answer"]
     text: str
 
 
 def read_call(action: str) -> Call | None:
-    """The last call in ``action``, whatever its case: ``search[x]``, ``answer[x]``, or EvolveR's tags; None when there is none.
+    """Return the last ``search[x]``, ``answer[x]`` or tag of EvolveR in ``action``, or None.
 
     >>> read_call("Hm. <search_knowledge>the Arno</search_knowledge> <ANSWER>Pisa</answer>")
     Call(kind='answer', text='Pisa')
@@ -81,7 +82,7 @@ def read_call(action: str) -> Call | None:
 
 
 def names_in(text: str) -> list[str]:
-    """Runs of capitalised words in ``text``, each once, in order; words that only open a sentence are left out.
+    """Return the runs of capitalised words in ``text``, each once, without sentence openers.
 
     >>> names_in("Which river flows through the town where Ana Belo was born?")
     ['Ana Belo']
@@ -183,7 +184,7 @@ class HotpotQAEnv(TextEnv):
 
     @property
     def task(self) -> str:
-        """The question."""
+        """Return the question."""
         return self._question.text
 
     def _begin(self, world: int) -> tuple[str, Info]:
@@ -207,7 +208,7 @@ class HotpotQAEnv(TextEnv):
         return f"{shown}\n{tail}", 0.0, False, over, self._info(feedback, invalid=call is None)
 
     def oracle_action(self) -> str:
-        """Search for the paragraphs of the answer one after the other, then answer; at once when one turn is left."""
+        """Search for each paragraph of the answer, then answer; answer on the last turn."""
         missing = [title for title in self._question.hops if title not in self._asked]
         if missing and self._left > 1:
             return self._search.format(missing[0])
@@ -226,7 +227,7 @@ class HotpotQAEnv(TextEnv):
         )
 
     def _looked_up(self, query: str) -> tuple[str, str]:
-        """What is shown of a search, and it in one line."""
+        """Search; return the text to show, and the feedback in one line."""
         self._asked.append(query)
         found = self._library.search(query, self.k)
         self._read += [passage for passage in found if passage not in self._read]
@@ -243,7 +244,7 @@ class HotpotQAEnv(TextEnv):
         return f"Reply: {self._search.format('words')} or {self._answer.format('text')}."
 
     def _admissible(self) -> list[str]:
-        """Searches not made yet, and answers from what was read; in the order in which they were met."""
+        """Return new searches, and answers from the paragraphs read, in the order they were met."""
         names = list(
             dict.fromkeys(
                 [
@@ -297,7 +298,7 @@ def _is_call(action: str) -> bool:
 
 @lru_cache(maxsize=_KEPT)
 def _shown(passage: Passage) -> str:
-    """A paragraph on one line, at most so long, without tags that this package reads."""
+    """Return a paragraph on one line, cut to length, without tags that this package reads."""
     text = " ".join(f"{passage.title}: {passage.text}".split())
     return escape(text if len(text) <= _PASSAGE else f"{text[:_PASSAGE]} [...]")
 
@@ -305,7 +306,7 @@ def _shown(passage: Passage) -> str:
 def _opened(
     split: Split, data: str | None, count: int | None, generation: int, embedder: Embedder | None
 ) -> tuple[Sequence[Question], Library, str]:
-    """The questions of a split, what can be searched for them, and how their source is called."""
+    """Return the questions of a split, their library, and the start of their task ids."""
     file = data or os.environ.get("HOTPOTQA_DATA") or None
     if file is None:
         if split == "all":

@@ -1,4 +1,4 @@
-"""A small invented world and two-hop questions about it, drawn from a seed: nothing of it is anywhere else."""
+"""Invent a small world from a seed, and two-hop questions about it."""
 
 from __future__ import annotations
 
@@ -18,72 +18,24 @@ Part = Literal["train", "eval"]
 MOST = 2000
 """Questions that one world can have."""
 
+# fmt: off
 _ONSETS = (
-    "B",
-    "Br",
-    "C",
-    "D",
-    "Dr",
-    "F",
-    "G",
-    "H",
-    "K",
-    "L",
-    "M",
-    "N",
-    "P",
-    "R",
-    "S",
-    "St",
-    "T",
-    "Tr",
-    "V",
-    "W",
+    "B", "Br", "C", "D", "Dr", "F", "G", "H", "K", "L", "M", "N", "P", "R", "S", "St", "T", "Tr",
+    "V", "W",
 )
 _MIDDLES = (
-    "ab",
-    "al",
-    "ar",
-    "el",
-    "em",
-    "en",
-    "er",
-    "il",
-    "im",
-    "in",
-    "ol",
-    "on",
-    "or",
-    "ul",
-    "un",
-    "ur",
+    "ab", "al", "ar", "el", "em", "en", "er", "il", "im", "in", "ol", "on", "or", "ul", "un", "ur",
 )
 _ENDINGS = ("a", "ac", "an", "ek", "en", "es", "ia", "in", "is", "o", "on", "or", "um", "us")
 _GOODS = (
-    "bells",
-    "boats",
-    "carpets",
-    "clocks",
-    "glass",
-    "lamps",
-    "paper",
-    "pianos",
-    "soap",
-    "tiles",
+    "bells", "boats", "carpets", "clocks", "glass", "lamps", "paper", "pianos", "soap", "tiles",
 )
 _TRADES = (
-    "baker",
-    "botanist",
-    "engineer",
-    "judge",
-    "painter",
-    "pilot",
-    "poet",
-    "printer",
-    "surgeon",
+    "baker", "botanist", "engineer", "judge", "painter", "pilot", "poet", "printer", "surgeon",
     "teacher",
 )
 _HILLS = ("Chalk", "Copper", "Green", "High", "Long", "Stone", "White", "Windy")
+# fmt: on
 _SALT = 0x2B0B
 
 
@@ -111,7 +63,7 @@ class _Company:
 
 
 class _World:
-    """Rivers, towns on them, people born there, and companies that these founded."""
+    """Hold rivers, towns on them, people born there, and the companies they founded."""
 
     def __init__(self, part: Part, generation: int, people: int) -> None:
         rng = np.random.default_rng([_SALT, generation, part == "eval"])
@@ -142,7 +94,7 @@ class _World:
         return things[int(self._rng.integers(len(things)))]
 
     def passages(self) -> list[Passage]:
-        """What can be read about this world."""
+        """Return the paragraphs about this world."""
         return [
             *(
                 Passage(r, f"{r} is a river. It rises in the {self._one(_HILLS)} Hills.")
@@ -170,7 +122,7 @@ class _World:
         ]
 
     def questions(self) -> Iterator[tuple[str, str, tuple[str, str]]]:
-        """Text, answer and the two paragraphs that lead to it."""
+        """Yield text, answer, and the titles of the two paragraphs that lead to it."""
         town = {t.name: t for t in self.towns}
         person = {p.name: p for p in self.people}
         for p in self.people:
@@ -203,7 +155,7 @@ class _World:
 
 
 def _names(part: Part, generation: int) -> Iterator[str]:
-    """Invented words in a drawn order; of all words each part has its own half, so that the parts share no name."""
+    """Yield invented words in a drawn order; each part has its own half of them."""
     words = [f"{a}{b}{c}" for a in _ONSETS for b in _MIDDLES for c in _ENDINGS]
     order = np.random.default_rng([_SALT, generation]).permutation(len(words))
     for i in order[part == "eval" :: 2]:
@@ -212,7 +164,7 @@ def _names(part: Part, generation: int) -> Iterator[str]:
 
 @lru_cache(maxsize=8)
 def invented_questions(part: Part, count: int, generation: int = 0) -> QuestionSet:
-    """``count`` two-hop questions about an invented world; the parts share no name, paragraph or question.
+    """Return two-hop questions about an invented world; parts share no name or paragraph.
 
     Args:
         part: ``train`` or ``eval``.

@@ -1,4 +1,4 @@
-"""Finding paragraphs: BM25 over their words, or the cosine of their vectors."""
+"""Find paragraphs by BM25 over their words, or by the cosine of their vectors."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from experiential.envs.bm25 import BM25, Floats
 
 
 class Passage(NamedTuple):
-    """One paragraph with its title."""
+    """Hold one paragraph with its title."""
 
     title: str
     text: str
 
 
 class Ranker(Protocol):
-    """Orders the texts that it was made from."""
+    """Order the texts that it was made from."""
 
     def best(self, query: str, k: int) -> list[int]:
-        """Indices of at most ``k`` texts, best first."""
+        """Return the indices of at most ``k`` texts, best first; of equals the earlier first."""
         ...
 
 
 class Dense:
-    """The cosine of embeddings.
+    """Rank texts by the cosine of their embeddings.
 
     Args:
         texts: what is searched; embedded when the first query comes.
@@ -40,7 +40,7 @@ class Dense:
         self._vectors: Floats | None = None
 
     def best(self, query: str, k: int) -> list[int]:
-        """Indices of the ``k`` texts nearest to ``query``, nearest first; among equals the earlier is first."""
+        """Return the indices of at most ``k`` texts, best first; of equals the earlier first."""
         if not query.strip():
             return []
         if self._vectors is None:
@@ -50,7 +50,7 @@ class Dense:
 
 
 class Library:
-    """Paragraphs that can be searched; title and text both count.
+    """Search paragraphs by title and text.
 
     Args:
         passages: pooled paragraphs; the same title and text twice is one.
@@ -65,5 +65,5 @@ class Library:
         self._ranker: Ranker = BM25(texts) if embedder is None else Dense(texts, embedder)
 
     def search(self, query: str, k: int) -> list[Passage]:
-        """At most ``k`` passages, best first."""
+        """Return at most ``k`` passages, best first."""
         return [self.passages[i] for i in self._ranker.best(query, k)]

@@ -1,4 +1,4 @@
-"""Multi-hop questions with the paragraphs they are asked about, and files that hold such."""
+"""Read multi-hop questions and their paragraphs from files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experiential.errors import ConfigError
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """Hold one question.
 
     Attributes:
         id: stable name.
@@ -37,14 +37,14 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions, and all their paragraphs in one pool."""
+    """Hold questions, and all their paragraphs in one pool."""
 
     questions: tuple[Question, ...]
     passages: tuple[Passage, ...]
 
 
 class _Row(BaseModel):
-    """One question as HotpotQA writes it; 2WikiMultihopQA has the same fields, MuSiQue its own names for some."""
+    """Check a row of HotpotQA, of 2WikiMultihopQA (the same fields) or of MuSiQue."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -58,7 +58,7 @@ class _Row(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_form(cls, row: Any) -> Any:
-        """MuSiQue's ``paragraphs`` as ``context``, and columns (as the datasets library exports them) as rows."""
+        """Turn MuSiQue's ``paragraphs`` into ``context``, and exported columns into rows."""
         if not isinstance(row, Mapping):
             return row
         fields = dict(cast("Mapping[str, Any]", row))
@@ -85,7 +85,7 @@ class _Row(BaseModel):
         return text.strip()
 
     def asked(self) -> Question:
-        """The question without its paragraphs."""
+        """Return the question without its paragraphs."""
         name = self.id or hashlib.sha256(self.question.encode()).hexdigest()[:16]
         hops = tuple(dict.fromkeys(title for title, _ in self.supporting_facts))
         return Question(
@@ -93,7 +93,7 @@ class _Row(BaseModel):
         )
 
     def passages(self) -> Iterator[Passage]:
-        """Its paragraphs."""
+        """Yield the paragraphs."""
         for title, sentences in self.context:
             yield Passage(title, " ".join(sentence.strip() for sentence in sentences))
 
@@ -108,7 +108,7 @@ def _from_musique(paragraphs: list[Any]) -> dict[str, Any]:
 
 
 def load_questions(file: str | Path) -> QuestionSet:
-    """The questions of a file in HotpotQA's format: a JSON list, or one JSON object a line.
+    """Read a file in HotpotQA's format: a JSON list, or one JSON object a line.
 
     Each has ``question``, ``answer``, ``context`` (title and sentences of each paragraph) and,
     where known, ``_id`` (or ``id``), ``supporting_facts`` and ``answer_aliases``. A question that

@@ -1,1 +1,1 @@
-"""MiniHack: any level of it in words."""
+"""Play any level of MiniHack in words."""

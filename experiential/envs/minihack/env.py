@@ -1,4 +1,4 @@
-"""MiniHack as text: any id of its, in words."""
+"""Play any id of MiniHack in words."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ class MiniHackEnv(TextEnv):
 
     @property
     def name(self) -> str:
-        """The id without ``MiniHack-`` and version."""
+        """Return the id without ``MiniHack-`` and version."""
         return self.env_id.removeprefix("MiniHack-").rpartition("-v")[0]
 
     @property
     def task(self) -> str:
-        """What is asked, in words."""
+        """Return the task in words."""
         known = "Reach the staircase down" if self._game.stairs else "Complete the task"
         return self._instruction or f"{known} of {self.name}."
 
@@ -138,7 +138,7 @@ class MiniHackEnv(TextEnv):
         return observation, float(success), ending is not None and not late, late, info
 
     def oracle_action(self) -> str:
-        """Next word of a way that wins, found by playing a copy of the game; any word where no way was found.
+        """Return the next word of a way that wins, or any word if none was found.
 
         Raises:
             ConfigError: there is no solver for this id.
@@ -169,7 +169,7 @@ class MiniHackEnv(TextEnv):
                 game.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the games, which are played again on unpickling."""
+        """Return all state but the games, which are replayed on unpickling."""
         return {**self.__dict__, "_game": None, "_copy": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -247,7 +247,7 @@ class MiniHackEnv(TextEnv):
 
 
 def window(screen: Screen, crop: tuple[int, int] | None) -> tuple[list[str], str]:
-    """Rows of the map with the agent in the middle, cut to ``crop`` (rows, columns), and what its symbols stand for.
+    """Return the rows of the map around the agent, and the legend of their symbols.
 
     What lies outside the map is blank. With ``crop`` None the whole map is shown without empty
     rows.

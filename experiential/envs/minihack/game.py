@@ -1,4 +1,4 @@
-"""One game of MiniHack with keys going in and a screen coming out; the only module that touches NLE."""
+"""Run one game of MiniHack, keys in and screens out; no other module touches NLE."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ each episode.
 
 @dataclass(frozen=True)
 class Screen:
-    """What NetHack shows after a key. Its arrays are NLE's own, which the next key overwrites: a screen is read before that.
+    """Hold the screen after a key; read it before the next key, which overwrites its arrays.
 
     ``chars`` has shape (21, 79), uint8; ``descriptions`` has the same shape and holds bytes without
     trailing zeros.
@@ -60,7 +60,7 @@ class Screen:
 
 
 class Game:
-    """A MiniHack id that is started with a seed and played by keys.
+    """Start a MiniHack id with a seed, and play it by keys.
 
     ``seed`` fixes both random generators of NetHack and the phase of the moon, reseeding is off,
     and where a used game is not known to repeat its episodes each start gets a new one.
@@ -101,7 +101,7 @@ class Game:
         return self._screen(None)
 
     def press(self, key: int) -> Screen:
-        """Press one key; waits of NetHack for a blank are answered, and the messages before them are kept."""
+        """Press one key; answer the waits of NetHack for a blank, and keep their messages."""
         self._log.clear()
         self._choosing = self._menu is not None
         status = self._short_step(key) if self.prompts and self.stairs else self._full_step(key)
@@ -113,12 +113,12 @@ class Game:
         return self._screen(kinds.get(status, "lost"))
 
     def _full_step(self, key: int) -> Any:
-        """A step of MiniHack's own; how the episode stands after it."""
+        """Make a step of MiniHack's own; return the status of the episode."""
         play = self._step if self.prompts else cast("Any", type(self._core)).step
         return play(self._core, key)[-1]["end_status"]
 
     def _short_step(self, key: int) -> Any:
-        """The same without reward and without two copies of all that was on the screen before, which only reward managers read."""
+        """Make the same step without reward and without the copies that only rewards need."""
         core = self._core
         observation, done = core.nethack.step(key)
         if self._part(observation, "program_state")[0] == 1 or not core._allow_all_modes:
@@ -151,7 +151,7 @@ class Game:
         self._core._perform_known_steps = self._wait_out
 
     def _wait_out(self, observation: Any, done: bool, exceptions: bool = True) -> tuple[Any, bool]:
-        """NLE's handling of waits, which also keeps each message and leaves menus open for an answer."""
+        """Handle waits as NLE does, but keep each message and leave menus open for an answer."""
         chosen = self._choosing
         while exceptions and not done and self._part(observation, "internal")[_WAITS]:
             if self.prompts and self._menu_on(observation) and not chosen:

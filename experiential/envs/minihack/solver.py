@@ -1,4 +1,4 @@
-"""A way through a MiniHack level, found by playing copies of the game.
+"""Find a way through a MiniHack level by playing copies of the game.
 
 An explorer walks over what it has seen, first with an empty map. When an attempt wins, what it saw
 is the map that is really there, and the next attempt starts with that map, so that it goes the
@@ -31,7 +31,7 @@ _PATIENCE = 30
 
 
 def walkthrough(game: Game, seed: int, played: list[int]) -> list[int] | None:
-    """Keys that win the episode of ``seed`` after the keys ``played``, or None when no attempt won.
+    """Return keys that win the episode of ``seed`` after ``played``, or None.
 
     Args:
         game: a copy of the game, for the attempts alone.
@@ -52,7 +52,7 @@ def walkthrough(game: Game, seed: int, played: list[int]) -> list[int] | None:
 
 
 class Explorer:
-    """One attempt: to the stairs when they are known, else to the nearest place with something unseen beside it.
+    """Make one attempt: to the stairs if known, else to the nearest unexplored place.
 
     Args:
         rng: breaks ties, so that attempts differ.
@@ -72,11 +72,11 @@ class Explorer:
 
     @property
     def moved_things(self) -> bool:
-        """Whether the map is no longer what it was at the start."""
+        """Return whether the map has changed since the start."""
         return bool(self._filled)
 
     def play(self, game: Game, seed: int, played: Iterable[int]) -> list[int] | None:
-        """The keys after ``played`` that won, or None."""
+        """Return the keys after ``played`` that won, or None."""
         screen = game.start(seed)
         self._look(screen)
         for key in played:
@@ -149,7 +149,7 @@ class Explorer:
         }
 
     def _path(self, start: Cell, targets: set[Cell]) -> list[int] | None:
-        """Keys of a shortest way to one of the targets."""
+        """Return the keys of a shortest way to one of the targets."""
         return (
             shortest_path(start, self._ways, lambda cell: cell in targets and cell != start)
             if targets
@@ -204,7 +204,7 @@ class Explorer:
         return words.get("yes", words["cancel"])
 
     def _push(self, here: Cell) -> int | None:
-        """Next key of a shortest way to push one boulder into water; the others are left alone meanwhile."""
+        """Return the next key of a shortest way to push one boulder into water."""
         if not self._pushes:
             wet = any(_WATER in text for text in self.map.values())
             boulders = [cell for cell, text in self.map.items() if "boulder" in text] if wet else []
@@ -222,7 +222,7 @@ class Explorer:
         return self._pushes.pop(0) if self._pushes else None
 
     def _shove(self, here: Cell, boulder: Cell) -> list[int] | None:
-        """Keys of a shortest way from ``here`` to push ``boulder`` into water, by breadth over where both stand."""
+        """Return the keys of a shortest way to push ``boulder`` into water."""
         return shortest_path(
             (here, boulder), self._shoves, lambda pair: self._wet(pair[1]) and self._useful(pair[1])
         )
@@ -231,7 +231,7 @@ class Explorer:
         return _WATER in self.map.get(cell, "")
 
     def _useful(self, water: Cell) -> bool:
-        """Whether filling this water leads on: where some is filled already, only what lies behind that."""
+        """Return whether filling this water leads on, beyond water that is filled already."""
         beside = {_moved(water, step) for step in STEPS.values()}
         return not self._filled or not any(cell in self._free for cell in beside - self._filled)
 

@@ -1,4 +1,4 @@
-"""Words for the keys of NetHack: the actions of a MiniHack id, and the answers to what NetHack asks."""
+"""Put keys of NetHack into words: the actions of an id, and the answers to questions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 COMPASS = {
-    "N": "north",
-    "E": "east",
-    "S": "south",
-    "W": "west",
-    "NE": "northeast",
-    "SE": "southeast",
-    "SW": "southwest",
-    "NW": "northwest",
-}
+    "N": "north", "E": "east", "S": "south", "W": "west",
+    "NE": "northeast", "SE": "southeast", "SW": "southwest", "NW": "northwest",
+}  # fmt: skip
 DIRECTIONS = {
-    "north": "k", "east": "l", "south": "j", "west": "h", "northeast": "u", "southeast": "n", "southwest": "b", "northwest": "y",
+    "north": "k", "east": "l", "south": "j", "west": "h",
+    "northeast": "u", "southeast": "n", "southwest": "b", "northwest": "y",
 }  # fmt: skip
 CANCEL = {"cancel": 27}
 _ANSWERS = {"y": "yes", "n": "no", "a": "all", "q": "quit"}
@@ -27,7 +22,7 @@ _ENTRY = re.compile(r"(?:^|\s)([a-zA-Z]) [-+] (\S.*?)\s*$")
 
 
 def action_words(actions: Iterable[Any]) -> dict[str, int]:
-    """Words of a MiniHack id's action set and the keys they press, each key and each word once.
+    """Return the words of an action set and the keys they press, each once.
 
     Eight directions are ``north`` … ``northwest``; running is ``far north``; commands have their
     own names in small letters.
@@ -37,20 +32,19 @@ def action_words(actions: Iterable[Any]) -> dict[str, int]:
     """
     words: dict[str, int] = {}
     for action in actions:
-        word = _word(str(getattr(action, "name", action)), "Longer" in type(action).__name__)
+        name = str(getattr(action, "name", action))
+        if name in COMPASS:
+            far = "far " if "Longer" in type(action).__name__ else ""
+            word = f"{far}{COMPASS[name]}"
+        else:
+            word = name.removeprefix("NUM_").replace("_", " ").lower()
         if int(action) not in words.values():
             words.setdefault(word, int(action))
     return words
 
 
-def _word(name: str, far: bool) -> str:
-    if name in COMPASS:
-        return f"far {COMPASS[name]}" if far else COMPASS[name]
-    return name.removeprefix("NUM_").replace("_", " ").lower()
-
-
 def answers(question: str, inventory: Mapping[str, str]) -> dict[str, int]:
-    """Answers in words to a question that takes one key, and their keys; ``cancel`` is always among them.
+    """Return the answers to a one-key question and their keys; ``cancel`` is among them.
 
     >>> answers("Unlock it? [yn] (n)", {})
     {'yes': 121, 'no': 110, 'cancel': 27}
@@ -71,19 +65,17 @@ def answers(question: str, inventory: Mapping[str, str]) -> dict[str, int]:
     offered, _, items = (found[-1] if found else "yn").partition(" or ")
     if not items and set(offered) <= set(_ANSWERS):
         return {_ANSWERS[key]: ord(key) for key in offered} | CANCEL
-    letters = _RANGE.sub(_spread, offered)
+    letters = _RANGE.sub(  # "a-d" is "abcd"
+        lambda ends: "".join(map(chr, range(ord(ends[1]), ord(ends[2]) + 1))), offered
+    )
     held = {
         f"{letter} - {name}": ord(letter) for letter, name in inventory.items() if letter in letters
     }
     return held | ({"nothing": ord("-")} if offered.startswith("-") else {}) | CANCEL
 
 
-def _spread(match: re.Match[str]) -> str:
-    return "".join(map(chr, range(ord(match[1]), ord(match[2]) + 1)))
-
-
 def menu_entries(lines: Iterable[str]) -> dict[str, int]:
-    """Entries of a menu on the screen and the keys that choose them; ``cancel`` is always among them.
+    """Return the entries of a menu and their keys; ``cancel`` is among them.
 
     >>> menu_entries(["Pick up what?", "", "Tools", "a - a key", "(end)"])
     {'a - a key': 97, 'cancel': 27}
@@ -93,7 +85,7 @@ def menu_entries(lines: Iterable[str]) -> dict[str, int]:
 
 
 def spoken(words: Mapping[str, int]) -> dict[str, int]:
-    """All ways to say what ``words`` offer: the words, and for ``g - a key`` also ``g`` and ``a key``.
+    """Return all ways to say ``words``; ``g - a key`` is also ``g`` and ``a key``.
 
     >>> spoken({"g - a key": 103})
     {'g - a key': 103, 'g': 103, 'a key': 103}

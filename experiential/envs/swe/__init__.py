@@ -1,1 +1,1 @@
-"""Software tasks in the format of SWE-bench: mend a bug in a real project with a shell, an editor and hidden tests."""
+"""Mend bugs in real projects with a shell, an editor and hidden tests (SWE-bench's format)."""

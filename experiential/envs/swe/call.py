@@ -1,4 +1,4 @@
-"""Tool calls as text: what an action asks for, read with patience."""
+"""Read tool calls from text, leniently."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _TRIES = 8
 
 
 class Call(NamedTuple):
-    """A call of a tool with its parameters, none of them checked."""
+    """Hold a call of a tool with its unchecked parameters."""
 
     tool: str
     parameters: dict[str, Any]
 
     def text(self, name: str) -> str | None:
-        """The parameter as text; numbers and lists as JSON writes them; None where it is missing."""
+        """Return the parameter as text (numbers and lists in JSON), or None if it is missing."""
         value = self.parameters.get(name)
         return value if isinstance(value, str) or value is None else json.dumps(value)
 
 
 def read_call(action: str) -> Call | None:
-    r"""The last call in ``action``; None where there is none.
+    r"""Return the last call in ``action``, or None.
 
     A call is ``<function=NAME><parameter=KEY>VALUE</parameter>...</function>``, and values stand as
     they are, nothing is escaped; one line break after the opening and one before the closing tag of
@@ -55,7 +55,7 @@ def read_call(action: str) -> Call | None:
 
 
 def _parameters(text: str, place: int) -> tuple[dict[str, Any], int]:
-    """Parameters that begin at ``place``, and where they end."""
+    """Return the parameters that begin at ``place``, and where they end."""
     found: dict[str, Any] = {}
     while opening := _PARAMETER.match(text, place):
         start = opening.end()
@@ -75,7 +75,7 @@ def _bare(value: str) -> str:
 
 
 def _from_json(text: str) -> Call | None:
-    """The last JSON object that is a call."""
+    """Return the last JSON object that is a call, or None."""
     decoder = json.JSONDecoder(strict=False)
     for start in reversed([match.start() for match in _OBJECT.finditer(text)][-_TRIES:]):
         try:

@@ -1,4 +1,4 @@
-"""The editor tool: view, create, replace, insert and undo on files below one folder."""
+"""Edit files below one folder: view, create, replace, insert and undo."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _AROUND = 3
 
 
 class BadCallError(ValueError):
-    """A call that no state of the files could make right: its message says what is legal."""
+    """Refuse a call that is malformed; the message says what is legal."""
 
 
 class RefusedError(ValueError):
-    """An edit that these files do not allow: its message says why."""
+    """Refuse an edit that these files do not allow; the message says why."""
 
 
 class Editor:
-    """Edits text files below ``folder``, and remembers what they were.
+    """Edit text files below ``folder``, and remember their earlier contents.
 
     Args:
         folder: nothing outside it is read or written, through no link either.
@@ -41,7 +41,7 @@ class Editor:
         self._before: dict[Path, list[str | None]] = {}
 
     def run(self, call: Call) -> str:
-        """Do what the call asks, and say what came of it.
+        """Do what the call asks, and describe the result.
 
         Raises:
             BadCallError: the command is unknown, or a parameter is missing or of a wrong form.
@@ -109,7 +109,7 @@ class Editor:
         return _numbered(lines, first, last) or "(The file is empty.)"
 
     def _listed(self, folder: Path) -> str:
-        """Two levels of a folder, without what is hidden."""
+        """List two levels of a folder without hidden files."""
         found: list[str] = []
         for entry in sorted(folder.iterdir()):
             inside = (
@@ -184,7 +184,7 @@ def _entry(path: Path, folder: Path) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as other tools count them: a form feed ends none."""
+    """Return lines as other tools count them: a form feed does not end a line."""
     return [line.rstrip("\r\n") for line in io.StringIO(text, newline="")]
 
 
@@ -198,7 +198,7 @@ def _number(text: str) -> int | None:
 
 
 def _range(given: str | None, count: int) -> tuple[int, int]:
-    """First and last line of a range such as ``[3, 9]``; -1 is the last line."""
+    """Return first and last line of a range such as ``[3, 9]``; -1 is the last line."""
     if given is None or not given.strip():
         return 1, count
     try:

@@ -1,4 +1,4 @@
-"""SWE: mend a bug in a real project with a shell, an editor and hidden tests."""
+"""Mend a bug in a real project with a shell, an editor and hidden tests."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ Split = Literal["train", "eval", "all"]
 
 _FORM = "<function=NAME><parameter=KEY>VALUE</parameter></function>"
 _RULES = """\
-You are at the root of the repository. Find the cause, change the source, and submit; hidden tests then decide. Each reply calls one tool:
+You are at the root of the repository. Find the cause, change the source, and submit; hidden tests \
+then decide. Each reply calls one tool:
 <function=execute_bash><parameter=command>COMMAND</parameter></function>
   A new bash each time, at the root of the repository.{network}
 <function=str_replace_editor><parameter=command>view</parameter><parameter=path>PATH</parameter></function>
-  Commands: view (view_range such as [1, 40]), create (file_text), str_replace (old_str, new_str), insert (insert_line, new_str), undo.
+  Commands: view (view_range such as [1, 40]), create (file_text), str_replace (old_str, new_str), \
+insert (insert_line, new_str), undo.
 <function=submit></function>
   Ends the episode."""
 _LEGAL = f"Reply with one call, {_FORM}, where NAME is one of {', '.join(TOOLS)}."
@@ -38,7 +40,7 @@ _PASS, _FAIL = "The hidden tests pass.", "The hidden tests do not pass."
 
 
 class SWEEnv(TextEnv):
-    """Mend a bug in a real project: a shell, an editor, and hidden tests that decide after ``submit``.
+    """Mend a bug in a real project with a shell, an editor and hidden tests.
 
     Each step is one tool call as text (see `experiential.envs.swe.call.read_call`); the last call
     in an action counts. An action without a legal one uses up a turn, and the reply says what is
@@ -95,23 +97,25 @@ class SWEEnv(TextEnv):
                 " them with the system's packages"
             )
         file = Path(tasks or os.environ.get("SWE_TASKS") or BUNDLED).expanduser().resolve()
-        self.tasks = _chosen(split, file)
+        self.tasks = tuple(t for t in load_tasks(file) if split in ("all", t.belongs))
+        if not self.tasks:
+            raise ConfigError(
+                f"Expected a file with tasks of split {split}, got none in {file}; use split='all'"
+                " for a small file"
+            )
         folder = Path(sources).expanduser().resolve() if sources else None
         kept = Path(cache) if cache else cache_folder("swe")
         self._shop = Workshop(kept.expanduser().resolve(), file, folder, isolated(isolation))
         super().__init__(len(self.tasks), longest_action=LONGEST, render_mode=render_mode)
         self.split, self.turns = split, turns
-        self._limits, self._test_limits, self._output = (
-            Limits(seconds, memory),
-            Limits(test_seconds, memory),
-            output,
-        )
+        self._limits, self._test_limits = Limits(seconds, memory), Limits(test_seconds, memory)
+        self._output = output
         self._space: Workspace | None = None
         self._patch = ""
 
     @property
     def task(self) -> str:
-        """The problem as its reporter stated it."""
+        """Return the problem as its reporter stated it."""
         return self._task.problem_statement
 
     def _begin(self, world: int) -> tuple[str, Info]:
@@ -120,11 +124,9 @@ class SWEEnv(TextEnv):
         self._space = self._shop.open(self._task)
         self._editor = Editor(self._space.repo, self._space.place.root / "repo")
         self._left, self._patch = self.turns, ""
-        said = (
-            f"Repository: {self._task.repo}\n{escape(self.task.strip())}\n\n{self._rules()}\nTurns"
-            f" left: {self._left}."
-        )
-        return said, self._info("")
+        rules = _RULES.format(network=" There is no network." if self._shop.isolated else "")
+        asked = f"Repository: {self._task.repo}\n{escape(self.task.strip())}"
+        return f"{asked}\n\n{rules}\nTurns left: {self._left}.", self._info("")
 
     def _turn(self, action: str) -> Step:
         """Call a tool."""
@@ -159,7 +161,7 @@ class SWEEnv(TextEnv):
         return f"<function=execute_bash>\n<parameter=command>\n{command}\n</parameter>\n</function>"
 
     def prediction(self, model: str) -> Prediction:
-        """What was changed in this episode, until now or until its end, as SWE-bench's harness reads it."""
+        """Return the change of this episode in the form that SWE-bench's harness reads."""
         patch = self._patch if self._space is None else _patch_of(self._space)
         return {
             "instance_id": self._task.instance_id,
@@ -169,25 +171,20 @@ class SWEEnv(TextEnv):
 
     @property
     def _open(self) -> Workspace:
-        """The work folder of the episode."""
+        """Return the work folder of the episode."""
         if self._space is None:
             raise gym.error.ResetNeeded(
                 "Expected reset() before this: the episode is over or was never begun"
             )
         return self._space
 
-    def _rules(self) -> str:
-        return _RULES.format(network=" There is no network." if self._shop.isolated else "")
-
     def _end(self, space: Workspace) -> Step:
         try:
             success = space.passes(self._test_limits)
             feedback = _PASS if success else _FAIL
         except GitError:
-            success, feedback = (
-                False,
-                "What was submitted cannot be read as a change of the repository.",
-            )
+            success = False
+            feedback = "What was submitted cannot be read as a change of the repository."
         self._leave(space)
         return feedback, float(success), True, False, self._info(feedback, success=success)
 
@@ -196,7 +193,7 @@ class SWEEnv(TextEnv):
         self.close()
 
     def _done(self, call: Call | None, space: Workspace) -> tuple[str, str, bool]:
-        """What is shown of a call, it in one line, and whether the call was none."""
+        """Run a call; return the text to show, the feedback, and whether the call was invalid."""
         try:
             if call is None:
                 raise BadCallError("That is no call of a tool.")
@@ -229,18 +226,8 @@ class SWEEnv(TextEnv):
 
 
 def _patch_of(space: Workspace) -> str:
-    """The change so far; empty where the files cannot be read."""
+    """Return the change so far; empty if the files cannot be read."""
     try:
         return space.patch()
     except GitError:
         return ""
-
-
-def _chosen(split: Split, file: Path) -> tuple[Task, ...]:
-    tasks = tuple(task for task in load_tasks(file) if split in ("all", task.belongs))
-    if not tasks:
-        raise ConfigError(
-            f"Expected a file with tasks of split {split}, got none in {file}; use split='all' for"
-            " a small file"
-        )
-    return tasks

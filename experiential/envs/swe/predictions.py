@@ -1,4 +1,4 @@
-"""Predictions in SWE-bench's own format, for official scoring elsewhere."""
+"""Write predictions in SWE-bench's format, for official scoring elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypedDict
 
 
 class Prediction(TypedDict):
-    """What SWE-bench's harness scores: the change that a model made for an instance, as a diff in git's form."""
+    """Hold a model's change for an instance, as SWE-bench's harness scores it."""
 
     instance_id: str
     model_name_or_path: str
@@ -17,13 +17,14 @@ class Prediction(TypedDict):
 
 
 def write_predictions(file: str | Path, predictions: Iterable[Prediction]) -> int:
-    """Write predictions as JSON Lines, the last one of an instance and model, in the order in which they came first; how many.
+    """Write predictions as JSON Lines, the last of each instance and model; return their number.
 
     Such a file is what ``python -m swebench.harness.run_evaluation --predictions_path FILE`` takes.
 
     >>> import tempfile
+    >>> made = {"instance_id": "a-1", "model_name_or_path": "me", "model_patch": ""}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_predictions(f"{folder}/it.jsonl", [{"instance_id": "a-1", "model_name_or_path": "me", "model_patch": ""}])
+    ...     write_predictions(f"{folder}/it.jsonl", [made])
     1
     """
     known = {(one["instance_id"], one["model_name_or_path"]): one for one in predictions}

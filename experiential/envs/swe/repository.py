@@ -1,4 +1,4 @@
-"""Git on a work tree that is not trusted: its own ``.git`` and the user's configuration are never read."""
+"""Run git on an untrusted work tree without reading its ``.git`` or the user's configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 from experiential.errors import ExperientialError
 
 _SECONDS = 120
-_IGNORED = "__pycache__/\n*.pyc\n.pytest_cache/\n.hypothesis/\n.mypy_cache/\n.ruff_cache/\n*.egg-info/\n.coverage\n"
+_IGNORED = (
+    "__pycache__/\n*.pyc\n.pytest_cache/\n.hypothesis/\n.mypy_cache/\n.ruff_cache/\n*.egg-info/\n"
+    ".coverage\n"
+)
 _PLAIN = {
     "core.hooksPath": os.devnull,
     "core.attributesFile": os.devnull,
@@ -28,13 +31,13 @@ _PLAIN = {
 
 
 class GitError(ExperientialError):
-    """Git did not do what was asked: the work tree or the patch is not in order."""
+    """Report that git failed: the work tree or the patch is not in order."""
 
 
 def git(
     *words: str, cwd: Path, text: str = "", store: Path | None = None, own: Path | None = None
 ) -> str:
-    """What git prints.
+    """Run git and return its output.
 
     Args:
         words: of the command.
@@ -56,41 +59,33 @@ def git(
         "HOME": str(cwd),
     }
     dates = {f"GIT_{who}_DATE": "2000-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
-    env = (
-        {"PATH": os.environ.get("PATH", os.defpath)}
-        | known
-        | dates
-        | (_apart(store, own) if store and own else {})
-    )
+    env = {"PATH": os.environ.get("PATH", os.defpath)} | known | dates
+    if store and own:  # git writes beside the store, not into it
+        (own / "objects").mkdir(exist_ok=True)
+        env |= {
+            "GIT_INDEX_FILE": str(own / "index"),
+            "GIT_OBJECT_DIRECTORY": str(own / "objects"),
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(store / "objects"),
+        }
+    verb = next(word for word in words if not word.startswith("-"))
     try:
         done = subprocess.run(
             ["git", *settings, *placed, *words],
-            cwd=cwd, env=env, input=text.encode("utf-8", "surrogateescape"), capture_output=True, timeout=_SECONDS, check=False,
-        )  # fmt: skip
+            cwd=cwd,
+            env=env,
+            input=text.encode("utf-8", "surrogateescape"),
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise GitError(f"Expected git {_verb(words)} to run, got: {error}") from error
+        raise GitError(f"Expected git {verb} to run, got: {error}") from error
     if done.returncode:
         raise GitError(
-            f"Expected git {_verb(words)} to succeed, got:"
+            f"Expected git {verb} to succeed, got:"
             f" {done.stderr.decode('utf-8', 'replace').strip()[-600:]}"
         )
     return done.stdout.decode("utf-8", "surrogateescape")
-
-
-def _verb(words: Sequence[str]) -> str:
-    return next(word for word in words if not word.startswith("-"))
-
-
-def _apart(store: Path, own: Path) -> dict[str, str]:
-    """What makes git write beside a store, not into it."""
-    objects = own / "objects"
-    objects.mkdir(exist_ok=True)
-    known = {
-        "GIT_INDEX_FILE": own / "index",
-        "GIT_OBJECT_DIRECTORY": objects,
-        "GIT_ALTERNATE_OBJECT_DIRECTORIES": store / "objects",
-    }
-    return {name: str(path) for name, path in known.items()}
 
 
 def commit_all(folder: Path) -> None:
@@ -109,26 +104,14 @@ def apply(folder: Path, patch: str, *, undo: bool = False) -> None:
         GitError: it does not fit.
     """
     if patch.strip():
-        inside = (
-            folder.parent / ".nowhere"
-        )  # no repository is looked for, neither the folder's nor one around it
-        git(
-            "apply",
-            "--whitespace=nowarn",
-            *(["--reverse"] if undo else []),
-            "-",
-            cwd=folder,
-            text=_ended(patch),
-            store=inside,
-        )
-
-
-def _ended(patch: str) -> str:
-    return patch if patch.endswith("\n") else f"{patch}\n"
+        words = ["apply", "--whitespace=nowarn", *(["--reverse"] if undo else []), "-"]
+        text = patch if patch.endswith("\n") else f"{patch}\n"
+        # A store that does not exist keeps git from looking for a repository here or above.
+        git(*words, cwd=folder, text=text, store=folder.parent / ".nowhere")
 
 
 def _flatten(folder: Path) -> None:
-    """Remove repositories that were made inside ``folder``: their files are files like others, and git reads no setting of theirs."""
+    """Remove repositories made inside ``folder``, so that git reads their files and no settings."""
     for inside, folders, files in os.walk(folder):
         found = Path(inside) / ".git"
         if ".git" in folders:
@@ -142,7 +125,7 @@ def _flatten(folder: Path) -> None:
 
 
 class WorkTree:
-    """Files that began as the one commit of a repository whose data lies elsewhere.
+    """Read files that began as the one commit of a repository stored elsewhere.
 
     Repositories that were made inside ``folder`` since then are undone before it is read; their
     files stay.
@@ -157,53 +140,35 @@ class WorkTree:
         self.folder, self._store, self._own = folder, store, own
 
     def changes(self) -> tuple[str, tuple[str, ...]]:
-        """What differs from the commit, as a diff in git's form, and the files that differ.
+        """Return the difference to the commit as a git diff, and the files that differ.
 
         Raises:
             GitError: the files cannot be read.
         """
         self._look()
-        words = (
-            "diff",
-            "--cached",
-            "--no-renames",
-            "--no-ext-diff",
-            "--no-textconv",
-            "--no-color",
-            "HEAD",
-        )
+        plain = "--cached --no-renames --no-ext-diff --no-textconv --no-color".split()
+        words = ("diff", *plain, "HEAD")
         names = self._git(*words, "--name-only", "-z")
         return self._git(*words, "--binary"), tuple(name for name in names.split("\0") if name)
 
     def write(self, target: Path, without: Sequence[str]) -> None:
-        """Write the files as they are now into the new folder ``target``, but those named in ``without`` as they were.
+        """Write the files into the new folder ``target``, those in ``without`` as committed.
 
         Raises:
             GitError: the files cannot be read.
         """
         self._look()
         if without:
-            listed = "\0".join(without)
-            self._git(
-                "reset",
-                "--quiet",
-                "--pathspec-from-file=-",
-                "--pathspec-file-nul",
-                "HEAD",
-                text=listed,
-            )
+            from_input = ("--pathspec-from-file=-", "--pathspec-file-nul")
+            self._git("reset", "--quiet", *from_input, "HEAD", text="\0".join(without))
         self._git("checkout-index", "--all", f"--prefix={target}/")
 
     def _look(self) -> None:
         self._own.mkdir(exist_ok=True)
         _flatten(self.folder)
-        self._index.unlink(missing_ok=True)
+        (self._own / "index").unlink(missing_ok=True)
         self._git("read-tree", "HEAD")
         self._git("add", "--all")
-
-    @property
-    def _index(self) -> Path:
-        return self._own / "index"
 
     def _git(self, *words: str, text: str = "") -> str:
         return git(

@@ -1,4 +1,4 @@
-"""Commands in a work folder with limits on time, memory and files, and where the platform allows it behind namespaces."""
+"""Run commands with limits on time, memory and files, behind namespaces where possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _READ = 1_000_000
 
 @dataclass(frozen=True)
 class Limits:
-    """What one command may use.
+    """Limit one command.
 
     Attributes:
         seconds: of wall time, and of processor time in one process.
@@ -40,7 +40,7 @@ class Limits:
 
 
 class Result(NamedTuple):
-    """What came of a command: its output, its exit status, and whether it was stopped for its time."""
+    """Hold the output of a command, its exit status, and whether its time ran out."""
 
     text: str
     status: int
@@ -49,7 +49,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where commands run.
+    """Run commands in a throw-away folder.
 
     Attributes:
         folder: the throw-away folder; ``repo`` and ``tmp`` in it are the only places that a command
@@ -70,11 +70,11 @@ class Place:
 
     @property
     def root(self) -> Path:
-        """``folder`` as a command sees it."""
+        """Return ``folder`` as a command sees it."""
         return self.box if self.isolated else self.folder
 
     def run(self, command: str, limits: Limits) -> Result:
-        """Run ``command`` with bash in ``repo``; when it ends or its time is up all processes that it started are killed.
+        """Run ``command`` with bash in ``repo``; at the end kill all processes that it started.
 
         What the command reads from its standard input is empty. Behind namespaces there is no
         network, nothing but ``folder`` can be written, and a process that left its group dies too.
@@ -147,7 +147,7 @@ def assure_folder(path: Path) -> None:
 
 
 def isolated(wanted: Isolation) -> bool:
-    """Whether commands run behind namespaces: where they can be had, unless ``wanted`` is ``off``.
+    """Return whether commands run behind namespaces: if available, unless ``wanted`` is ``off``.
 
     Raises:
         ConfigError: they are required, and this platform does not give them.
@@ -165,7 +165,7 @@ def isolated(wanted: Isolation) -> bool:
 
 @lru_cache(maxsize=1)
 def _refusal() -> str:
-    """Why namespaces cannot be had; empty where they can: found out by running a command behind them."""
+    """Return why namespaces are not available, by trying one; empty if they are."""
     missing = [name for name in ("unshare", "setpriv", "mount") if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not found"
@@ -198,7 +198,7 @@ def _read(output: int) -> str:
 
 
 def shortened(text: str, budget: int) -> str:
-    r"""``text`` with its middle cut out where it is longer than ``budget`` characters.
+    r"""Return ``text`` cut in the middle to ``budget`` characters.
 
     >>> shortened("0123456789" * 10, 20)
     '0123456789\n[... 80 characters left out ...]\n0123456789'

@@ -1,4 +1,4 @@
-"""Source archives of tasks: found in a folder, or fetched from the package index by pip."""
+"""Find source archives of tasks in a folder, or fetch them from the package index by pip."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pip(*words: str) -> None:
 
 
 def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -> Path:
-    """The archive that holds the source of ``task``.
+    """Return the archive that holds the source of ``task``.
 
     Args:
         task: whose source.
@@ -74,7 +74,7 @@ def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -
 
 
 def archives_in(folder: Path) -> list[Path]:
-    """The archives that lie in a folder."""
+    """Return the archives in a folder."""
     return (
         sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS))
         if folder.is_dir()
@@ -102,7 +102,7 @@ def _found(task: Task, folders: list[Path]) -> Path:
 
 
 def _fetched(requirement: str, kept: Path) -> Path:
-    """A source archive from the package index, fetched once."""
+    """Return a source archive from the package index, fetched once."""
     folder = kept / requirement.replace("==", "-")
     if not folder.is_dir():
         kept.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def _fetched(requirement: str, kept: Path) -> Path:
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack an archive into the new folder ``target``, without the one folder that all of it lies in.
+    """Unpack an archive into the new folder ``target``, without its one top folder.
 
     Raises:
         ConfigError: it is no archive, or a file in it would lie elsewhere.

@@ -1,4 +1,4 @@
-"""Software tasks: rows with the fields of SWE-bench, and where the source of each comes from."""
+"""Read software tasks: rows with the fields of SWE-bench."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOUCHED = re.compile(r"^(?:---|\+\+\+) [ab]/([^\t\r\n]+)", re.MULTILINE)
 
 
 class Task(BaseModel):
-    """One task. The fields in capitals and the first seven are SWE-bench's; its other fields are not read.
+    """Hold one task; fields in capitals and the first seven are SWE-bench's, others are ignored.
 
     Attributes:
         instance_id: stable name.
@@ -77,7 +77,7 @@ class Task(BaseModel):
     @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """SWE-bench writes these lists as JSON inside a text."""
+        """Parse a list written as JSON inside a text, as in SWE-bench."""
         if not isinstance(value, str):
             return value
         try:
@@ -110,13 +110,13 @@ class Task(BaseModel):
 
     @property
     def key(self) -> str:
-        """Instance and a hash of all that makes its work folder: the name of what is kept for it."""
+        """Return the name of the work folder's cache: the instance and a hash of the task."""
         digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
         return f"{self.instance_id}-{digest}"
 
     @property
     def test_files(self) -> tuple[str, ...]:
-        """Files that hold the tests which decide."""
+        """Return the files of the tests that decide."""
         return tuple(
             dict.fromkeys(
                 name.partition("::")[0] for name in (*self.FAIL_TO_PASS, *self.PASS_TO_PASS)
@@ -125,12 +125,12 @@ class Task(BaseModel):
 
     @property
     def belongs(self) -> str:
-        """``train`` or ``eval``."""
+        """Return ``train`` or ``eval``."""
         return self.split or split_of(self.instance_id)
 
 
 def touched(patch: str) -> tuple[str, ...]:
-    r"""Files that a diff in git's form names.
+    r"""Return the files that a git diff names.
 
     >>> touched("--- a/one.py\n+++ b/one.py\n@@ -1 +1 @@\n-1\n+2\n--- /dev/null\n+++ b/two.py\n")
     ('one.py', 'two.py')
@@ -139,7 +139,7 @@ def touched(patch: str) -> tuple[str, ...]:
 
 
 def load_tasks(file: str | Path = BUNDLED) -> tuple[Task, ...]:
-    """The tasks of a file with one JSON object a line, in its order. A file is read once per process and version of it.
+    """Read the tasks of a file with one JSON object a line, once per version of the file.
 
     Raises:
         ConfigError: the file cannot be read, or a line of it is no task; the first such line and

@@ -1,4 +1,4 @@
-"""Work folders: what is made once for a task, and the throw-away copy of an episode."""
+"""Prepare tasks once, and make a throw-away work folder for each episode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALWAYS_KEPT = ("conftest.py", "pytest.ini", "sitecustomize.py", "usercustomize.
 
 @dataclass(frozen=True)
 class Workshop:
-    """The folder in which tasks are made ready.
+    """Prepare tasks in a folder.
 
     Attributes:
         cache: holds archives, base trees, virtual environments and the work folders of running
@@ -43,7 +43,7 @@ class Workshop:
     isolated: bool
 
     def prepare(self, task: Task) -> Path:
-        """Make the base tree and the virtual environment of ``task`` where they are missing; the folder of the base.
+        """Make the missing base tree and virtual environment of ``task``; return the base's folder.
 
         Raises:
             ConfigError: a source or a package cannot be had, or the patches do not fit the source.
@@ -56,11 +56,11 @@ class Workshop:
         return base
 
     def venv(self, task: Task) -> Path:
-        """Where the virtual environment of ``task`` is."""
+        """Return the folder of the virtual environment of ``task``."""
         return self.cache / "venvs" / task.key
 
     def open(self, task: Task) -> Workspace:
-        """A fresh work folder for an episode of ``task``.
+        """Return a fresh work folder for an episode of ``task``.
 
         Raises:
             ConfigError: see `prepare`.
@@ -71,7 +71,7 @@ class Workshop:
         return Workspace(self, task, base, folder)
 
     def place(self, task: Task, folder: Path) -> Place:
-        """Where commands of ``task`` run: ``folder``, with its virtual environment first."""
+        """Return the place where commands of ``task`` run, its virtual environment first."""
         box = self.cache / "testbed"
         box.mkdir(exist_ok=True)
         roots = [f"{{root}}/repo/{one}".removesuffix("/.") for one in task.pythonpath]
@@ -84,7 +84,7 @@ class Workshop:
         return Place(folder, box, tuple(self._private(task)), variables, self.isolated)
 
     def _private(self, task: Task) -> Iterator[Path]:
-        """Where right answers may lie: sources, patches, other tasks, packages that a task may be about."""
+        """Yield the paths that may hold answers: sources, patches, other tasks, packages."""
         yield from (self.cache / name for name in ("archives", "bases", "work"))
         yield from (other for other in (self.cache / "venvs").iterdir() if other != self.venv(task))
         yield self.tasks_file
@@ -109,7 +109,7 @@ class Workshop:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        """One process at a time makes what is missing."""
+        """Hold the lock of the cache, so that one process at a time makes what is missing."""
         self.cache.mkdir(parents=True, exist_ok=True)
         with (self.cache / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -130,7 +130,7 @@ class Workshop:
             repo.parent.replace(base)
 
     def _check_patches(self, task: Task, repo: Path) -> None:
-        """Bring the bug back where the archive is mended, and see that both patches fit what is left."""
+        """Bring the bug back in a mended archive, and check that both patches fit."""
         patches = (task.patch, task.test_patch)
         try:
             for patch in patches:
@@ -161,7 +161,7 @@ class Workshop:
 
 
 class Workspace:
-    """The throw-away work folder of an episode; removed by ``close``, or with the object.
+    """Hold the throw-away work folder of an episode until ``close``.
 
     Args:
         shop: made it.
@@ -178,11 +178,11 @@ class Workspace:
 
     @property
     def repo(self) -> Path:
-        """The files that the agent works on."""
+        """Return the folder that the agent works on."""
         return self._folder / "box" / "repo"
 
     def patch(self) -> str:
-        """What was changed so far, as a diff in git's form.
+        """Return the change so far as a git diff.
 
         Raises:
             GitError: the files cannot be read.
@@ -191,7 +191,7 @@ class Workspace:
         return self._tree.changes()[0]
 
     def solved(self) -> bool:
-        """Whether the right change is in the files: it can be undone."""
+        """Return whether the right change is in the files: whether it can be undone."""
         trial = self._folder / "trial"
         shutil.rmtree(trial, ignore_errors=True)
         assure_folder(self.repo)
@@ -203,7 +203,7 @@ class Workspace:
         return True
 
     def passes(self, limits: Limits) -> bool:
-        """Whether all tests that decide pass: those of the task, on a fresh copy of the files.
+        """Return whether all deciding tests pass on a fresh copy of the files.
 
         Files of tests are put back to what they were, then ``test_patch`` is applied, so that what
         was done to them does not count.
@@ -217,7 +217,7 @@ class Workspace:
         )
 
     def passed(self, limits: Limits) -> frozenset[str]:
-        """Names of the tests that pass in the files of tests that decide.
+        """Return the names of the deciding tests that pass.
 
         Raises:
             GitError: the files cannot be read.
@@ -238,7 +238,7 @@ class Workspace:
 
 
 def _protected(name: str, task: Task) -> bool:
-    """Whether changes of a file do not count: tests that decide, what lies beside them, and what pytest or Python runs unasked."""
+    """Return whether changes of a file are undone: tests, their neighbours, unasked plug-ins."""
     if name in touched(task.patch):
         return False
     files = (*touched(task.test_patch), *task.test_files)
@@ -249,7 +249,7 @@ def _protected(name: str, task: Task) -> bool:
 
 
 def _passed(result: Result) -> frozenset[str]:
-    """Names after PASSED in pytest's short summary."""
+    """Return the names after PASSED in pytest's short summary."""
     summary = result.text.rpartition("short test summary info")[2]
     lines = summary.splitlines()
     failed = {
@@ -266,5 +266,5 @@ def _passed(result: Result) -> frozenset[str]:
 
 
 def _holds(name: str, passed: Iterable[str]) -> bool:
-    """Whether a test is among those that passed; SWE-bench cuts names at their first blank."""
+    """Return whether a test passed; SWE-bench cuts names at their first blank."""
     return name in passed or any(one.startswith(f"{name} ") for one in passed)

@@ -1,1 +1,1 @@
-"""WebShop: buying what an instruction asks for in a shop of text pages."""
+"""Buy what an instruction asks for in a shop of text pages."""

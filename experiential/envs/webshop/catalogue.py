@@ -1,4 +1,4 @@
-"""Products of WebShop's files: what a row must hold, and what the shop makes of it."""
+"""Read the products of WebShop's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PRICE = re.compile(r"\$\s*([\d,]*\.?\d+)")
 
 @dataclass(frozen=True)
 class Product:
-    """One product of the shop.
+    """Hold one product of the shop.
 
     Attributes:
         asin: its id.
@@ -61,12 +61,12 @@ class Product:
 
     @cached_property
     def price_tag(self) -> str:
-        """The price, or its range, as the shop shows it."""
+        """Return the price, or its range, as the shop shows it."""
         return " to ".join(f"${price}" for price in self.prices)
 
     @property
     def indexed(self) -> str:
-        """What the search engine reads of it: title, description, first feature and options."""
+        """Return the searched text: title, description, first feature and options."""
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options)
         return " ".join(
             [self.title, self.description, self.bullets[0] if self.bullets else "", options]
@@ -74,7 +74,7 @@ class Product:
 
 
 def _clickable(value: str) -> str:
-    """An option's value as WebShop spells it, without what could not stand between the brackets of an action."""
+    """Return an option's value as WebShop spells it, without brackets and lone surrogates."""
     return _SURROGATE.sub("\ufffd", value.strip().replace("/", " | ").lower().translate(_ROUND))
 
 
@@ -83,7 +83,7 @@ class _Choice(BaseModel):
 
 
 class _Row(BaseModel):
-    """One product as the file has it; fields that the shop does not read are left alone."""
+    """Check a product of the file; fields that the shop does not read are ignored."""
 
     asin: str = Field(pattern=r"^\w{1,32}$")
     name: str
@@ -116,7 +116,7 @@ class _Row(BaseModel):
 
 
 class _Asked(BaseModel):
-    """What the second file says of a product."""
+    """Check an entry of the second file."""
 
     attributes: list[str]
     instruction: str | None = None
@@ -131,7 +131,7 @@ class _Asked(BaseModel):
 
 
 def read_products(folder: str | Path) -> list[Product]:
-    """The products of a folder that holds WebShop's two files of 1,000 products.
+    """Read the products of a folder with WebShop's two files of 1,000 products.
 
     Raises:
         ConfigError: a file is missing or cannot be read, a product or an instruction lacks a field
@@ -150,7 +150,7 @@ def read_products(folder: str | Path) -> list[Product]:
 
 
 def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Product]:
-    """Products of rows in WebShop's form; ``source`` and ``asking`` are how errors call the two files.
+    """Make products of rows; ``source`` and ``asking`` name the two files in errors.
 
     Raises:
         ConfigError: as `read_products`.

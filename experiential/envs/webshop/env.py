@@ -1,4 +1,4 @@
-"""WebShop as a text environment: search, choose, buy; the reward says how well the purchase fits the instruction."""
+"""Play WebShop as text: search, choose, buy; the reward rates the purchase."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _INSIDE = re.compile(r"[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\]")
 
 
 class Call(NamedTuple):
-    """What an action asks for."""
+    """Hold the call of an action."""
 
     kind: Literal["search", "click"]
     text: str
 
 
 def read_call(action: str) -> Call | None:
-    """The last ``search[words]`` or ``click[text]`` in an action, whatever its case; None when there is none.
+    """Return the last ``search[words]`` or ``click[text]`` in an action, or None.
 
     >>> read_call("I see. search[red shoes] or rather CLICK[ Next > ]")
     Call(kind='click', text='Next >')
@@ -77,7 +77,7 @@ def _is_text(action: str) -> bool:
 
 
 def _words(text: str) -> str:
-    """A text that can stand between the brackets of a search."""
+    """Return a text that can stand between the brackets of a search."""
     return " ".join(re.sub(r"[\[\]\ud800-\udfff]", " ", text).split())
 
 
@@ -152,7 +152,7 @@ class WebShopEnv(TextEnv):
         self._shares = list(accumulate(goal.weight for goal in goals))
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the shop, which another process opens itself."""
+        """Return all state but the shop, which another process opens itself."""
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -165,11 +165,11 @@ class WebShopEnv(TextEnv):
 
     @property
     def task(self) -> str:
-        """The instruction."""
+        """Return the instruction."""
         return self._text
 
     def _drawn(self) -> int:
-        """A goal by its weight; rare attributes weigh more."""
+        """Draw a goal by its weight; rare attributes weigh more."""
         drawn = bisect_right(self._shares, self.np_random.random() * self._shares[-1])
         return min(drawn, len(self._goals) - 1)
 
@@ -194,7 +194,7 @@ class WebShopEnv(TextEnv):
         return observation, 0.0, False, self._left == 0, self._info(feedback, invalid=call is None)
 
     def oracle_action(self) -> str:
-        """Search for the title of the product that the goal was made from, open it, choose its options, buy it."""
+        """Search for the wanted product, open it, choose its options, buy it."""
         visit, goal = self._visit, self._goal
         if visit.kind == "search":
             return f"search[{self._best_query()}]"
@@ -226,7 +226,7 @@ class WebShopEnv(TextEnv):
         return NEXT if visit.found.index(asin) >= visit.page * WINDOW else PREVIOUS
 
     def _legal_call(self, action: str) -> Call | None:
-        """The call, with a click's text as the page spells it; None when it cannot be made here."""
+        """Return the call with the click as the page spells it, or None if it is not legal here."""
         call = read_call(action)
         if call is None or (call.kind == "search") != (self._visit.kind == "search"):
             return None
@@ -302,7 +302,7 @@ class WebShopEnv(TextEnv):
         return f"Reply: {form}."
 
     def _admissible(self) -> list[str]:
-        """Clicks of this page; on the search page a search for the words of the instruction."""
+        """Return the clicks of this page; on the search page, a search for the instruction."""
         clicks = [f"click[{one_line(text)}]" for text in self._buttons()]
         return clicks or [f"search[{_words(self.task.split(', and price lower than')[0])}]"]
 

@@ -1,4 +1,4 @@
-"""What shoppers ask for: instructions with options and a price bound, drawn from the products."""
+"""Draw goals from the products: instructions with options and a price bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BOUNDS = [10.0 * i for i in range(1, 100)]
 
 @dataclass(frozen=True)
 class Goal:
-    """One task.
+    """Hold one task.
 
     Attributes:
         index: its place in the shuffled list, which also decides its split.
@@ -44,13 +44,13 @@ class Goal:
 
 
 def draw_prices(products: Sequence[Product], seed: int) -> dict[str, float]:
-    """The price of each product by its id, in dollars: the only one, or a uniform draw from its range."""
+    """Return the price of each product by id, in dollars; draw it uniformly from a range."""
     rng = random.Random(f"prices:{seed}")
     return {p.asin: p.prices[0] if len(p.prices) == 1 else rng.uniform(*p.prices) for p in products}
 
 
 def make_goals(products: Sequence[Product], prices: Mapping[str, float], seed: int) -> list[Goal]:
-    """A goal for every product that is asked for and every combination of its options, in a shuffled order.
+    """Return a goal for each wanted product and combination of its options, shuffled.
 
     The price bound is the larger of two draws from the next four multiples of ten dollars above the
     product's price. The order is that of Python's ``random.seed(233); random.shuffle(goals)``, as
@@ -80,6 +80,7 @@ def _asked_of(product: Product, price: float, rng: random.Random) -> list[Goal]:
     goals: list[Goal] = []
     for values in itertools.product(*(values for _, values in options)):
         chosen = tuple((name, value) for (name, _), value in zip(options, values, strict=True))
-        wish = f"{product.wish}{' with ' if chosen else ''}{', and '.join(f'{name}: {value}' for name, value in chosen)}"
+        listed = ", and ".join(f"{name}: {value}" for name, value in chosen)
+        wish = f"{product.wish} with {listed}" if chosen else str(product.wish)
         goals.append(Goal(0, product.asin, wish, wish + tail, product.wished, chosen, bound))
     return goals

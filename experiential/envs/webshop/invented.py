@@ -1,4 +1,4 @@
-"""A seeded catalogue of invented products in the form of WebShop's files, for a shop without data."""
+"""Invent products in the form of WebShop's files, from a seed."""
 
 from __future__ import annotations
 
@@ -35,158 +35,96 @@ class _Kind(NamedTuple):
     values: tuple[str, ...]
 
 
+# fmt: off
 _KINDS = (
     _Kind(
-        "beauty",
-        "shampoo & conditioner",
+        "beauty", "shampoo & conditioner",
         "Beauty & Personal Care \u203a Hair Care \u203a Shampoo & Conditioner",
         ("Shampoo", "Conditioner", "Hair Wash"),
         (
-            "paraben free",
-            "sulfate free",
-            "dry hair",
-            "tea tree",
-            "coconut oil",
-            "cruelty free",
-            "argan oil",
-            "damaged hair",
+            "paraben free", "sulfate free", "dry hair", "tea tree", "coconut oil",
+            "cruelty free", "argan oil", "damaged hair",
         ),
-        "size",
-        ("8 ounce", "12 ounce", "16 ounce", "32 ounce"),
+        "size", ("8 ounce", "12 ounce", "16 ounce", "32 ounce"),
     ),
     _Kind(
-        "beauty",
-        "toothbrushes",
+        "beauty", "toothbrushes",
         "Beauty & Personal Care \u203a Oral Care \u203a Toothbrushes & Accessories",
         ("Toothbrush", "Toothbrush Set", "Brush Heads"),
         (
-            "bpa free",
-            "sensitive teeth",
-            "easy clean",
-            "oral hygiene",
-            "bad breath",
-            "travel size",
-            "eco friendly",
-            "non slip",
+            "bpa free", "sensitive teeth", "easy clean", "oral hygiene", "bad breath",
+            "travel size", "eco friendly", "non slip",
         ),
-        "size",
-        ("2 pack", "4 pack", "6 pack", "10 pack"),
+        "size", ("2 pack", "4 pack", "6 pack", "10 pack"),
     ),
     _Kind(
-        "fashion",
-        "men's hoodies",
+        "fashion", "men's hoodies",
         "Clothing, Shoes & Jewelry \u203a Men \u203a Clothing \u203a Hoodies",
         ("Hoodie", "Pullover", "Zip Jacket"),
         (
-            "machine wash",
-            "long sleeve",
-            "hand wash",
-            "slim fit",
-            "cotton spandex",
-            "quick drying",
-            "drawstring closure",
-            "dry clean",
+            "machine wash", "long sleeve", "hand wash", "slim fit", "cotton spandex",
+            "quick drying", "drawstring closure", "dry clean",
         ),
-        "size",
-        ("small", "medium", "large", "x-large"),
+        "size", ("small", "medium", "large", "x-large"),
     ),
     _Kind(
-        "fashion",
-        "women's sandals",
+        "fashion", "women's sandals",
         "Clothing, Shoes & Jewelry \u203a Women \u203a Shoes \u203a Sandals",
         ("Sandals", "Slides", "Clogs"),
         (
-            "memory foam",
-            "open toe",
-            "rubber sole",
-            "ankle strap",
-            "arch support",
-            "vegan leather",
-            "slip resistant",
-            "low heel",
+            "memory foam", "open toe", "rubber sole", "ankle strap", "arch support",
+            "vegan leather", "slip resistant", "low heel",
         ),
-        "size",
-        ("6.5", "7.5", "8.5", "9.5"),
+        "size", ("6.5", "7.5", "8.5", "9.5"),
     ),
     _Kind(
-        "electronics",
-        "headphones",
+        "electronics", "headphones",
         "Electronics \u203a Headphones \u203a Over-Ear Headphones",
         ("Headphones", "Headset", "Earphones"),
         (
-            "noise cancelling",
-            "stereo sound",
-            "fast charging",
-            "high definition",
-            "hands free",
-            "bluetooth range",
-            "deep bass",
-            "carrying case",
+            "noise cancelling", "stereo sound", "fast charging", "high definition", "hands free",
+            "bluetooth range", "deep bass", "carrying case",
         ),
-        "style",
-        ("wired", "cordless", "foldable", "studio"),
+        "style", ("wired", "cordless", "foldable", "studio"),
     ),
     _Kind(
-        "electronics",
-        "tablet cases",
+        "electronics", "tablet cases",
         "Electronics \u203a Computers \u203a Tablet Accessories \u203a Cases",
         ("Tablet Case", "Tablet Cover", "Tablet Sleeve"),
         (
-            "heavy duty",
-            "wireless charging",
-            "shock proof",
-            "easy install",
-            "tempered glass",
-            "dust proof",
-            "pencil holder",
-            "auto sleep",
+            "heavy duty", "wireless charging", "shock proof", "easy install", "tempered glass",
+            "dust proof", "pencil holder", "auto sleep",
         ),
-        "size",
-        ("8 inch", "10 inch", "11 inch", "13 inch"),
+        "size", ("8 inch", "10 inch", "11 inch", "13 inch"),
     ),
     _Kind(
-        "garden",
-        "console tables",
+        "garden", "console tables",
         "Home & Kitchen \u203a Furniture \u203a Living Room Furniture \u203a Tables",
         ("Console Table", "Sofa Table", "Entry Table"),
         (
-            "solid wood",
-            "easy assemble",
-            "storage space",
-            "steel frame",
-            "space saving",
-            "living room",
-            "metal legs",
-            "water resistant",
+            "solid wood", "easy assemble", "storage space", "steel frame", "space saving",
+            "living room", "metal legs", "water resistant",
         ),
-        "size",
-        ("30 inches", "40 inches", "50 inches", "60 inches"),
+        "size", ("30 inches", "40 inches", "50 inches", "60 inches"),
     ),
     _Kind(
-        "grocery",
-        "herbal tea",
+        "grocery", "herbal tea",
         "Grocery & Gourmet Food \u203a Beverages \u203a Tea \u203a Herbal",
         ("Tea", "Tea Bags", "Loose Leaf Tea"),
         (
-            "caffeine free",
-            "non gmo",
-            "gluten free",
-            "usda organic",
-            "sugar free",
-            "individually wrapped",
-            "kosher certified",
-            "low calorie",
+            "caffeine free", "non gmo", "gluten free", "usda organic", "sugar free",
+            "individually wrapped", "kosher certified", "low calorie",
         ),
-        "flavor",
-        ("ginger", "peppermint", "chamomile", "hibiscus"),
+        "flavor", ("ginger", "peppermint", "chamomile", "hibiscus"),
     ),
 )
+# fmt: on
 
 
 def invented_rows(
     part: Part, generation: int = 0, size: int = SIZE
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of the two files: products, and what is asked of each by its id; the parts share no brand and no id.
+    """Return the rows of both files; the parts share no brand and no id.
 
     Args:
         part: ``train`` or ``eval``.

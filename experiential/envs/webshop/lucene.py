@@ -1,4 +1,4 @@
-"""Search as Lucene does it: its English analyser and its BM25, over a few thousand texts in memory."""
+"""Search as Lucene does: its English analyser and its BM25."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from experiential.errors import MissingExtraError
 
 STOP_WORDS = frozenset(
     """
-    a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was will with
+    a an and are as at be but by for if in into is it no not of on or such that the their then
+    there these they this to was will with
     """.split()
 )  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 """English words that Lucene's analyser drops."""
@@ -54,7 +55,7 @@ def _porter() -> Callable[[str], str]:
 
 @lru_cache(maxsize=65_536)
 def stem(word: str) -> str:
-    """The stem of a word in lower case, as Lucene's ``PorterStemFilter`` gives it.
+    """Return the stem of a lower-case word, as Lucene's ``PorterStemFilter`` does.
 
     That is Porter's algorithm with its author's later rules: ``bli`` as ``ble``, ``logi`` as
     ``log``, words of one or two letters stay.
@@ -71,7 +72,7 @@ def stem(word: str) -> str:
 
 
 def tokens(text: str) -> list[str]:
-    """The terms of a text: words by Unicode's rules, emoji among them, in lower case, without possessive s and stop words, stemmed.
+    """Return the terms of a text: Unicode words in lower case, without stop words, stemmed.
 
     >>> tokens("The kids' 2.5-inch toothbrush isn't Anna's \u2714")
     ['kid', '2.5', 'inch', 'toothbrush', "isn't", 'anna', '\u2714']
@@ -82,7 +83,7 @@ def tokens(text: str) -> list[str]:
 
 
 def stored_length(length: int) -> int:
-    """A text's number of terms as Lucene's index keeps it, in one byte.
+    """Return a text's number of terms as Lucene's index stores it, in one byte.
 
     >>> [stored_length(n) for n in (5, 39, 41, 107, 1000)]
     [5, 39, 40, 104, 984]
@@ -95,19 +96,15 @@ def stored_length(length: int) -> int:
 
 
 class LuceneBM25(BM25):
-    """Lucene's BM25 as WebShop's engine sets it: its terms, lengths as its index keeps them, k1 = 0.9 and b = 0.4.
+    """Rank by Lucene's BM25 as WebShop's engine sets it: stored lengths, k1 = 0.9, b = 0.4.
 
-    >>> LuceneBM25(["a red door", "brass keys open it", "the brass key of a red door"]).best("Brass keys!", 2)
+    >>> texts = ["a red door", "brass keys open it", "the brass key of a red door"]
+    >>> LuceneBM25(texts).best("Brass keys!", 2)
     [1, 2]
-
-    Args:
-        texts: what is searched.
-        k1: how soon a term's count saturates.
-        b: how much long texts are held back, in [0, 1].
 
     Raises:
         MissingExtraError: the package of the stemmer is not installed.
     """
 
-    def __init__(self, texts: Sequence[str], k1: float = 0.9, b: float = 0.4) -> None:
-        super().__init__(texts, tokens, stored_length, k1, b)
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__(texts, tokens, stored_length)

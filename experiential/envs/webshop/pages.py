@@ -1,4 +1,4 @@
-"""What a visitor of the shop sees: the text of each page, and what can be clicked on it."""
+"""Show the pages of the shop as text, and list their buttons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal["search", "results", "item", "detail"]
 
 @dataclass
 class Visit:
-    """Where a visitor is.
+    """Hold the open page of a visitor.
 
     Attributes:
         kind: which page is open.
@@ -45,17 +45,17 @@ class Visit:
 
     @property
     def pages(self) -> int:
-        """How many pages of results there are, at least one."""
+        """Return the number of pages of results, at least one."""
         return max(1, -(-len(self.found) // WINDOW))
 
     @property
     def listed(self) -> Sequence[str]:
-        """Ids on this page of results."""
+        """Return the ids on this page of results."""
         return self.found[(self.page - 1) * WINDOW : self.page * WINDOW]
 
 
 def buttons(visit: Visit, product: Product | None) -> list[str]:
-    """Texts that can be clicked, in the order in which the page shows them; each once. The search page has none but its search."""
+    """Return the texts that can be clicked, in the page's order, each once."""
     if visit.kind == "search":
         return []
     if visit.kind == "results":
@@ -68,7 +68,7 @@ def buttons(visit: Visit, product: Product | None) -> list[str]:
 
 
 def page_text(visit: Visit, products: Mapping[str, Product]) -> str:
-    """The page as text; what stands in brackets can be clicked. Texts of products cannot forge tags of this package."""
+    """Return the page as text, buttons in brackets; product texts cannot forge tags."""
     if visit.kind == "search":
         return "[Search]"
     if visit.kind == "results":
@@ -121,5 +121,5 @@ def _detail(detail: str, product: Product) -> str:
 
 @lru_cache(maxsize=32_768)
 def one_line(text: str) -> str:
-    """A text of a product as a page shows it: in one line, without tags of this package."""
+    """Return a product's text on one line, without tags of this package."""
     return " ".join(escape(text).split())

@@ -1,4 +1,4 @@
-"""WebShop's reward: how well what was bought fits what was asked for."""
+"""Compute WebShop's reward: how well the purchase fits the instruction."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ SIMILAR = 85
 """Two texts agree when their token set ratio (0 to 100) is above this."""
 COLOURS = tuple(
     """
-    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel champagne
-    charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso
-    fuchsia gold granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime
-    magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum
-    purple rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger
-    turquoise violet walnut wheat white wine yellow
+    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown
+    burgundy camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee
+    cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia
+    gold granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender
+    lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor
+    mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red
+    rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower
+    tan taupe teal tiger turquoise violet walnut wheat white wine yellow
     """.split()
 )  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 """Colour words; an option that contains one counts as that colour, the first in this order."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _NOT_NOUNS = frozenset(
     """
-    about above after again all also am an and any are around as at be because been before best better big both but by can cheap clean
-    comfortable comfy compatible cool cozy cute down durable each easy elegant every extra fashionable few fits flexible for free fresh
-    from full fully funny further get good great had has have healthy heavy high his how if in into is it its just large larger less
-    lightweight long low made make many mini more most natural new nice non not of off on only open or other our out over perfect
-    portable premium quick rechargeable removable same sexy short simple slim small so soft some stylish such super than that the their
-    them then these they thick thin this those through to too ultra under universal up use used very vintage was washable waterproof we
-    were what when which while who will wireless with without you your
+    about above after again all also am an and any are around as at be because been before best
+    better big both but by can cheap clean comfortable comfy compatible cool cozy cute down
+    durable each easy elegant every extra fashionable few fits flexible for free fresh from full
+    fully funny further get good great had has have healthy heavy high his how if in into is it
+    its just large larger less lightweight long low made make many mini more most natural new
+    nice non not of off on only open or other our out over perfect portable premium quick
+    rechargeable removable same sexy short simple slim small so soft some stylish such super
+    than that the their them then these they thick thin this those through to too ultra under
+    universal up use used very vintage was washable waterproof we were what when which while who
+    will wireless with without you your
     """.split()
 )  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 
 
 class Score(NamedTuple):
-    """A reward and its parts.
+    """Hold a reward and its parts.
 
     Attributes:
         value: the reward, in [0, 1].
@@ -67,7 +72,7 @@ def _ratio() -> Callable[[str, str], int]:
 
 
 def require_fuzzy() -> None:
-    """Say now, not at the end of an episode, that the fuzzy matcher is missing.
+    """Check at once, not at the end of an episode, that the fuzzy matcher is installed.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -76,7 +81,7 @@ def require_fuzzy() -> None:
 
 
 def agree(one: str, other: str) -> bool:
-    """Whether two texts have a token set ratio above 85.
+    """Return whether two texts have a token set ratio above 85.
 
     >>> agree("long lasting", "Lasting, long"), agree("long lasting", "long sleeves")
     (True, False)
@@ -86,7 +91,7 @@ def agree(one: str, other: str) -> bool:
 
 @lru_cache(maxsize=8192)
 def nouns(title: str) -> frozenset[str]:
-    """Words of a title that stand for things: all but function words, common adjectives and what holds digits.
+    """Return the words of a title without function words, common adjectives and numbers.
 
     >>> sorted(nouns("Soft 2-Pack Socks for Women"))
     ['pack', 'socks', 'women']
@@ -95,10 +100,10 @@ def nouns(title: str) -> frozenset[str]:
 
 
 def type_factor(bought: Product, wanted: Product) -> float:
-    """How far the kind of product is right: 1 when shelf, two categories or over a fifth of the title's nouns agree, else 0.5.
+    """Return how far the kind of product is right: 1, 0.5, 0.1 or 0.
 
-    With less than a tenth of the nouns it is 0.1, with none of them 0, whatever else agrees (r_type
-    of the WebShop paper).
+    It is 1 if the shelf, two categories, or over a fifth of the title's nouns agree. With less than
+    a tenth of the nouns it is 0.1, with none 0, whatever else agrees (r_type of the WebShop paper).
     """
     wished = nouns(wanted.title)
     share = len(nouns(bought.title) & wished) / len(wished) if wished else 0.2
@@ -109,7 +114,7 @@ def type_factor(bought: Product, wanted: Product) -> float:
 
 
 def matched_attributes(bought: Product, wished: Iterable[str]) -> int:
-    """How many of the wished attributes agree with an attribute of the product, or stand in its title, features or description."""
+    """Return how many wished attributes the product or its texts have."""
     texts = (bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower())
     return sum(
         any(agree(known, wish) for known in bought.attributes)
@@ -119,14 +124,14 @@ def matched_attributes(bought: Product, wished: Iterable[str]) -> int:
 
 
 def matched_options(chosen: Iterable[str], wished: Iterable[str]) -> int:
-    """How many of the wished option values agree with one that was chosen; colours are compared by their word."""
+    """Return how many wished option values were chosen; colours compare by their word."""
     mine = [plain_colour(value) for value in chosen]
     return sum(any(agree(value, plain_colour(wish)) for value in mine) for wish in wished)
 
 
 @lru_cache(maxsize=8192)
 def plain_colour(value: str) -> str:
-    """The first colour word that an option's value contains, else the value.
+    """Return the first colour word that an option's value contains, else the value.
 
     >>> plain_colour("01-dark grey heather"), plain_colour("xx-large")
     ('dark', 'xx-large')
@@ -137,7 +142,9 @@ def plain_colour(value: str) -> str:
 def score(
     bought: Product, wanted: Product, goal: Goal, chosen: Iterable[str], price: float
 ) -> Score:
-    """The reward for buying a product: (attributes + options + [price within bound]) / (their numbers + 1) times the type factor.
+    """Return the reward for buying a product.
+
+    It is the type factor times (attributes + options + [price within bound]) / (their numbers + 1).
 
     Args:
         bought: what was bought.

@@ -1,4 +1,4 @@
-"""One shop: products, their prices, the search engine over them, and what is asked of it."""
+"""Open a shop: products, prices, the search engine over them, and its goals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARTS: dict[Split, slice] = {
 
 @dataclass(frozen=True)
 class Shop:
-    """Products, prices, search and goals.
+    """Hold products, prices, search and goals.
 
     Attributes:
         name: how task ids begin.
@@ -52,13 +52,13 @@ class Shop:
     engine: LuceneBM25
 
     def search(self, words: str) -> list[str]:
-        """Ids of at most 50 products, best first."""
+        """Return the ids of at most 50 products, best first."""
         ids = list(self.products)
         return [ids[i] for i in self.engine.best(words.lower(), FOUND)]
 
 
 def open_shop(split: Split, folder: str | None, generation: int) -> tuple[Shop, Sequence[Goal]]:
-    """A shop and its goals of a split; a shop is made once per process and version of its files.
+    """Open a shop, once per process and version of its files, with the goals of a split.
 
     Args:
         split: of a folder by index, of an invented shop ``train`` or ``eval``.
