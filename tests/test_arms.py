@@ -18,7 +18,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Arm, EnvSettings, Experiment
 from experiential.evaluation.arms import PLACEBO, Placebo, Shuffled, opened_arm, worlds
-from experiential.evaluation.filler import WORDS, filler, shown_length
+from experiential.evaluation.filler import WORDS, filler, token_count
 from experiential.evaluation.visits import Meters, VisitEvaluator
 from experiential.llm.metered import Meter, Metered, Spent
 from experiential.llm.scripted import ScriptedLLM
@@ -188,7 +188,7 @@ class TestPlacebo:
     )
     def test_as_many_tokens_as_the_actor_would_have_read(self, text: str) -> None:
         tokenizer = tiny_tokenizer()
-        count = shown_length(tokenizer)
+        count = token_count(tokenizer)
         made = filler(count(text), count, "s")
         lengths = [
             len(tokenizer.encode(experience_block([one]), add_special_tokens=False))
@@ -199,7 +199,7 @@ class TestPlacebo:
 
     def test_words_where_there_are_no_tokens(self) -> None:
         for length in (1, 2, 17, 300):
-            assert len(filler(length, shown_length(None)).split()) == length
+            assert len(filler(length, token_count(None)).split()) == length
 
     def test_a_principle_is_replaced_with_its_triples_by_as_many_tokens(
         self, tmp_path: Path
@@ -310,13 +310,13 @@ class TestOpened:
         )
         with opened_arm("on", bank, tmp_path / "on", extractor, OPTIONS) as opened:
             assert opened.manager is not None
-            opened.hold()
+            opened.hold_back()
             opened.shown.submit(Trajectory(task="t", success=True))
             opened.shown.search(
                 "t"
             )  # a round trip through the manager, in which a distillation could have started
             assert len(opened.manager.bank) == 10
-            asyncio.run(opened.settle())
+            asyncio.run(opened.distil())
             assert len(opened.manager.bank) == 11
 
     def test_an_arm_with_a_bank_needs_one(self, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""The arms of an evaluation: what an actor is shown in each, and which bank stands behind it.
+"""Open the arms of an evaluation: which experience the actor sees in each, and from which bank.
 
-`off` reaches no bank. `on` sees the bank as trained, which goes on filling between visits. `frozen`
-sees the bank as trained, opened read-only. `shuffled` and `placebo` are as `on`, but what is shown
-is experience of other tasks, or text that says nothing. Every bank here is a copy in a scratch
-folder.
+An arm is one condition under which the same held-out worlds are played. ``off`` reaches no bank.
+``on`` sees the bank as trained, which goes on filling between visits. ``frozen`` sees the bank as
+trained, opened read-only. ``shuffled`` and ``placebo`` are as ``on``, but show experience of other
+tasks, or text without content. Every bank here is a copy in a scratch folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,23 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Arm
 from experiential.errors import BackendError
-from experiential.evaluation.filler import filler, shown_length
+from experiential.evaluation.filler import filler, token_count
 from experiential.rollout.rollout import NoBank
 from experiential.types import Answer, Condition, Experience, Generation, Hit, Trajectory
 from experiential.wrappers.episode import ManagerLike
 
 PLACEBO = "placebo"
-"""Id of what the placebo arm shows; no bank holds such an entry."""
+"""Id of the entries that the placebo arm shows; no bank holds such an entry."""
 
 
 class Substitute(ABC):
-    """Stands between a wrapper and a manager, and changes what is shown.
+    """Stand between a wrapper and a manager, and change what is shown.
 
     As many hits come back as the manager found, so that an episode sees as many entries as it would
     have without it.
 
     Args:
-        manager: what really searches, records and distils; it stays open.
+        manager: searches, records and distils; it stays open.
         seed: of what is shown instead.
     """
 
@@ -47,149 +47,115 @@ class Substitute(ABC):
         self.manager, self.seed = manager, seed
 
     @abstractmethod
-    def instead(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
-        """What is shown in place of these hits."""
+    def replaced(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
+        """Return what is shown in place of the hits of a query.
 
-    def search(
-        self,
-        query: str,
-        *,
-        k: int | None = None,
-        exclude_instance: str | None = None,
-        episode: str = "",
-        where: Any = None,
-    ) -> list[Hit]:
-        """What is shown in place of the hits of a query."""
-        hits = self.manager.search(
-            query, k=k, exclude_instance=exclude_instance, episode=episode, where=where
-        )
-        return self.instead(hits, query, exclude_instance or "")
+        Args:
+            hits: found by the manager.
+            query: text of the task, or a question.
+            instance: the task instance that is played; empty where it is unknown.
+        """
 
-    async def asearch(
-        self,
-        query: Any,
-        *,
-        k: int | None = None,
-        exclude_instance: str | None = None,
-        episode: Any = "",
-        where: Any = None,
-    ) -> Any:
-        """``search`` of one query, awaitable."""
-        return await asyncio.to_thread(
-            self.search, query, k=k, exclude_instance=exclude_instance, episode=episode, where=where
-        )
+    @abstractmethod
+    def ask(self, query: str, **options: Any) -> Answer:
+        """Answer a question; ``options`` are those of the manager's ``ask``."""
+
+    def search(self, query: str, **options: Any) -> list[Hit]:
+        """Return what is shown for a query; ``options`` are those of the manager's ``search``."""
+        hits = self.manager.search(query, **options)
+        return self.replaced(hits, query, options.get("exclude_instance") or "")
+
+    async def asearch(self, query: Any, **options: Any) -> Any:
+        """Search for one query in a thread."""
+        return await asyncio.to_thread(lambda: self.search(query, **options))
 
     def submit(self, trajectory: Trajectory) -> str | None:
         """Hand a finished trajectory on."""
         return self.manager.submit(trajectory)
 
-    @abstractmethod
-    def ask(
-        self,
-        query: str,
-        *,
-        k: int = 1,
-        episode: str = "",
-        turn: int = 0,
-        exclude_instance: str | None = None,
-        where: Any = None,
-    ) -> Answer:
-        """The answer to a question, as this arm gives it."""
-
     def close(self) -> None:  # noqa: B027  (a duty of the protocol, and nothing to do)
-        """Nothing to close: the manager is another's."""
+        """Close nothing: the manager is another's."""
 
-    def renew(self) -> None:  # noqa: B027  (an optional hook, not an abstract method)
-        """The bank may have changed."""
+    def refresh(self) -> None:  # noqa: B027  (an optional hook, not an abstract method)
+        """Forget what was read of the bank, which may have changed."""
 
 
 class Shuffled(Substitute):
-    """Shows entries of other tasks: never one that comes from the task being played, from any version of it or from what it was merged of.
+    """Show entries of other tasks.
 
-    The task of an entry is the world of the instances that it was made from, ``info["instance"]``
-    up to its last ``#``; where either side has none it is the text of the task. An entry of which
+    An entry is never shown in a task that it comes from, whether by one of its versions or by an
+    entry merged into it. The task of an entry is the world of the instances it was made from (see
+    `world_of`); where either side has no instance, the text of the task decides. An entry of which
     neither is known is never shown. The uses recorded are those of the entries shown.
     """
 
     def __init__(self, manager: ExperienceManager, seed: int) -> None:
         super().__init__(manager, seed)
-        self._shelf: list[tuple[Experience, frozenset[str]]] | None = None
-        self._worlds: dict[tuple[str, int], frozenset[str]] = {}  # of a version they never change
+        self._entries: list[Experience] | None = None
+        self._worlds: dict[tuple[str, int], frozenset[str]] = {}
 
-    def renew(self) -> None:
-        """Read the bank again."""
-        self._shelf = None
+    def refresh(self) -> None:
+        """Read the bank again before the next draw."""
+        self._entries = None
 
-    def instead(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
-        """Entries of other tasks, drawn by seed, query and instance; fewer where the bank has fewer."""
-        others = [
-            entry for entry, worlds in self._entries() if _is_other(entry, worlds, query, instance)
-        ]
-        drawn = random.Random(f"{self.seed}|{instance}|{query}").sample(
-            others, min(len(hits), len(others))
-        )
+    def replaced(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
+        """Return entries of other tasks; fewer where the bank has fewer of them.
+
+        The draw follows from seed, query and instance.
+        """
+        if self._entries is None:
+            bank = self.manager.bank
+            # Ids are random: an order by them would make the draw another one in every run.
+            entries = sorted(bank.entries(), key=lambda entry: (entry.task or "", entry.text))
+            for entry in entries:
+                key = (entry.id, entry.version)  # the worlds of a version never change
+                if key not in self._worlds:
+                    self._worlds[key] = worlds(bank, entry)
+            self._entries = entries  # last, since episodes search in several threads
+        others: list[Experience] = []
+        for entry in self._entries:
+            made_in = self._worlds[entry.id, entry.version]
+            if made_in and instance:
+                other = world_of(instance) not in made_in
+            else:
+                other = entry.task is not None and entry.task.strip() != query.strip()
+            if other:
+                others.append(entry)
+        rng = random.Random(f"{self.seed}|{instance}|{query}")
+        drawn = rng.sample(others, min(len(hits), len(others)))
         return [
             Hit(experience=entry, score=hit.score, rank=hit.rank)
             for entry, hit in zip(drawn, hits, strict=False)
         ]
 
-    def ask(
-        self,
-        query: str,
-        *,
-        k: int = 1,
-        episode: str = "",
-        turn: int = 0,
-        exclude_instance: str | None = None,
-        where: Any = None,
-    ) -> Answer:
-        """An entry of another task, refined for the question."""
-        hits = self.search(
-            query, k=k, exclude_instance=exclude_instance, episode=episode, where=where
-        )
+    def ask(self, query: str, **options: Any) -> Answer:
+        """Refine an entry of another task for the question."""
+        episode, turn = options.get("episode", ""), options.pop("turn", 0)
+        hits = self.search(query, **{"k": 1, **options})
         if not hits:
             return Answer()
-        text, generation = self._refined(query, hits[0].experience)
-        use = hits[0].use(
-            "search_and_ask",
-            episode=episode,
-            turn=turn,
-            refinement=generation.id if generation else None,
-        )
+        entry = hits[0].experience
+        text: str = entry.text
+        generation: Generation | None = None
+        if self.manager.extractor is not None:
+            with suppress(BackendError):  # an entry that cannot be refined is shown as it stands
+                text, generation = run_sync(self.manager.extractor.arefine(query, entry))
+        refinement = generation.id if generation else None
+        use = hits[0].use("search_and_ask", episode=episode, turn=turn, refinement=refinement)
         return Answer(text=text, hit=hits[0], generation=generation, use=use)
-
-    def _refined(self, query: str, entry: Experience) -> tuple[str, Generation | None]:
-        if self.manager.extractor is None:
-            return entry.text, None
-        try:
-            return run_sync(self.manager.extractor.arefine(query, entry))
-        except BackendError:
-            return entry.text, None
-
-    def _entries(self) -> list[tuple[Experience, frozenset[str]]]:
-        """The entries and their worlds, in an order that does not depend on their random ids."""
-        if self._shelf is None:
-            bank = self.manager.bank
-            entries = sorted(bank.entries(), key=lambda entry: (entry.task or "", entry.text))
-            self._worlds |= {
-                key: worlds(bank, entry)
-                for entry in entries
-                if (key := (entry.id, entry.version)) not in self._worlds
-            }
-            self._shelf = [(entry, self._worlds[entry.id, entry.version]) for entry in entries]
-        return self._shelf
 
 
 class Placebo(Substitute):
-    """Shows text without content, as many tokens of the actor's as the entry that was found; as many words where it shows no tokenizer.
+    """Show text without content, as long as the entry that was found.
 
-    Nothing of the bank was shown, so no uses are recorded.
+    Length is counted in the actor's tokens, in words without its tokenizer. Nothing of the bank was
+    shown, so no uses are recorded.
 
     Args:
         manager: as for `Substitute`.
         seed: as for `Substitute`.
-        tokenizer: the actor's, None when it shows none.
-        render: what the actor is shown of an entry; its text by default.
+        tokenizer: the actor's; None where the backend has none.
+        render: makes the text that the actor reads of an entry.
     """
 
     def __init__(
@@ -200,52 +166,52 @@ class Placebo(Substitute):
         render: Callable[[Experience], str] = entry_text,
     ) -> None:
         super().__init__(manager, seed)
-        self._count, self._render = shown_length(tokenizer), render
+        self._count, self._render = token_count(tokenizer), render
 
-    def instead(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
-        """Hits without content."""
-        return [self._empty(hit, f"{self.seed}|{instance}|{query}|{hit.rank}") for hit in hits]
+    def replaced(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
+        """Return hits without content.
+
+        Kind and statistics of an entry stay, since some wrappers show them; text and metadata go.
+        """
+
+        def emptied(hit: Hit) -> Hit:
+            entry = hit.experience
+
+            def with_text(text: str) -> Experience:
+                return entry.model_copy(update={"id": PLACEBO, "text": text, "metadata": {}})
+
+            def length(text: str) -> int:
+                return self._count(self._render(with_text(text)))
+
+            seed = f"{self.seed}|{instance}|{query}|{hit.rank}"
+            text = filler(self._count(self._render(entry)), length, seed)
+            return hit.model_copy(update={"experience": with_text(text)})
+
+        return [emptied(hit) for hit in hits]
 
     def submit(self, trajectory: Trajectory) -> str | None:
         """Hand a finished trajectory on, without uses."""
         return self.manager.submit(trajectory.model_copy(update={"uses": ()}))
 
-    def ask(
-        self,
-        query: str,
-        *,
-        k: int = 1,
-        episode: str = "",
-        turn: int = 0,
-        exclude_instance: str | None = None,
-        where: Any = None,
-    ) -> Answer:
-        """An answer without content, as long as the one that was found."""
-        answer = self.manager.ask(
-            query, k=k, episode=episode, turn=turn, exclude_instance=exclude_instance, where=where
-        )
+    def ask(self, query: str, **options: Any) -> Answer:
+        """Return an answer without content, as long as the one that was found."""
+        answer = self.manager.ask(query, **options)
         if answer.text is None:
             return Answer()
-        text = filler(
-            self._count(answer.text), self._count, f"{self.seed}|{exclude_instance}|{query}"
-        )
+        seed = f"{self.seed}|{options.get('exclude_instance')}|{query}"
+        text = filler(self._count(answer.text), self._count, seed)
         return Answer(text=text, generation=answer.generation)
-
-    def _empty(self, hit: Hit, seed: str) -> Hit:
-        """The hit with another text and without metadata; its kind and statistics, which some wrappers show, stay."""
-        entry = hit.experience
-
-        def emptied(text: str) -> Experience:
-            return entry.model_copy(update={"id": PLACEBO, "text": text, "metadata": {}})
-
-        wanted = self._count(self._render(entry))
-        text = filler(wanted, lambda text: self._count(self._render(emptied(text))), seed)
-        return hit.model_copy(update={"experience": emptied(text)})
 
 
 @dataclass(frozen=True)
 class ArmBank:
-    """What an arm plays with: what the wrappers search, the manager that distils behind it, and how many entries it began with."""
+    """Hold the bank of an arm.
+
+    Attributes:
+        shown: searched by the wrappers.
+        manager: distils behind it; None without a bank.
+        entries: of the bank at the beginning.
+    """
 
     shown: ManagerLike | NoBank
     manager: ExperienceManager | None = None
@@ -253,18 +219,21 @@ class ArmBank:
 
     @property
     def condition(self) -> Condition:
-        """The condition of the arm's episodes."""
+        """Return the condition of the arm's episodes."""
         return Condition.FREE if self.manager is None else Condition.GUIDED
 
-    def hold(self) -> None:
-        """Let nothing be distilled until ``settle``, so that what a visit sees does not depend on how fast others finish."""
+    def hold_back(self) -> None:
+        """Queue what is submitted until ``distil``.
+
+        What a visit sees must not depend on how fast other episodes finish.
+        """
         if self.manager is not None:
             self.manager.pause()
         if isinstance(self.shown, Substitute):
-            self.shown.renew()
+            self.shown.refresh()
 
-    async def settle(self) -> None:
-        """Distil what was submitted."""
+    async def distil(self) -> None:
+        """Distil everything that was submitted."""
         if self.manager is not None:
             self.manager.resume()
             await self.manager.adrain()
@@ -281,19 +250,19 @@ def opened_arm(
     tokenizer: Any | None = None,
     render: Callable[[Experience], str] = entry_text,
 ) -> Generator[ArmBank]:
-    """The bank of one arm, closed at the end of the block; ``bank`` itself is only read.
+    """Open the bank of one arm until the end of the block; ``bank`` itself is only read.
 
     Args:
         arm: which arm.
         bank: the bank as trained; not needed by ``off``.
-        scratch: a folder that does not hold a bank yet, for the arm's copy.
-        extractor: what distils and refines; None leaves the copy as it is.
+        scratch: a folder without a bank, for the arm's copy.
+        extractor: distils and refines; None leaves the copy as it is.
         options: of the ``ExperienceManager``, its seed included.
-        tokenizer: the actor's, None when it shows none.
-        render: what the actor is shown of an entry.
+        tokenizer: the actor's; None where the backend has none.
+        render: makes the text that the actor reads of an entry.
 
     Raises:
-        ValueError: an arm with a bank was asked for, and there is none.
+        ValueError: the arm needs a bank, and there is none.
     """
     if arm == "off":
         yield ArmBank(NoBank())
@@ -302,10 +271,12 @@ def opened_arm(
         raise ValueError(
             f"Expected a bank for the arm {arm!r}, got None; without one only 'off' can be played"
         )
-    with (
-        _copied(bank, scratch, read_only=arm == "frozen") as copy,
-        ExperienceManager(copy, extractor, **options) as manager,
-    ):
+    copy = bank.fork(scratch)
+    if arm == "frozen":
+        embedder = copy.embedder.wrapped
+        copy.close()
+        copy = ExperienceBank(scratch, namespace=bank.namespace, embedder=embedder, read_only=True)
+    with copy, ExperienceManager(copy, extractor, **options) as manager:
         shown: ManagerLike = manager
         if arm == "shuffled":
             shown = Shuffled(manager, options["seed"])
@@ -315,37 +286,20 @@ def opened_arm(
 
 
 def worlds(bank: ExperienceBank, entry: Experience) -> frozenset[str]:
-    """The worlds whose episodes an entry was made from: those of all its versions and of all that it was merged of."""
-    versions = [
-        one for version in range(1, entry.version + 1) for one in bank.lineage(entry.id, version)
-    ]
-    instances = {
-        found.provenance.instance for one in versions if (found := bank.version(*one)) is not None
-    }
-    return frozenset(world_of(instance) for instance in instances if instance)
+    """Return the worlds that an entry was made from, by all its versions and all merged into it."""
+    found: set[str] = set()
+    for version in range(1, entry.version + 1):
+        for one in bank.lineage(entry.id, version):
+            ancestor = bank.version(*one)
+            if ancestor is not None and ancestor.provenance.instance:
+                found.add(world_of(ancestor.provenance.instance))
+    return frozenset(found)
 
 
 def world_of(instance: str) -> str:
-    """The world of an instance: what stands before its last ``#``, or all of it.
+    """Return the world of an instance: everything before its last ``#``, or all of it.
 
     >>> world_of("vault-eval-Iron Mill#7"), world_of("lake-eval-3")
     ('vault-eval-Iron Mill', 'lake-eval-3')
     """
     return instance.rpartition("#")[0] or instance
-
-
-def _is_other(entry: Experience, worlds: frozenset[str], task: str, instance: str) -> bool:
-    if worlds and instance:
-        return world_of(instance) not in worlds
-    return entry.task is not None and entry.task.strip() != task.strip()
-
-
-@contextmanager
-def _copied(bank: ExperienceBank, scratch: Path, *, read_only: bool) -> Generator[ExperienceBank]:
-    copy = bank.fork(scratch)
-    if read_only:
-        embedder = copy.embedder.wrapped
-        copy.close()
-        copy = ExperienceBank(scratch, namespace=bank.namespace, embedder=embedder, read_only=True)
-    with copy:
-        yield copy

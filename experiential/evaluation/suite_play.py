@@ -234,9 +234,9 @@ async def _episodes(
     size = at_once or len(jobs)
     try:
         for start in range(0, len(jobs), size):
-            arm.hold()
+            arm.hold_back()
             played += await rollout.play(jobs[start : start + size])
-            await arm.settle()
+            await arm.distil()
     finally:
         rollout.close()
     return tuple(

@@ -1,8 +1,8 @@
-"""Evaluation by visit: weights frozen, every held-out world met several times with different seeds.
+"""Evaluate by visits: weights frozen, every held-out world met several times on different seeds.
 
 The first visit can only guess; later visits can use what the extractor distilled from earlier ones.
-Each arm (`arms`) plays the same worlds with the same seeds and sampling seeds. The banks written to
-are scratch copies: the training bank does not change by one byte.
+Each arm (see `arms`) plays the same worlds with the same seeds and sampling seeds. Banks that are
+written to are scratch copies: the training bank does not change by one byte.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,17 @@ from experiential.rollout.rollout import (
     refuse_broken,
 )
 from experiential.rollout.tasks import episode_seed, world_count
-from experiential.types import Condition, Record
+from experiential.types import Record
 
 
 class Cost(Record):
-    """What an arm took: seconds on the wall clock from the copy of the bank to the last distillation, and what each policy generated."""
+    """Hold the cost of an arm.
+
+    Attributes:
+        seconds: wall clock, from the copy of the bank to the last distillation.
+        actor: tokens and seconds of the actor.
+        extractor: tokens and seconds of the extractor.
+    """
 
     seconds: float = 0.0
     actor: Spent = Field(default_factory=Spent)
@@ -50,10 +55,17 @@ class Cost(Record):
 
 
 class Visits(Record):
-    """Outcomes of one arm: ``outcomes[w][v]`` is whether visit v to world w succeeded.
+    """Hold the outcomes of one arm.
 
-    An episode that failed for a technical reason counts as no success; ``failures`` says how many
-    did, by reason.
+    Attributes:
+        arm: which arm.
+        step: training step of the weights.
+        outcomes: ``outcomes[w][v]`` is whether visit v to world w succeeded. An episode that failed
+            for a technical reason counts as no success.
+        errors: episodes that failed for a technical reason.
+        entries: of the bank at the beginning.
+        failures: how many episodes failed for which reason.
+        cost: of the arm.
     """
 
     arm: str
@@ -65,28 +77,26 @@ class Visits(Record):
     cost: Cost = Field(default_factory=Cost)
 
     def rates(self) -> list[Interval]:
-        """Success by visit number, with Wilson intervals."""
+        """Return success by visit number, with Wilson intervals."""
         table = np.array(self.outcomes)
         return [wilson(int(column.sum()), column.size) for column in table.T]
 
     def later(self) -> np.ndarray:
-        """Success rate of each world over the visits after the first, or over the only one, shape (worlds,)."""
+        """Return the success rate of each world on later visits, shape (worlds,)."""
         return later(self.outcomes)
 
     def event(self) -> dict[str, Any]:
-        """The record that goes to the metrics file."""
-        table = np.array(self.outcomes)
+        """Return the record for the metrics file."""
         visits = [
-            {"visit": i + 1, "successes": int(c.sum()), "episodes": int(c.size)}
-            for i, c in enumerate(table.T)
+            {"visit": number, "successes": int(column.sum()), "episodes": int(column.size)}
+            for number, column in enumerate(np.array(self.outcomes).T, 1)
         ]
-        outcomes = [[int(x) for x in row] for row in self.outcomes]
         event: dict[str, Any] = {
             "event": "eval",
             "step": self.step,
             "arm": self.arm,
             "visits": visits,
-            "outcomes": outcomes,
+            "outcomes": [[int(success) for success in row] for row in self.outcomes],
             "errors": self.errors,
             "entries": self.entries,
             "cost": self.cost.model_dump(),
@@ -101,24 +111,18 @@ class Meters:
     actor: Meter = field(default_factory=Meter)
     extractor: Meter = field(default_factory=Meter)
 
-    def spent(self) -> dict[str, Spent]:
-        """What each generated so far."""
-        return {"actor": self.actor.spent(), "extractor": self.extractor.spent()}
-
 
 class VisitEvaluator:
-    """Plays the held-out worlds visit by visit.
+    """Play the held-out worlds visit by visit.
 
     Args:
-        experiment: what is evaluated.
+        experiment: settings of the evaluation.
         make_actor: builds an actor agent for evaluation.
         extractor: distils between the visits; None leaves the bank as it is.
         make_env: builds the environments; in this process by default.
         meters: count what the backends of ``make_actor`` and ``extractor`` generate (see
-            ``Metered``); none: costs are seconds alone.
+            ``Metered``); without them costs are seconds alone.
         critic: reviews what is retrieved, as in training.
-
-    Its arms raise ``ExperientialError`` when the environment fails every episode of a visit.
     """
 
     def __init__(
@@ -133,59 +137,65 @@ class VisitEvaluator:
     ) -> None:
         self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
         self._make_env, self._meters, self._critic = make_env, meters or Meters(), critic
-        kwargs = experiment.env.kwargs | experiment.env.eval
-        listed = world_count(experiment.env.id, kwargs)
+        listed = world_count(experiment.env.id, experiment.env.kwargs | experiment.env.eval)
         self._listed = listed is not None
-        self._worlds = (
-            experiment.eval.worlds if listed is None else min(experiment.eval.worlds, listed)
-        )
+        worlds = experiment.eval.worlds
+        self._worlds = worlds if listed is None else min(worlds, listed)
 
     async def play(
         self, arm: Arm, step: int, bank: ExperienceBank | None = None, scratch: Path | None = None
     ) -> Visits:
-        """One arm.
+        """Play one arm.
 
         Args:
             arm: which one.
             step: training step, for the record.
             bank: the bank as trained, which is only read; None for ``off``.
-            scratch: a folder for the arm's copy of it, without a bank in it; None for ``off``.
+            scratch: a folder without a bank for the arm's copy of it; None for ``off``.
+
+        Raises:
+            ExperientialError: the environment failed every episode of a visit.
         """
-        begin, before = time.perf_counter(), self._meters.spent()
-        options = _options(self._experiment, self._worlds)
-        tokenizer = self._make_actor().llm.tokenizer
-        render = principle_text if self._experiment.actor.search_experience else entry_text
+        settings = self._experiment
+        begin = time.perf_counter()
+        actor_before, extractor_before = self._meters.actor.spent(), self._meters.extractor.spent()
+        options = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
+        options |= {
+            "merge_every": 0,
+            "seed": settings.eval.seed,
+            # Distillation waits for the end of a visit, so all its episodes need room in the queue.
+            "queue_size": max(bank_settings(options).queue_size, self._worlds + 1),
+        }
         with opened_arm(
             arm,
             bank,
             scratch or Path(),
             self._extractor,
             options,
-            tokenizer=tokenizer,
-            render=render,
+            tokenizer=self._make_actor().llm.tokenizer,
+            render=principle_text if settings.actor.search_experience else entry_text,
         ) as opened:
-            columns = await self._columns(opened)
-        cost = Cost(
-            seconds=time.perf_counter() - begin,
-            **{name: now - before[name] for name, now in self._meters.spent().items()},
-        )
-        outcomes = tuple(
-            tuple(column[w].trajectory.success for column in columns) for w in range(self._worlds)
-        )
-        reasons = failures(list(chain.from_iterable(columns)))
-        errors = sum(reasons.values())
+            visits = await self._visits(opened)
+        reasons = failures([episode for visit in visits for episode in visit])
         return Visits(
             arm=arm,
             step=step,
-            outcomes=outcomes,
-            errors=errors,
+            outcomes=tuple(
+                tuple(episode.trajectory.success for episode in world)
+                for world in zip(*visits, strict=True)
+            ),
+            errors=sum(reasons.values()),
             entries=opened.entries,
             failures=reasons,
-            cost=cost,
+            cost=Cost(
+                seconds=time.perf_counter() - begin,
+                actor=self._meters.actor.spent() - actor_before,
+                extractor=self._meters.extractor.spent() - extractor_before,
+            ),
         )
 
-    async def _columns(self, opened: ArmBank) -> list[list[Episode]]:
-        """The episodes of each visit, by world."""
+    async def _visits(self, opened: ArmBank) -> list[list[Episode]]:
+        """Return the episodes of each visit, by world."""
         settings = self._experiment
         rollout = Rollout(
             settings.env,
@@ -198,33 +208,28 @@ class VisitEvaluator:
             make_env=self._make_env,
             critic=self._critic,
         )
-        columns: list[list[Episode]] = []
+        visits: list[list[Episode]] = []
         try:
             for visit in range(settings.eval.visits):
-                opened.hold()
-                columns.append(
-                    await rollout.play(
-                        [self._job(world, visit, opened.condition) for world in range(self._worlds)]
-                    )
-                )
-                refuse_broken(columns[-1])
-                await opened.settle()
+                jobs: list[Job] = []
+                for world in range(self._worlds):
+                    seed = episode_seed(settings.eval.seed, world, visit)
+                    options = {"world": world} if self._listed else {}
+                    task = Task(seed=seed, group=f"eval.{world}.{visit}", options=options)
+                    jobs.append(Job(task, opened.condition, sampling_seed=seed))
+                opened.hold_back()
+                visits.append(await rollout.play(jobs))
+                refuse_broken(visits[-1])
+                await opened.distil()
         finally:
             rollout.close()
-        return columns
-
-    def _job(self, world: int, visit: int, condition: Condition) -> Job:
-        seed = episode_seed(self._experiment.eval.seed, world, visit)
-        options = {"world": world} if self._listed else {}
-        return Job(
-            Task(seed=seed, group=f"eval.{world}.{visit}", options=options),
-            condition,
-            sampling_seed=seed,
-        )
+        return visits
 
 
 def later(outcomes: Any) -> np.ndarray:
-    """Success rate of each world over the visits after the first, or over the only one, shape (worlds,).
+    """Return the success rate of each world on later visits, shape (worlds,).
+
+    Later visits are those after the first; with one visit, that one.
 
     Args:
         outcomes: whether each visit succeeded, shape (worlds, visits).
@@ -234,15 +239,5 @@ def later(outcomes: Any) -> np.ndarray:
 
 
 def compare(first: Visits, second: Visits) -> Interval:
-    """Paired difference of success on later visits, the first arm minus the second, bootstrapped over worlds."""
+    """Return the paired difference of success on later visits, the first arm minus the second."""
     return paired_difference(first.later(), second.later())
-
-
-def _options(experiment: Experiment, worlds: int) -> dict[str, Any]:
-    """Options of the managers: no merging, and room for all episodes of a visit, whose distillation is held back."""
-    settings = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
-    return settings | {
-        "merge_every": 0,
-        "seed": experiment.eval.seed,
-        "queue_size": max(bank_settings(settings).queue_size, worlds + 1),
-    }
