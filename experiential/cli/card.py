@@ -1,4 +1,4 @@
-"""A comparison in the terminal: one table, and what to know about it."""
+"""Show a comparison in the terminal: one table, and remarks on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiential.evaluation.page import COSTS, show_costs, show_percent, show_p
 
 
 def card_table(card: Card) -> Table:
-    """Success in per cent, difference to ``on`` in points, and cost, of every arm of every recipe."""
+    """Lay out success in per cent, difference to ``on`` in points, and cost, arm by arm."""
     title = "Held-out success in %, 95 % intervals; costs per success, actor + extractor"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("recipe, arm", overflow="fold", min_width=10)
@@ -40,7 +40,7 @@ def card_table(card: Card) -> Table:
 
 
 def card_lines(card: Card) -> Iterator[str]:
-    """The same as plain lines, one for each arm, then what compares the recipes, then the notes."""
+    """Yield the same as plain lines: one for each arm, then comparisons, then notes."""
     names = ("recipe", "arm", "seeds", "visit 1", "later visits", "on minus this", *COSTS)
     for recipe in card.recipes:
         for arm in recipe.arms:
@@ -57,7 +57,7 @@ def show_card(console: Console, card: Card, *, plain: bool) -> None:
 
     Args:
         console: where to print.
-        card: what was found.
+        card: findings of the comparison.
         plain: lines instead of a table.
     """
     if not plain:

@@ -1,4 +1,4 @@
-"""`experiential eval`: the newest checkpoint of each run under each arm, and a card, a table and a page of what was found."""
+"""`experiential eval`: compare runs under each arm; write a card, a table and a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ALL = "off,on,frozen,shuffled,placebo"
 CARD, PICTURE, PAGE, CELLS = "card.json", "report.png", "report.html", "cells"
-"""What an evaluation writes into its output folder."""
+"""Names of the files and the folder that an evaluation writes into its output folder."""
 
 
 def evaluate(
@@ -45,7 +45,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a table.")] = False,
 ) -> None:
-    """Compare what experience gives: the newest checkpoint of each run on held-out worlds, under each arm.
+    """Compare arms: play the newest checkpoint of each run on held-out worlds under each.
 
     Runs of one recipe that differ by their seed are taken together. The runs and their banks stay
     as they are.
@@ -77,7 +77,9 @@ def evaluate(
 
 
 def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Folders of runs, each once, and overrides; a target with `=` in it is an override unless it is a folder.
+    """Split targets into folders of runs, each once, and overrides.
+
+    A target with `=` in it is an override unless it is a folder.
 
     Raises:
         ConfigError: no run is named.
@@ -97,7 +99,7 @@ def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def parse_arms(text: str) -> list[Arm]:
-    """The arms in a list with commas, each once.
+    """Parse a list of arms with commas, each once.
 
     Raises:
         ConfigError: one does not exist, or there is none.
@@ -112,7 +114,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def opened(folder: Path, overrides: Sequence[str]) -> EvaluatedRun:
-    """The run in a folder, its settings checked.
+    """Open the run in a folder and check its settings.
 
     Raises:
         CheckpointError: the folder holds no run, or the run no checkpoint.
@@ -134,22 +136,21 @@ def prepare(output: Path) -> None:
     Raises:
         ConfigError: it cannot be made or written.
     """
+    reason = "choose another"
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"Expected a folder that can be written for --output, got {output}: {error.strerror}"
-        ) from error
+        reason = error.strerror
     if not os.access(output, os.W_OK):
         raise ConfigError(
-            f"Expected a folder that can be written for --output, got {output}; choose another"
+            f"Expected a folder that can be written for --output, got {output}: {reason}"
         )
 
 
 def play(
     run: EvaluatedRun, arms: Sequence[Arm], output: Path, *, resume: bool, console: Console
 ) -> list[Cell]:
-    """The cells of a run, with a line for each arm that is played."""
+    """Play the cells of a run, with a line for each arm that is played."""
     from experiential.cli.train import QUIET
     from experiential.cli.view import describe_evaluation
     from experiential.evaluation.cell import cell_store
@@ -177,7 +178,11 @@ def write_report(
     overrides: Sequence[str],
     output: Path,
 ) -> tuple[Card, list[Path]]:
-    """Write card, picture and page; gives the card and the files written. Without matplotlib there is no picture."""
+    """Write card, picture and page.
+
+    Returns:
+        The card and the files written; without matplotlib there is no picture.
+    """
     from experiential.evaluation.card import make_card
     from experiential.evaluation.page import write_page
     from experiential.evaluation.picture import draw_card
@@ -194,12 +199,14 @@ def write_report(
 
 
 def curves_of(card: Card, runs: Sequence[EvaluatedRun]) -> Curves:
-    """The events of the runs of each recipe; a run without its metrics file has no curve."""
+    """Return the events of the runs of each recipe; a run without metrics has no curve."""
     from experiential.evaluation.cell import settings_digest
     from experiential.training.metrics import read_events
     from experiential.training.run_evaluation import METRICS
 
     files = {settings_digest(run.experiment): run.folder / METRICS for run in runs}
-    return {
-        recipe.name: [read_events(file) for one in recipe.runs if (file := files[one.settings]).is_file()] for recipe in card.recipes
-    }  # fmt: skip
+    curves: dict[str, list[list[dict[str, Any]]]] = {}
+    for recipe in card.recipes:
+        mine = [files[one.settings] for one in recipe.runs]
+        curves[recipe.name] = [read_events(file) for file in mine if file.is_file()]
+    return curves

@@ -1,4 +1,4 @@
-"""What a person takes away from a run: a table of evaluations, a learning curve, and where everything is."""
+"""Report a run: a table of evaluations, a learning curve, and the paths of all files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from experiential.errors import ConfigError
 from experiential.evaluation.curves import smooth
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
+from experiential.evaluation.page import show_percent
 from experiential.training import metrics
 
 Event = Mapping[str, Any]
@@ -23,7 +24,7 @@ ARMS = {"on": "with the bank", "off": "without"}
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Events of the run in ``folder``, in order.
+    """Read the events of the run in ``folder``, in order.
 
     Raises:
         ConfigError: the folder holds no run, or its metrics are damaged.
@@ -35,26 +36,21 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def evaluations(events: Iterable[Event]) -> list[Event]:
-    """The evaluation events; of several at one step and arm (a resumed run) the newest."""
+    """Return the evaluation events; of several at one step and arm (a resumed run) the newest."""
     newest = {(event["step"], event["arm"]): event for event in events if event["event"] == "eval"}
     return [newest[key] for key in sorted(newest)]
 
 
 def rate(event: Event, visits: slice) -> Interval:
-    """Success over a range of visits, with the 95 % Wilson interval."""
+    """Return success over a range of visits, with the 95 % Wilson interval."""
     chosen = event["visits"][visits]
     return wilson(
         sum(visit["successes"] for visit in chosen), sum(visit["episodes"] for visit in chosen)
     )
 
 
-def show_interval(interval: Interval) -> str:
-    """An interval of a rate in per cent: `42 % [35, 50]`."""
-    return f"{interval.mean * 100:.0f} % [{interval.low * 100:.0f}, {interval.high * 100:.0f}]"
-
-
 def before_and_after(events: Iterable[Event]) -> list[tuple[str, Event]]:
-    """Titles and events of the first and last evaluation of each arm."""
+    """Return titles and events of the first and last evaluation of each arm."""
     chosen: list[tuple[str, Event]] = []
     found = evaluations(events)
     for arm, title in ARMS.items():
@@ -67,7 +63,7 @@ def before_and_after(events: Iterable[Event]) -> list[tuple[str, Event]]:
 
 
 def summary_table(events: Iterable[Event]) -> Table:
-    """Success by visit, with the bank and without, before and after training."""
+    """Lay out success by visit, with the bank and without, before and after training."""
     columns = before_and_after(events)
     table = Table(title="Held-out success, 95 % intervals", title_justify="left")
     table.add_column("visit")
@@ -77,12 +73,12 @@ def summary_table(events: Iterable[Event]) -> Table:
     for index in range(visits):
         table.add_row(
             str(index + 1),
-            *(show_interval(rate(event, slice(index, index + 1))) for _, event in columns),
+            *(show_percent(rate(event, slice(index, index + 1))) for _, event in columns),
         )
     table.add_section()
     table.add_row(
         "later (2+)",
-        *(show_interval(rate(event, slice(1, None))) for _, event in columns),
+        *(show_percent(rate(event, slice(1, None))) for _, event in columns),
         style="bold",
     )
     table.add_row(
@@ -93,7 +89,7 @@ def summary_table(events: Iterable[Event]) -> Table:
 
 
 def headline(events: Iterable[Event]) -> list[str]:
-    """What the run showed, in at most two sentences."""
+    """Sum the run up in at most two sentences."""
     found = evaluations(events)
     bank = [event for event in found if event["arm"] == "on"]
     lines: list[str] = []
@@ -116,7 +112,10 @@ def headline(events: Iterable[Event]) -> list[str]:
 
 
 def on_minus_off(found: list[Event]) -> Interval | None:
-    """Paired difference on later visits at the last step that evaluated both arms; None without such a step."""
+    """Return the paired difference on later visits at the last step that evaluated both arms.
+
+    None means that no step did.
+    """
     arms: dict[int, dict[str, np.ndarray]] = {}
     for event in found:
         outcomes = np.array(event.get("outcomes", []), dtype=np.float64)
@@ -150,7 +149,7 @@ def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | Non
 def written_files(
     folder: Path, summary: Mapping[str, Any], curve: Path | None
 ) -> list[tuple[str, str]]:
-    """Names and paths of everything that the run wrote."""
+    """Return names and paths of everything that the run wrote."""
     files: dict[str, str] = {
         str(name): str(path)
         for name, path in cast("Mapping[str, str]", summary.get("files") or {}).items()
@@ -164,7 +163,11 @@ def written_files(
 
 
 def draw_learning_curve(events: Iterable[Event], path: Path) -> Path | None:
-    """Draw success while training and held-out success by visit; None when matplotlib is missing or there is nothing to draw."""
+    """Draw success while training and held-out success by visit.
+
+    Returns:
+        The file; None without matplotlib, or with nothing to draw.
+    """
     events = list(events)
     if find_spec("matplotlib") is None or not any(
         event["event"] in ("step", "eval") for event in events

@@ -1,4 +1,4 @@
-"""The card of a comparison: what was evaluated, success, paired differences and cost, of one or several recipes."""
+"""Make the card of a comparison: success, paired differences and cost of one or more recipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "chromadb")
 
 
 class VisitRate(Record):
-    """Success on one visit, all training seeds together, with its Wilson interval."""
+    """Hold success on one visit, all training seeds together, with its Wilson interval."""
 
     visit: int
     successes: int
@@ -39,7 +39,7 @@ class VisitRate(Record):
 
 
 class PerSuccess(Record):
-    """What one success took, over all visits; None of an arm without a success."""
+    """Hold the cost of one success, over all visits."""
 
     episodes: float
     seconds: float
@@ -50,12 +50,13 @@ class PerSuccess(Record):
 
 
 class ArmReport(Record):
-    """One arm of one recipe, over its training seeds.
+    """Report one arm of one recipe, over its training seeds.
 
     Attributes:
         seconds: of the arm, from the copy of the bank to the last distillation.
         later: success on the visits after the first, its interval over training seeds and worlds.
         entries: mean number of entries at the beginning.
+        per_success: None for an arm without a success.
     """
 
     arm: Arm
@@ -72,7 +73,10 @@ class ArmReport(Record):
 
 
 class Difference(Record):
-    """Success of the first arm minus the second on later visits, paired by training seed, world, visit and sampling seed."""
+    """Hold success on later visits of the first arm minus the second.
+
+    Both are paired by training seed, world, visit and sampling seed.
+    """
 
     first: Arm
     second: Arm
@@ -82,7 +86,7 @@ class Difference(Record):
 
 
 class RunFacts(Record):
-    """One run of a recipe."""
+    """Identify one run of a recipe."""
 
     run: str
     seed: int
@@ -93,7 +97,7 @@ class RunFacts(Record):
 
 
 class RecipeReport(Record):
-    """All runs of one recipe with the same settings."""
+    """Report all runs of one recipe with the same settings."""
 
     name: str
     recipe: str
@@ -104,14 +108,14 @@ class RecipeReport(Record):
     differences: tuple[Difference, ...]
 
     def arm(self, name: str) -> ArmReport | None:
-        """One arm, or None when it was not played."""
+        """Return one arm, or None when it was not played."""
         return next((arm for arm in self.arms if arm.arm == name), None)
 
 
 class Comparison(Record):
-    """Success of one recipe minus another on later visits, each as it is used: with its bank, or without when it has none.
+    """Hold success on later visits of one recipe minus another, each in the arm it is used in.
 
-    ``seeds`` says how many training seeds both have, by which they are paired; 0: seeds were
+    ``seeds`` counts the training seeds that both have, by which they are paired; 0: seeds were
     resampled apart.
     """
 
@@ -125,7 +129,7 @@ class Comparison(Record):
 
 
 class Card(Record):
-    """Everything that a comparison found."""
+    """Hold all findings of a comparison."""
 
     versions: dict[str, str]
     overrides: tuple[str, ...] = ()
@@ -133,14 +137,17 @@ class Card(Record):
     recipes: tuple[RecipeReport, ...]
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = Field(
-        default=(), description="what could not be played or compared, and why"
+        default=(), description="arms not played, recipes not compared, and why"
     )
 
 
 def make_card(
     cells: Sequence[Cell], *, arms: Sequence[Arm] = ARMS, overrides: Sequence[str] = ()
 ) -> Card:
-    """The card of these cells; cells of equal settings but for the training seed are repetitions of each other.
+    """Return the card of some cells.
+
+    Cells whose settings differ in the training seed alone repeat each other; of several cells with
+    equal settings, training seed and arm the last one counts.
 
     Raises:
         ValueError: there are no cells.
@@ -148,9 +155,14 @@ def make_card(
     if not cells:
         raise ValueError("Expected at least one cell, got none")
     families: dict[str, list[Cell]] = {}
-    for cell in _distinct(cells):
+    for cell in {(cell.settings, cell.arm): cell for cell in cells}.values():
         families.setdefault(cell.family, []).append(cell)
-    named = dict(zip(_names(families.values()), families.values(), strict=True))
+    seen = Counter[str]()
+    named: dict[str, list[Cell]] = {}
+    for family in families.values():
+        recipe = family[0].recipe
+        seen[recipe] += 1
+        named[recipe if seen[recipe] == 1 else f"{recipe} ({seen[recipe]})"] = family
     return Card(
         versions=versions(),
         overrides=tuple(overrides),
@@ -162,7 +174,7 @@ def make_card(
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package, of Python and of what computes."""
+    """Return the versions of this package, of Python and of the packages that compute."""
     found = {"experiential-rl": package_version(), "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -173,17 +185,38 @@ def versions() -> dict[str, str]:
 
 
 def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
-    """One arm over the runs of a recipe, a cell of each."""
+    """Report one arm over the runs of a recipe.
+
+    Args:
+        arm: which arm.
+        cells: of this arm, one of each run.
+    """
     tables = [cell.table() for cell in cells]
     successes, episodes = sum(int(t.sum()) for t in tables), sum(t.size for t in tables)
-    actor, extractor = (
-        sum((getattr(cell.cost, role) for cell in cells), Spent())
-        for role in ("actor", "extractor")
-    )
+    actor = sum((cell.cost.actor for cell in cells), Spent())
+    extractor = sum((cell.cost.extractor for cell in cells), Spent())
     seconds = sum(cell.cost.seconds for cell in cells)
+    visits: list[VisitRate] = []
+    for visit in range(tables[0].shape[1]):
+        column = np.concatenate([table[:, visit] for table in tables])
+        won = int(column.sum())
+        interval = wilson(won, column.size)
+        visits.append(
+            VisitRate(visit=visit + 1, successes=won, episodes=column.size, interval=interval)
+        )
+    per_success = None
+    if successes:
+        per_success = PerSuccess(
+            episodes=episodes / successes,
+            seconds=seconds / successes,
+            actor_tokens=actor.tokens / successes,
+            extractor_tokens=extractor.tokens / successes,
+            actor_seconds=actor.seconds / successes,
+            extractor_seconds=extractor.seconds / successes,
+        )
     return ArmReport(
         arm=arm,
-        visits=tuple(_visit_rates(tables)),
+        visits=tuple(visits),
         later=clustered_mean(_later(cells)),
         episodes=episodes,
         successes=successes,
@@ -192,12 +225,12 @@ def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
         seconds=seconds,
         actor=actor,
         extractor=extractor,
-        per_success=_per_success(successes, episodes, seconds, actor, extractor),
+        per_success=per_success,
     )
 
 
 def difference(first: Sequence[Cell], second: Sequence[Cell]) -> Difference | None:
-    """The paired difference of two arms over the training seeds that both were played with; None without a common one."""
+    """Return the paired difference of two arms; None without a common training seed."""
     pairs = _paired(first, second)
     if pairs is None:
         return None
@@ -209,7 +242,7 @@ def difference(first: Sequence[Cell], second: Sequence[Cell]) -> Difference | No
 
 
 def used_arm(cells: Sequence[Cell]) -> Arm:
-    """The arm in which a recipe is used: ``on`` where it was played, else ``off``, else what there is."""
+    """Return the arm in which a recipe is used: ``on``, else ``off``, else the first played."""
     played = {cell.arm for cell in cells}
     return "on" if "on" in played else "off" if "off" in played else cells[0].arm
 
@@ -217,10 +250,10 @@ def used_arm(cells: Sequence[Cell]) -> Arm:
 def recipe_difference(
     first: Sequence[Cell], second: Sequence[Cell]
 ) -> tuple[Interval, int, int] | None:
-    """One recipe minus another on later visits, each in one arm: interval, common training seeds, and worlds.
+    """Return one recipe minus another on later visits: interval, common training seeds, worlds.
 
-    Recipes without a common training seed are compared all the same, their seeds resampled apart,
-    as long as they met the same worlds; None when they did not.
+    Recipes without a common training seed are compared all the same, their seeds resampled apart.
+    None means that they met different worlds.
     """
     pairs = _paired(first, second)
     if pairs is not None:
@@ -241,57 +274,12 @@ def _paired(first: Sequence[Cell], second: Sequence[Cell]) -> tuple[np.ndarray, 
 
 
 def _later(cells: Sequence[Cell]) -> np.ndarray:
-    """Success on later visits, shape (training seeds, worlds)."""
+    """Return success on later visits, shape (training seeds, worlds)."""
     return np.array([cell.later() for cell in cells])
 
 
-def _visit_rates(tables: Sequence[np.ndarray]) -> Iterable[VisitRate]:
-    for index in range(tables[0].shape[1]):
-        successes, episodes = (
-            sum(int(t[:, index].sum()) for t in tables),
-            sum(len(t) for t in tables),
-        )
-        yield VisitRate(
-            visit=index + 1,
-            successes=successes,
-            episodes=episodes,
-            interval=wilson(successes, episodes),
-        )
-
-
-def _per_success(
-    successes: int, episodes: int, seconds: float, actor: Spent, extractor: Spent
-) -> PerSuccess | None:
-    if not successes:
-        return None
-    return PerSuccess(
-        episodes=episodes / successes,
-        seconds=seconds / successes,
-        actor_tokens=actor.tokens / successes,
-        extractor_tokens=extractor.tokens / successes,
-        actor_seconds=actor.seconds / successes,
-        extractor_seconds=extractor.seconds / successes,
-    )
-
-
-def _distinct(cells: Sequence[Cell]) -> list[Cell]:
-    """Each cell once: of several with equal settings, training seed and arm the last."""
-    return list({(cell.settings, cell.arm): cell for cell in cells}.values())
-
-
-def _names(families: Iterable[Sequence[Cell]]) -> list[str]:
-    """The recipe of each family, numbered where several share one."""
-    told = Counter[str]()
-    names: list[str] = []
-    for family in families:
-        recipe = family[0].recipe
-        told[recipe] += 1
-        names.append(recipe if told[recipe] == 1 else f"{recipe} ({told[recipe]})")
-    return names
-
-
 def by_arm(cells: Iterable[Cell]) -> dict[Arm, list[Cell]]:
-    """Cells of each arm, in the order of the arms and by training seed."""
+    """Group cells by arm, in the order of the arms, each by training seed."""
     found: dict[Arm, list[Cell]] = {}
     for cell in sorted(cells, key=lambda cell: (ARMS.index(cell.arm), cell.seed)):
         found.setdefault(cell.arm, []).append(cell)
@@ -306,25 +294,24 @@ def _recipe_report(name: str, cells: Sequence[Cell]) -> RecipeReport:
         name=name,
         recipe=cells[0].recipe,
         environment=cells[0].environment,
-        runs=tuple(_facts(cell) for cell in runs.values()),
+        runs=tuple(
+            RunFacts(**{name: getattr(cell, name) for name in RunFacts.model_fields})
+            for cell in runs.values()
+        ),
         worlds=len(cells[0].outcomes),
         arms=tuple(arm_report(arm, cells) for arm, cells in arms.items()),
         differences=tuple(one for one in found if one is not None),
     )
 
 
-def _facts(cell: Cell) -> RunFacts:
-    return RunFacts(**{name: getattr(cell, name) for name in RunFacts.model_fields})
-
-
 def _comparisons(named: Mapping[str, Sequence[Cell]]) -> Iterable[Comparison]:
-    """Every recipe minus the first, in the same environment."""
+    """Compare every recipe with the first, where it plays the same environment."""
     (base, base_cells), *others = named.items()
     base_arm = used_arm(base_cells)
     for name, cells in others:
-        arm = used_arm(cells)
         if cells[0].environment != base_cells[0].environment:
             continue
+        arm = used_arm(cells)
         found = recipe_difference(by_arm(cells)[arm], by_arm(base_cells)[base_arm])
         if found is not None:
             interval, seeds, worlds = found
@@ -341,18 +328,13 @@ def _comparisons(named: Mapping[str, Sequence[Cell]]) -> Iterable[Comparison]:
 
 def _notes(named: Mapping[str, Sequence[Cell]], arms: Sequence[Arm]) -> Iterable[str]:
     for name, cells in named.items():
-        missing = [arm for arm in arms if arm not in {cell.arm for cell in cells}]
-        if missing:
-            why = (
-                "it has no bank"
-                if "off" in {cell.arm for cell in cells}
-                else "no such cell was given"
-            )
+        played = {cell.arm for cell in cells}
+        if missing := [arm for arm in arms if arm not in played]:
+            why = "it has no bank" if "off" in played else "no such cell was given"
             yield f"{name}: {', '.join(missing)} not played, since {why}"
-        seeds = len({cell.seed for cell in cells})
-        if seeds == 1:
+        if len({cell.seed for cell in cells}) == 1:
             yield (
-                f"{name}: one training seed; its intervals do not tell how much another training"
+                f"{name}: one training seed; its intervals leave out how much another training"
                 " would differ"
             )
     base = next(iter(named.values()))[0]

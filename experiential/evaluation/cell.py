@@ -1,4 +1,4 @@
-"""A finished cell of a comparison: one checkpoint under one arm, kept as a small JSON file and not played again."""
+"""Keep the finished cells of a comparison: one checkpoint under one arm, a small JSON file each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experiential.types import Record
 
 
 class Cell(Record):
-    """What one checkpoint did under one arm.
+    """Hold the outcomes of one checkpoint under one arm.
 
     Attributes:
         run: name of the run's folder.
@@ -27,17 +27,16 @@ class Cell(Record):
         environment: id of its environment.
         seed: training seed.
         step: training step of the checkpoint.
-        arm: which experience was shown.
+        arm: under which it was played.
         checkpoint: digest of all files of the checkpoint.
-        settings: digest of the settings that it was evaluated with, the training seed included.
-        family: the same without the training seed: runs of one family are repetitions of each
-            other.
+        settings: digest of the settings of the evaluation, the training seed included.
+        family: the same without the training seed; runs of one family repeat each other.
         version: of this package.
         outcomes: per held-out world one text of 0 and 1, a digit for each visit.
         errors: episodes that failed for a technical reason; they count as no success.
         entries: entries of the bank at the beginning.
         failures: the reasons of those episodes.
-        cost: what it took.
+        cost: in time and tokens.
     """
 
     run: str
@@ -57,28 +56,24 @@ class Cell(Record):
     cost: Cost = Field(default_factory=Cost)
 
     def table(self) -> np.ndarray:
-        """Outcomes as 0 and 1, shape (worlds, visits)."""
+        """Return the outcomes as 0 and 1, shape (worlds, visits)."""
         return np.array([[int(digit) for digit in row] for row in self.outcomes])
 
     def later(self) -> np.ndarray:
-        """Success rate of each world over the visits after the first, or over the only one, shape (worlds,)."""
+        """Return the success rate of each world on later visits, shape (worlds,)."""
         return later(self.table())
 
 
 def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoint: str) -> Cell:
-    """The cell of an eval event.
+    """Return the cell of an eval event.
 
     Args:
         event: as `Trainer` emits it.
         run: name of the run.
-        experiment: the settings that it was played with.
+        experiment: settings of the evaluation.
         checkpoint: digest of the checkpoint.
     """
-    told = {
-        name: event[name]
-        for name in ("arm", "step", "errors", "entries", "failures", "cost")
-        if name in event
-    }
+    kept = ("arm", "step", "errors", "entries", "failures", "cost")
     return Cell(
         run=run,
         recipe=experiment.recipe,
@@ -89,7 +84,7 @@ def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoi
         family=settings_digest(experiment, seed=False),
         version=package_version(),
         outcomes=tuple("".join(map(str, row)) for row in event["outcomes"]),
-        **told,
+        **{name: event[name] for name in kept if name in event},
     )
 
 
@@ -110,14 +105,19 @@ def cell_name(checkpoint: str, settings: str, arm: Arm) -> str:
 
 
 def settings_digest(experiment: Experiment, *, seed: bool = True) -> str:
-    """A digest of all settings but the list of arms, and but the training seed if asked."""
+    """Return a digest of all settings except the list of arms.
+
+    Args:
+        experiment: the settings.
+        seed: count the training seed, too.
+    """
     tree = experiment.model_dump(mode="json", exclude=None if seed else {"seed"})
     tree["eval"].pop("arms")
     return _digest(json.dumps(tree, sort_keys=True))
 
 
 def folder_digest(folder: Path) -> str:
-    """A digest of the names and contents of all files in a folder."""
+    """Return a digest of the names and contents of all files in a folder."""
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         total.update(str(path.relative_to(folder)).encode() + b"\0")
@@ -127,7 +127,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def package_version() -> str:
-    """The version of this package; ``unknown`` where it is not installed."""
+    """Return the version of this package; ``unknown`` where it is not installed."""
     try:
         return version("experiential-rl")
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""Learning curves of runs, from the events in their metrics files."""
+"""Compute the learning curves of runs from the events in their metrics files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,13 @@ Event = Mapping[str, Any]
 
 
 class Point(Record):
-    """One evaluation while a run trained: training step, training episodes so far, and success on later visits."""
+    """Hold one evaluation during training.
+
+    Attributes:
+        step: training step.
+        episodes: training episodes so far, those that filled a bank beforehand included.
+        success: on later visits.
+    """
 
     step: int
     episodes: int
@@ -22,24 +28,30 @@ class Point(Record):
 
 
 def evaluation_curve(events: Iterable[Event], arm: str) -> list[Point]:
-    """Held-out success on later visits in one arm, by training step; of several evaluations of a step the newest counts."""
-    events = list(events)
-    played = _episodes(events)
-    newest = {
-        int(event["step"]): event
-        for event in events
-        if event["event"] == "eval" and event["arm"] == arm
-    }
+    """Return held-out success on later visits in one arm, by training step.
+
+    A resumed run evaluates and plays some steps twice; the newer event counts.
+    """
+    evaluated: dict[int, Event] = {}
+    played: dict[int, int] = {}
+    for event in events:
+        step = int(event.get("step", 0))
+        if event["event"] == "eval" and event["arm"] == arm:
+            evaluated[step] = event
+        elif event["event"] in ("step", "prepared") and "episodes" in event:
+            played[step] = int(event["episodes"])
     return [
         Point(
-            step=step, episodes=played(step), success=float(later(newest[step]["outcomes"]).mean())
+            step=step,
+            episodes=sum(episodes for at, episodes in played.items() if at <= step),
+            success=float(later(event["outcomes"]).mean()),
         )
-        for step in sorted(newest)
+        for step, event in sorted(evaluated.items())
     ]
 
 
 def training_curve(events: Iterable[Event], field: str) -> list[tuple[int, float]]:
-    """(step, value) of a field of the step events, where it is known."""
+    """Return (step, value) of a field of the step events, where it is known."""
     steps = {int(event["step"]): event.get(field) for event in events if event["event"] == "step"}
     return [(step, float(value)) for step, value in sorted(steps.items()) if value is not None]
 
@@ -47,7 +59,7 @@ def training_curve(events: Iterable[Event], field: str) -> list[tuple[int, float
 def mean_curve(
     curves: Sequence[Sequence[tuple[int, float]]],
 ) -> list[tuple[int, float, float, float]]:
-    """(x, mean, lowest, highest) over the curves, at every x that all of them have."""
+    """Return (x, mean, lowest, highest) over the curves, at every x that all of them have."""
     tables = [dict(curve) for curve in curves if curve]
     if not tables:
         return []
@@ -59,7 +71,7 @@ def mean_curve(
 
 
 def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
-    """Exponential moving average, corrected for its start; as long as `values`."""
+    """Return the exponential moving average of values, corrected for its start."""
     smoothed: list[float] = []
     total = norm = 0.0
     for value in values:
@@ -67,16 +79,3 @@ def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
         norm = weight * norm + (1 - weight)
         smoothed.append(total / norm)
     return smoothed
-
-
-def _episodes(events: Sequence[Event]) -> Callable[[int], int]:
-    """How many training episodes were played up to and including a step, those that filled a bank beforehand included."""
-    played_in = (
-        event for event in events if event["event"] in ("step", "prepared") and "episodes" in event
-    )
-    counts = {int(event["step"]): int(event["episodes"]) for event in played_in}
-
-    def played(step: int) -> int:
-        return sum(n for at, n in counts.items() if at <= step)
-
-    return played

@@ -1,4 +1,4 @@
-"""Intervals for what evaluation reports: Wilson for one success rate, a bootstrap over worlds and training seeds for the rest."""
+"""Compute intervals: Wilson's for a success rate, else a bootstrap over worlds and seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from experiential.types import Record
 
 
 class Interval(Record):
-    """An estimate with its 95 % interval."""
+    """Hold an estimate with its 95 % interval."""
 
     mean: float
     low: float
@@ -18,10 +18,10 @@ class Interval(Record):
 
 
 def wilson(successes: int, episodes: int, *, z: float = 1.959964) -> Interval:
-    """Wilson score interval of a success rate.
+    """Return the Wilson score interval of a success rate.
 
-    With p = s/n: centre (p + z²/2n) / (1 + z²/n), half width z·sqrt(p(1-p)/n + z²/4n²) / (1 +
-    z²/n).
+    With p = s/n: centre (p + z²/2n) / (1 + z²/n), half width
+    z·sqrt(p(1-p)/n + z²/4n²) / (1 + z²/n).
 
     Raises:
         ValueError: ``successes`` is not between 0 and ``episodes``.
@@ -39,7 +39,7 @@ def wilson(successes: int, episodes: int, *, z: float = 1.959964) -> Interval:
 def paired_difference(
     first: np.ndarray, second: np.ndarray, *, samples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """Mean of ``first - second`` with a percentile bootstrap over worlds.
+    """Return the mean of ``first - second`` with a percentile bootstrap over worlds.
 
     Args:
         first: success rate per world under one arm, shape (worlds,).
@@ -58,15 +58,14 @@ def paired_difference(
 
 
 def clustered_mean(values: np.ndarray, *, samples: int = 10_000, seed: int = 0) -> Interval:
-    """Mean over training seeds and worlds with a percentile bootstrap that resamples first the seeds, then the worlds.
+    """Return the mean over training seeds and worlds with a percentile bootstrap over both.
 
     The clusters are the worlds: all visits to a world are drawn together. Every training seed is
     evaluated on the same worlds, and a world that is hard for one is hard for others, so one draw
     of worlds serves all seeds of a resample: with seeds i(1..S) and worlds j(1..W) drawn with
     replacement, its mean is the mean of ``values[i(a), j(b)]`` over all a and b.
 
-    Caveat: with one training seed the interval does not know how much another training would
-    differ.
+    Caveat: with one training seed the interval leaves out how much another training would differ.
 
     Args:
         values: success rates, or paired differences of them, per training seed and world, shape
@@ -89,16 +88,18 @@ def clustered_mean(values: np.ndarray, *, samples: int = 10_000, seed: int = 0) 
 def unpaired_difference(
     first: np.ndarray, second: np.ndarray, *, samples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """Difference of two means on the same worlds whose training seeds have nothing in common: seeds are resampled apart, worlds together.
+    """Return the difference of two means on the same worlds, by runs without a common seed.
+
+    Training seeds are resampled apart, worlds together.
 
     Args:
         first: success rates, shape (seeds, worlds).
-        second: those subtracted, shape (other seeds, the same worlds).
+        second: subtracted from them, shape (other seeds, the same worlds).
         samples: bootstrap resamples.
         seed: of the resampling.
 
     Raises:
-        ValueError: one is not a table, is empty, or the worlds differ in number.
+        ValueError: one is no table, is empty, or the worlds differ in number.
     """
     if (
         first.ndim != 2
@@ -117,12 +118,12 @@ def unpaired_difference(
 
 
 def _draws(rng: np.random.Generator, n: int, samples: int) -> np.ndarray:
-    """How often each of n is drawn in n draws with replacement, shape (samples, n)."""
+    """Return how often each of n is drawn in n draws with replacement, shape (samples, n)."""
     return rng.multinomial(n, np.full(n, 1 / n), size=samples)
 
 
 def _resampled(rng: np.random.Generator, values: np.ndarray, worlds: np.ndarray) -> np.ndarray:
-    """Means over seeds drawn here and worlds drawn already, shape (samples,)."""
+    """Return means over seeds, drawn here, and worlds, drawn already, shape (samples,)."""
     seeds = _draws(rng, values.shape[0], len(worlds))
     return ((seeds @ values.astype(np.float64)) * worlds).sum(axis=1) / values.size
 

@@ -1,4 +1,4 @@
-"""The report of a comparison as one HTML page that needs no other file."""
+"""Write the report of a comparison as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from experiential.evaluation.card import Card, PerSuccess, RecipeReport
 from experiential.evaluation.intervals import Interval
 
-Cell = str | int | float
-
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:.5rem 0 1.5rem}th,td{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #ddd}
-th:first-child,td:first-child{text-align:left}img{max-width:100%}code{font-size:90%}.note{color:#8a4b00}
+table{border-collapse:collapse;margin:.5rem 0 1.5rem}
+th,td{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #ddd}
+th:first-child,td:first-child{text-align:left}img{max-width:100%}
+code{font-size:90%}.note{color:#8a4b00}
 """
 _READING = (
     "Later visits are those after the first. An arm's interval resamples training seeds and worlds;"
@@ -27,42 +27,62 @@ _READING = (
 
 
 def show_percent(interval: Interval) -> str:
-    """A rate in per cent with its interval: `42 % [35, 50]`."""
+    """Format a rate in per cent with its interval: `42 % [35, 50]`."""
     return f"{interval.mean * 100:.0f} % [{interval.low * 100:.0f}, {interval.high * 100:.0f}]"
 
 
 def show_points(interval: Interval) -> str:
-    """A difference in points with its interval: `+42 [+35, +50]`."""
+    """Format a difference in points with its interval: `+42 [+35, +50]`."""
     return f"{interval.mean * 100:+.0f} [{interval.low * 100:+.0f}, {interval.high * 100:+.0f}]"
+
+
+COSTS = {
+    "episodes": "{:.1f}",
+    "seconds": "{:.2f}",
+    "actor_tokens": "{:,.0f}",
+    "extractor_tokens": "{:,.0f}",
+    "actor_seconds": "{:.2f}",
+    "extractor_seconds": "{:.2f}",
+}
+"""The costs of a success, and how each figure is shown."""
+
+
+def show_costs(cost: PerSuccess | None) -> list[str]:
+    """Format the costs of a success; dashes without one."""
+    if cost is None:
+        return ["–"] * len(COSTS)
+    return [shape.format(getattr(cost, name)) for name, shape in COSTS.items()]
 
 
 def write_page(card: Card, path: Path, picture: Path | None) -> Path:
     """Write the report of a card.
 
     Args:
-        card: what was found.
-        path: where to write it.
-        picture: a PNG that is put into the page; without it the page says how to get one.
+        card: findings of the comparison.
+        path: of the page.
+        picture: a PNG to embed; without it the page says how to get one.
     """
+    body = "".join(_page(card, picture))
     path.write_text(
-        "<!doctype html><html lang=en><meta"
-        f" charset=utf-8>{''.join(_page(card, picture))}</html>\n",
-        encoding="utf-8",
+        f"<!doctype html><html lang=en><meta charset=utf-8>{body}</html>\n", encoding="utf-8"
     )
     return path
 
 
 def _page(card: Card, picture: Path | None) -> Iterable[str]:
     yield f"<title>Comparison</title><style>{_STYLE}</style><h1>Comparison</h1>"
-    told = ", ".join(f"{name} {version}" for name, version in card.versions.items())
-    changed = (
-        f" Settings changed for the evaluation: {' '.join(card.overrides)}."
-        if card.overrides
-        else ""
-    )
-    yield f"<p>{escape(told)}.{escape(changed)}</p>"
+    versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
+    changed = ""
+    if card.overrides:
+        changed = f" Settings changed for the evaluation: {' '.join(card.overrides)}."
+    yield f"<p>{escape(versions)}.{escape(changed)}</p>"
     yield from (f"<p class=note>{escape(note)}</p>" for note in card.notes)
-    yield _image(picture)
+    if picture is None:
+        hint = "pip install 'experiential-rl[bench]'"
+        yield f"<p class=note>No picture: matplotlib is not installed ({hint}).</p>"
+    else:
+        png = b64encode(picture.read_bytes()).decode()
+        yield f'<img alt="learning curves and intervals" src="data:image/png;base64,{png}">'
     yield f"<p>{escape(_READING)}</p>"
     for recipe in card.recipes:
         yield from _recipe(recipe)
@@ -76,35 +96,19 @@ def _page(card: Card, picture: Path | None) -> Iterable[str]:
             )
             for c in card.comparisons
         ]
-        yield (
-            "<h2>Between"
-            f" recipes</h2>{_table(('recipes', 'points', 'training seeds', 'worlds'), rows)}"
-        )
-
-
-def _image(picture: Path | None) -> str:
-    if picture is None:
-        return (
-            "<p class=note>No picture: matplotlib is not installed (pip install"
-            " 'experiential-rl[bench]').</p>"
-        )
-    return (
-        '<img alt="learning curves and intervals"'
-        f' src="data:image/png;base64,{b64encode(picture.read_bytes()).decode()}">'
-    )
+        yield "<h2>Between recipes</h2>"
+        yield _table(("recipes", "points", "training seeds", "worlds"), rows)
 
 
 def _recipe(recipe: RecipeReport) -> Iterable[str]:
-    yield (
-        f"<h2>{escape(recipe.name)}</h2><p>{escape(recipe.environment)}, {recipe.worlds} held-out"
-        " worlds.</p>"
-    )
-    visits = [str(visit.visit) for visit in recipe.arms[0].visits]
+    yield f"<h2>{escape(recipe.name)}</h2>"
+    yield f"<p>{escape(recipe.environment)}, {recipe.worlds} held-out worlds.</p>"
+    visits = [f"visit {visit.visit}" for visit in recipe.arms[0].visits]
     rates = [
         (arm.arm, *(show_percent(visit.interval) for visit in arm.visits), show_percent(arm.later))
         for arm in recipe.arms
     ]
-    yield _table(("arm", *(f"visit {visit}" for visit in visits), "later visits"), rates)
+    yield _table(("arm", *visits, "later visits"), rates)
     if recipe.differences:
         rows = [
             (f"{one.first} – {one.second}", show_points(one.interval), one.seeds, one.worlds)
@@ -124,21 +128,7 @@ def _recipe(recipe: RecipeReport) -> Iterable[str]:
     yield _table(("run", "seed", "step", "checkpoint", "settings", "version"), facts)
 
 
-COSTS = {
-    "episodes": "{:.1f}", "seconds": "{:.2f}", "actor_tokens": "{:,.0f}", "extractor_tokens": "{:,.0f}", "actor_seconds": "{:.2f}",
-    "extractor_seconds": "{:.2f}",
-}  # fmt: skip
-"""What a success cost, and how each figure is shown."""
-
-
-def show_costs(cost: PerSuccess | None) -> list[str]:
-    """What a success cost; dashes where there was none."""
-    return [
-        "–" if cost is None else shape.format(getattr(cost, name)) for name, shape in COSTS.items()
-    ]
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+def _table(names: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> str:
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows

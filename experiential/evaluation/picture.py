@@ -1,4 +1,4 @@
-"""The picture of a comparison: learning curves of the runs, success in each arm, and the paired differences."""
+"""Draw a comparison: learning curves, success in each arm, and the paired differences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiential.errors import MissingExtraError
-from experiential.evaluation.card import Card, RecipeReport
+from experiential.evaluation.card import Card
 from experiential.evaluation.curves import (
     Event,
     evaluation_curve,
@@ -110,9 +110,9 @@ def _draw_arms(axes: Any, card: Card) -> None:
 
 def _draw_differences(axes: Any, card: Card) -> None:
     lines = [
-        line
+        (f"{recipe.name}: {one.first} – {one.second}", one.interval, f"C{index % 10}")
         for index, recipe in enumerate(card.recipes)
-        for line in _difference_lines(recipe, f"C{index % 10}")
+        for one in recipe.differences
     ]
     lines += [
         (f"{c.first} ({c.first_arm}) – {c.second} ({c.second_arm})", c.interval, "black")
@@ -130,15 +130,8 @@ def _draw_differences(axes: Any, card: Card) -> None:
     )
 
 
-def _difference_lines(recipe: RecipeReport, colour: str) -> list[tuple[str, Interval, str]]:
-    return [
-        (f"{recipe.name}: {one.first} – {one.second}", one.interval, colour)
-        for one in recipe.differences
-    ]
-
-
 def _errors(intervals: Sequence[Interval]) -> list[list[float]]:
-    """Distances from the means to the ends; a percentile interval may lie beside its mean."""
+    """Return the distances from means to ends, 0 where an interval lies beside its mean."""
     return [
         [max(0.0, i.mean - i.low) for i in intervals],
         [max(0.0, i.high - i.mean) for i in intervals],

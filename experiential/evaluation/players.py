@@ -1,4 +1,4 @@
-"""Let agents without a model play a suite: random draws, the oracle, or a function of the user's."""
+"""Play a suite without a model: by random draws, the oracle, or a function of the user's."""
 
 from __future__ import annotations
 

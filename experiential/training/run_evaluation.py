@@ -1,4 +1,4 @@
-"""A finished run that is evaluated: its newest checkpoint, played arm by arm; the run and its bank stay as they are."""
+"""Evaluate a finished run: its newest checkpoint, arm by arm; run and bank stay unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The newest checkpoint of a run, and the settings to evaluate it with.
+    """Hold the newest checkpoint of a run, and the settings to evaluate it with.
 
     Attributes:
         folder: the run's output folder.
@@ -39,34 +39,34 @@ class EvaluatedRun:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder."""
+        """Return the name of the run's folder."""
         return self.folder.resolve().name
 
     @property
     def step(self) -> int:
-        """Training step of the checkpoint."""
+        """Return the training step of the checkpoint."""
         return int(self.manifest["step"])
 
     @cached_property
     def digest(self) -> str:
-        """Of all files of the checkpoint."""
+        """Return the digest of all files of the checkpoint."""
         return folder_digest(self.checkpoint)
 
     def arms(self, wanted: Sequence[Arm]) -> list[Arm]:
-        """The wanted arms that this run can play: without a bank only ``off``."""
+        """Return the wanted arms that this run can play: without a bank only ``off``."""
         return [arm for arm in wanted if arm == "off" or self.has_bank]
 
     @property
     def has_bank(self) -> bool:
-        """Whether the checkpoint holds a bank and the settings use it."""
+        """Return whether the checkpoint holds a bank and the settings use it."""
         return self.experiment.extractor.enabled and (self.checkpoint / "bank").is_dir()
 
 
 def open_run(folder: Path, experiment: Experiment) -> EvaluatedRun:
-    """The newest checkpoint in a run's folder.
+    """Open the newest checkpoint in a run's folder.
 
     Raises:
-        CheckpointError: there is none, or the settings ask for a bank that it does not hold.
+        CheckpointError: there is none, or it lacks the bank that the settings ask for.
     """
     checkpoint, manifest = CheckpointStore(folder / "checkpoints").latest()
     if experiment.extractor.enabled and not (checkpoint / "bank").is_dir():
@@ -118,7 +118,10 @@ def evaluate_run(
 
 
 def only_evaluation(experiment: Experiment, arms: tuple[Arm, ...]) -> Experiment:
-    """The settings of an evaluation in a scratch folder: these arms, nothing before, and no server that holds the run's own index."""
+    """Return the settings of an evaluation in a scratch folder.
+
+    It plays these arms, nothing before, and uses no server that holds the run's own index.
+    """
     changes = {
         "eval": experiment.eval.model_copy(update={"before": False, "arms": arms}),
         "bank": experiment.bank.model_copy(update={"path": None, "store": CHROMA}),
