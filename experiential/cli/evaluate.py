@@ -136,12 +136,12 @@ def prepare(output: Path) -> None:
     Raises:
         ConfigError: it cannot be made or written.
     """
-    reason = "choose another"
     try:
         output.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(output, os.W_OK) else "choose another"
     except OSError as error:
         reason = error.strerror
-    if not os.access(output, os.W_OK):
+    if reason is not None:
         raise ConfigError(
             f"Expected a folder that can be written for --output, got {output}: {reason}"
         )
