@@ -1,1 +1,1 @@
-"""What the project claims, each claim by one command; results are kept in ``benchmarks/results/``."""
+"""Scripts that make the committed figures; see docs/benchmarks.md and docs/evaluation.md."""

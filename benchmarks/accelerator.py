@@ -1,7 +1,7 @@
-"""How fast the local runtime is on a device: tokens a second, memory, and the share of what the device can multiply.
+"""Measure the local runtime on a device: tokens a second, memory, share of the device's peak.
 
-    python -m benchmarks.accelerator [--model smollm2] [--dtype bfloat16] [--device auto] [--lora 0]
-    [--sequences 64] [--rounds 5]
+    python -m benchmarks.accelerator [--model smollm2] [--dtype bfloat16] [--device auto]
+        [--lora 0] [--sequences 64] [--rounds 5]
 
 ``--sequences`` prompts of ``--prompt`` random tokens each, all different, so that no prefix is
 shared; responses of at most ``--tokens``. ``rollout`` is all generations at once, ``update`` one
@@ -42,7 +42,7 @@ def synchronize(device: str) -> None:
 
 
 def ceiling(device: str, dtype: torch.dtype, rounds: int = 5) -> float:
-    """Operations a second of a square matrix product: the best of some."""
+    """Return operations a second of a square matrix product: the best of some."""
     size = 8192 if device.startswith("cuda") else 1024
     a, b = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     best = float("inf")
@@ -56,14 +56,17 @@ def ceiling(device: str, dtype: torch.dtype, rounds: int = 5) -> float:
 
 
 def operations(parameters: float, tokens: int, *, update: bool, adapter: bool) -> float:
-    """Floating-point operations of the weights: 2 per parameter and token, in an update 6, or 4 where the base is frozen."""
+    """Return the floating-point operations of the weights.
+
+    They are 2 per parameter and token, in an update 6, or 4 where the base is frozen.
+    """
     return parameters * tokens * ((4 if adapter else 6) if update else 2)
 
 
 async def rollout(
     policy: LocalRuntime, prompts: list[list[int]], tokens: int, seed: int
 ) -> list[Generation]:
-    """One response to each prompt, all asked for at once."""
+    """Generate one response to each prompt, all at once."""
     sampling = [SamplingParams(max_tokens=tokens, seed=seed + i) for i in range(len(prompts))]
     return list(
         await asyncio.gather(
@@ -73,7 +76,7 @@ async def rollout(
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over rounds."""
+    """Return medians over rounds."""
     device = resolve_device(options.device)
     lora = LoraSettings(rank=options.lora) if options.lora else None
     settings = ModelSettings(
@@ -157,7 +160,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     made.add_argument("--model", default="smollm2")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -175,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     options = parser().parse_args()
     keep(asyncio.run(measure(options)), options.results)
 

@@ -25,10 +25,11 @@ CHANGED, CHANGE_STEP, STEPS = 8, 40, 60
 
 
 def train(folder: Path, seed: int, worlds: int) -> None:
-    """One training run with a change of worlds."""
+    """Train one run in which the worlds change."""
     command = [
-        sys.executable, "-m", "experiential.cli.train", "--recipe", "complementary", "--plain", "--overwrite", "--seed", str(seed),
-        "--output", str(folder), f"run.steps={STEPS}", "run.minutes=null", "eval.before=false", "eval.after=false",
+        sys.executable, "-m", "experiential.cli.train", "--recipe", "complementary", "--plain",
+        "--overwrite", "--seed", str(seed), "--output", str(folder), f"run.steps={STEPS}",
+        "run.minutes=null", "eval.before=false", "eval.after=false",
         f"env.train={{split: train, worlds: {worlds}}}", "run.checkpoint_every=0",
         f"env.changes=[{{step: {CHANGE_STEP}, worlds: {CHANGED}, changed: {CHANGED}, era: 1}}]",
     ]  # fmt: skip
@@ -39,7 +40,10 @@ def train(folder: Path, seed: int, worlds: int) -> None:
 
 
 def by_visit(folder: Path) -> dict[str, list[float]]:
-    """Mean success on the changed worlds by visits since the change, the first visit first, per condition."""
+    """Return mean success on the changed worlds, by condition and visits since the change.
+
+    The first visit comes first.
+    """
     steps: list[dict[str, list[float]]] = []
     records = [
         json.loads(line)
@@ -94,7 +98,7 @@ def report(runs: list[dict[str, list[float]]], results: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs/adaptation"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/adaptation"))

@@ -1,8 +1,8 @@
-"""How fast the bank is, as ratios measured in one run.
+"""Measure how fast the bank is, as ratios within one run.
 
-    pip install faiss-cpu                          # the yardstick; without it a plain NumPy product stands in
-    python -m benchmarks.bank [--sizes 1000 10000 20000 100000] [--results
-    benchmarks/results/bank.json]
+    pip install faiss-cpu  # the yardstick; without it a plain NumPy product stands in
+    python -m benchmarks.bank [--sizes 1000 10000 20000 100000]
+        [--results benchmarks/results/bank.json]
 
 * ``search``: a batch of 512 queries, 384 numbers each, ten hits: from vectors (the resident index
   or, in a large bank, what the bank uses), and from text with a warm cache, beside an exact FAISS
@@ -53,7 +53,10 @@ DIMENSION, QUERIES, HITS, REPEATS = 384, 512, 10, 5
 
 
 class Lookup:
-    """An embedder that knows its vectors: text ``n`` has row n of a table of clustered points, as lessons of many tasks have."""
+    """Embed by lookup: text ``n`` has row n of a table.
+
+    The points are clustered, as lessons of many tasks are.
+    """
 
     id = "benchmark-lookup"
 
@@ -68,12 +71,12 @@ class Lookup:
         )
 
     def __call__(self, texts: Sequence[str]) -> Vector:
-        """Rows of the table."""
+        """Return rows of the table."""
         return self.table[[int(text) for text in texts]]
 
 
 def best(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Seconds of the quickest of several calls."""
+    """Return the seconds of the quickest of several calls."""
     times: list[float] = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -83,7 +86,7 @@ def best(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def exact_search(vectors: Vector, queries: Vector) -> tuple[str, Callable[[], object]]:
-    """An exact inner-product search: FAISS where it is installed."""
+    """Return an exact inner-product search: FAISS where it is installed."""
     if importlib.util.find_spec("faiss") is None:
         return "numpy", lambda: np.argpartition(-(queries @ vectors.T), HITS, axis=1)[:, :HITS]
     import faiss  # pyright: ignore[reportMissingImports]
@@ -94,7 +97,7 @@ def exact_search(vectors: Vector, queries: Vector) -> tuple[str, Callable[[], ob
 
 
 def chroma_collection(folder: Path, vectors: Vector) -> Any:
-    """A persistent collection that holds the vectors."""
+    """Return a persistent collection that holds the vectors."""
     import chromadb
     from chromadb.config import Settings
 
@@ -111,7 +114,10 @@ def chroma_collection(folder: Path, vectors: Vector) -> Any:
 
 
 def search(count: int, folder: Path) -> dict[str, Any]:
-    """Seconds of a batch of queries against ``count`` entries, and what the bank costs in memory, disk and opening time."""
+    """Measure a batch of queries against ``count`` entries, in seconds.
+
+    Memory, disk and opening time of the bank come with it.
+    """
     lookup = Lookup(count + QUERIES)
     texts, asked = [str(i) for i in range(count)], [str(count + i) for i in range(QUERIES)]
     vectors, queries = lookup.table[:count], lookup.table[count:]
@@ -151,7 +157,7 @@ def search(count: int, folder: Path) -> dict[str, Any]:
 
 
 def concurrent(count: int, folder: Path) -> dict[str, dict[str, float]]:
-    """512 single queries at once, through the manager, on cached embeddings."""
+    """Measure 512 single queries at once, through the manager, on cached embeddings."""
     lookup = Lookup(count + QUERIES)
     found: dict[str, dict[str, float]] = {}
     with ExperienceBank(folder / "bank", embedder=lookup) as bank:
@@ -194,7 +200,7 @@ async def _tasks(
 
 
 def _latency(crowd: Callable[[], Sequence[float]]) -> dict[str, float]:
-    """The quickest of several rounds, the first left out."""
+    """Return the quickest of several rounds, the first left out."""
     crowd()
     rounds = [np.array(crowd()) for _ in range(REPEATS)]
     quickest = min(rounds, key=lambda times: float(np.quantile(times, 0.99)))
@@ -205,7 +211,7 @@ def _latency(crowd: Callable[[], Sequence[float]]) -> dict[str, float]:
 
 
 def writes(count: int, folder: Path) -> dict[str, float]:
-    """Adds a second, and what four busy writers do to a reader."""
+    """Measure adds a second, and the reads of one reader beside four busy writers."""
     lookup = Lookup(17 * count)
     with ExperienceBank(folder / "bank", embedder=lookup) as bank:
         texts = iter(str(i) for i in range(17 * count))
@@ -265,7 +271,7 @@ def _search_p99(bank: ExperienceBank) -> float:
 
 
 class _Still(gym.Env[str, str]):
-    """An environment that does nothing, at once."""
+    """Play an environment that does nothing, at once."""
 
     observation_space = UnicodeText(max_length=64)
     action_space = UnicodeText(max_length=64)
@@ -273,16 +279,16 @@ class _Still(gym.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """The only observation."""
+        """Return the only observation."""
         return "here", {"task": "stand"}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Nothing changes."""
+        """Change nothing."""
         return "here", 0.0, False, False, {}
 
 
 def step(folder: Path, count: int = 20_000) -> dict[str, float]:
-    """Microseconds of a step with and without the wrapper."""
+    """Measure the microseconds of a step with and without the wrapper."""
     with ExperienceBank(folder / "bank", embedder="hashing") as bank:
         plain, wrapped = _Still(), ExperienceWrapper(_Still(), bank)
         plain.reset()
@@ -294,7 +300,7 @@ def step(folder: Path, count: int = 20_000) -> dict[str, float]:
 
 
 def _resident() -> int:
-    """Bytes of memory this process holds now (the peak so far where the system does not tell)."""
+    """Return the bytes of memory that this process holds; elsewhere than on Linux the peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -303,7 +309,7 @@ def _resident() -> int:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 10_000, 20_000, 100_000])
     parser.add_argument("--writes", type=int, default=1_000)

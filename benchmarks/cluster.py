@@ -1,7 +1,9 @@
-"""What keeps a cluster waiting: rollouts with and without the bank, and the share of time in which engines and ranks work.
+"""Measure what keeps a cluster waiting: rollouts with and without the bank, and busy shares.
 
-    python -m benchmarks.cluster [--steps 12] [--results benchmarks/results/cluster.json] [key=value
-    ...]
+    python -m benchmarks.cluster [--steps 12] [--results benchmarks/results/cluster.json]
+        [key=value ...]
+
+A busy share is the part of the time in which engines or ranks work.
 
 One pair of policies plays the same tasks three times, from the same weights: without a bank
 (``grpo``), with bank, distillation and an extractor that learns, and the same with rollouts one
@@ -31,7 +33,7 @@ ARMS = {"grpo": ("grpo", 0), "bank": ("complementary", 0), "ahead": ("complement
 def arm(
     name: str, runtimes: Policies, initial: Path, folder: Path, steps: int, overrides: list[str]
 ) -> dict[str, Any]:
-    """Mean times of a step, and the busy shares while it trained."""
+    """Train one arm; return mean times of a step, and the busy shares."""
     recipe, ahead = ARMS[name]
     for runtime in runtimes:
         asyncio.run(runtime.load(initial / runtime.name))
@@ -63,7 +65,7 @@ def arm(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/cluster.json"))

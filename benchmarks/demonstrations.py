@@ -1,7 +1,7 @@
-"""Demonstrations for a cold start: a scripted policy plays a recipe's environment with its search for experience, and is written down.
+"""Write demonstrations for a cold start: chats of a scripted policy that asks the bank.
 
     python -m benchmarks.demonstrations OUT.jsonl [--recipe evolver] [--count 300] [--ask 0.8]
-    [--follow 0.8] [--distil 0.5] [key=value ...]
+        [--follow 0.8] [--distil 0.5] [key=value ...]
 
 Each line holds the chat that an actor of this recipe would have had, and whether the episode
 succeeded. On Vault the worlds are those of the ``corpus`` split, which neither training nor
@@ -47,7 +47,7 @@ _GOAL = "Open the vault of "
 
 
 class Scripted:
-    """A policy for one episode: it asks first, follows what it is told, and otherwise takes the environment's best action, or guesses.
+    """Act in one episode: ask first, follow a note, else take the best action or guess.
 
     Args:
         env: wrapped.
@@ -64,7 +64,7 @@ class Scripted:
         self._tried: set[str] = set()
 
     def act(self, observation: str, info: dict[str, Any]) -> str:
-        """What to do now."""
+        """Return the next action."""
         offered = [
             action for action in info["admissible"] if self._env.query_of(action) is not None
         ]
@@ -92,7 +92,7 @@ class Scripted:
 
 
 def fill(bank: ExperienceBank, env: VaultEnv, rng: random.Random) -> None:
-    """Notes about half of the worlds."""
+    """Write notes about half of the worlds."""
     for world in rng.sample(env.worlds, len(env.worlds) // 2):
         _, info = env.reset(seed=world, options={"world": world})
         lever = env.oracle_action().removeprefix("pull ")
@@ -103,7 +103,10 @@ def fill(bank: ExperienceBank, env: VaultEnv, rng: random.Random) -> None:
 def demonstrations(
     experiment: Experiment, count: int, ask: float, follow: float, seed: int, distil: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    """Chats with their outcome, one by one; of ``count`` episodes, and of the distillation of a share of them."""
+    """Yield chats with their outcome, of ``count`` episodes.
+
+    A share ``distil`` of them is followed by the chat of its distillation.
+    """
     rng = random.Random(seed)
     vault = experiment.env.id == "experiential/Vault-v0"
     inner = make_env(
@@ -137,7 +140,7 @@ def demonstrations(
 def played(
     env: SearchAndAskWrapper, policy: Scripted, experiment: Experiment, *, seed: int
 ) -> dict[str, Any]:
-    """One episode as a chat."""
+    """Play one episode and return it as a chat."""
     said: list[str] = []
     llm = ScriptedLLM(lambda messages: said[-1])
     agent = ActorAgent(
@@ -163,7 +166,7 @@ def played(
 def distilled(
     env: SearchAndAskWrapper, experiment: Experiment, rng: random.Random
 ) -> dict[str, Any]:
-    """The last episode of a vault, and the principle that it teaches, as a chat."""
+    """Return the last episode of a vault, and the principle that it teaches, as a chat."""
     trajectory, prompts = env.last_trajectory, prompt_set(prompt_set_name(experiment.model))
     assert trajectory is not None and isinstance(env.unwrapped, VaultEnv)
     world, lever = (
@@ -185,7 +188,7 @@ def distilled(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
     parser.add_argument("--recipe", default="evolver")

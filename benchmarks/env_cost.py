@@ -1,4 +1,4 @@
-"""What an environment costs: time in ``reset`` and ``step``, memory, and the length of what it shows."""
+"""Measure the cost of an environment: time in ``reset`` and ``step``, memory, and tokens."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from experiential.llm.models import load_tokenizer, resolve_model
 _TEXTS = 500
 """Observations whose tokens are counted, evenly spread over those that were seen."""
 RAW_KEYS = ("chars", "message", "screen_descriptions", "blstats", "inv_strs", "inv_letters")
-"""What the raw game is asked for: the arrays that a text adapter reads."""
+"""The arrays that the raw game is asked for: those that a text adapter reads."""
 
 
 @dataclass
 class Clock:
-    """Time spent in blocks, on the wall clock and on processors, worker processes included.
+    """Time blocks, on the wall clock and on processors, worker processes included.
 
     Processor time of workers comes in ticks of 10 ms, that of this process exactly.
     """
@@ -53,11 +53,11 @@ class Clock:
         self.cpu.append(cpu + max(0.0, _worker_seconds() - self._workers))
 
     def rates(self, steps: int) -> dict[str, float]:
-        """Steps a second of both."""
+        """Return steps a second of both."""
         return {"cpu": steps / max(sum(self.cpu), 1e-9), "wall": steps / max(sum(self.wall), 1e-9)}
 
     def milliseconds(self) -> dict[str, float]:
-        """Median and 95th percentile of both."""
+        """Return median and 95th percentile of both."""
         parts = {"wall": self.wall, "cpu": self.cpu}
         return {
             f"{name}_{q}": float(np.percentile(parts[name], at) * 1e3)
@@ -67,7 +67,10 @@ class Clock:
 
 
 def _worker_seconds() -> float:
-    """Processor time of the processes below this one: of those that have ended, and of those that run."""
+    """Return the processor time of the processes below this one.
+
+    Those that have ended count, too.
+    """
     ended = os.times()
     return (
         ended.children_user
@@ -85,7 +88,7 @@ def _seconds(process: psutil.Process) -> float:
 
 
 def resident() -> float:
-    """Resident memory of this process and those below it, in MiB, after a collection."""
+    """Return the memory of this process and those below it, in MiB, after a collection."""
     gc.collect()
     return (
         sum(
@@ -104,7 +107,7 @@ def _resident(process: psutil.Process) -> int:
 
 
 class Recorder:
-    """An agent that keeps what another one saw and did."""
+    """Record what an agent saw and did."""
 
     def __init__(self, agent: Any) -> None:
         self.agent = agent
@@ -119,7 +122,7 @@ class Recorder:
 
 
 def played(row: Row, episodes: int) -> dict[str, Any]:
-    """Speed, resets, observations and success of the random agent.
+    """Measure speed, resets, observations and success of the random agent.
 
     Each episode is begun (timed), played by the random agent, then begun again and its actions
     repeated as one timed block, so that the agent's own time is not in the figure.
@@ -147,7 +150,7 @@ def played(row: Row, episodes: int) -> dict[str, Any]:
 
 
 def repeat(env: gym.Env[str, str], actions: Sequence[str]) -> int:
-    """Step through actions until the episode ends; gives how many steps that were."""
+    """Step through actions until the episode ends; return the number of steps."""
     for number, action in enumerate(actions, 1):
         _, _, over, late, _ = env.step(action)
         if over or late:
@@ -156,7 +159,9 @@ def repeat(env: gym.Env[str, str], actions: Sequence[str]) -> int:
 
 
 def memory(row: Row, episodes: int) -> dict[str, Any]:
-    """Growth of the memory over episodes of the random agent, in MiB per 1,000, after as many on the same worlds.
+    """Measure the growth of the memory over episodes of the random agent, in MiB per 1,000.
+
+    As many episodes on the same worlds come before.
 
     The worlds are the same before and after, so that what is kept of each of them once counts as
     warm-up.
@@ -177,7 +182,9 @@ def memory(row: Row, episodes: int) -> dict[str, Any]:
 
 
 def token_counter(name: str) -> Callable[[str], int]:
-    """What counts the tokens of a text, special ones left out; a folder's ``tokenizer.json`` is read without transformers.
+    """Return a function that counts the tokens of a text, special ones left out.
+
+    A folder's ``tokenizer.json`` is read without transformers.
 
     Args:
         name: as ``load_tokenizer`` knows it.
@@ -195,7 +202,7 @@ def token_counter(name: str) -> Callable[[str], int]:
 
 
 def tokens(texts: Sequence[str], count: Callable[[str], int]) -> dict[str, float]:
-    """Mean and 95th percentile of the tokens of texts."""
+    """Return mean and 95th percentile of the tokens of texts."""
     counts = [count(text) for text in texts]
     return {
         "mean": float(np.mean(counts)),
@@ -205,7 +212,7 @@ def tokens(texts: Sequence[str], count: Callable[[str], int]) -> dict[str, float
 
 
 def beside_raw(row: Row, episodes: int) -> dict[str, Any]:
-    """Steps a second of a MiniHack level in words and of the same level as MiniHack gives it, episode by episode in turn.
+    """Measure steps a second of a MiniHack level in words and of the raw level, in turn.
 
     Both are played by uniform draws; the raw game is asked for the arrays of `RAW_KEYS`, and gives
     them without making a text of them.

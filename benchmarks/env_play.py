@@ -1,4 +1,4 @@
-"""Episodes of an agent that needs no model, and what they came to."""
+"""Play episodes of an agent that needs no model, and sum them up."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LISTED = 200
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one episode ended.
+    """Hold the end of one episode.
 
     Attributes:
         world: index of the world that was played; None where the environment lists none.
         task_id: its name.
         reward: sum of rewards.
-        success: what ``info["success"]`` said at the end.
+        success: ``info["success"]`` at the end.
         turns: steps.
         reason: why it is no success, in a few words; empty for a success.
     """
@@ -41,13 +41,15 @@ class Outcome:
 
 
 def worlds_of(env: gym.Env[Any, Any]) -> int | None:
-    """How many worlds an environment lists; None for none."""
+    """Return how many worlds an environment lists; None without a list."""
     listed = getattr(env.unwrapped, "worlds", None)
     return None if listed is None else len(cast("Sequence[int]", listed))
 
 
 def spread(worlds: int | None, episodes: int | None) -> list[int | None]:
-    """The worlds of so many episodes, evenly spread over all; None plays each once, and more episodes than worlds begin again.
+    """Return the worlds of so many episodes, evenly spread over all.
+
+    None plays each world once; more episodes than worlds begin again.
 
     >>> spread(10, 5), spread(2, 5), spread(3, None), spread(None, 2)
     ([0, 2, 4, 6, 8], [0, 1, 0, 1, 0], [0, 1, 2], [None, None])
@@ -65,7 +67,7 @@ def begin(env: gym.Env[str, str], seed: int, world: int | None) -> tuple[str, di
 
 
 def play(env: gym.Env[str, str], agent: Agent, seed: int, world: int | None) -> Outcome:
-    """One episode; what it raises is the reason of its failure."""
+    """Play one episode; whatever it raises is the reason of its failure."""
     outcome = attempted(lambda: _played(env, agent, seed, world))
     if isinstance(outcome, Outcome):
         return outcome
@@ -93,13 +95,16 @@ def _played(env: gym.Env[str, str], agent: Agent, seed: int, world: int | None) 
 
 
 def play_oracle(env: gym.Env[str, str], worlds: Sequence[int | None]) -> list[Outcome]:
-    """The oracle on each world, by its index as seed."""
+    """Play the oracle on each world, by its index as seed."""
     agent = oracle(env)
     return [play(env, agent, seed, world) for seed, world in enumerate(worlds)]
 
 
 def summary(outcomes: Sequence[Outcome], *, reasons: bool = False) -> dict[str, Any]:
-    """Success with Wilson's interval, mean reward with a bootstrap over episodes, mean turns; with ``reasons`` the failures, too."""
+    """Sum outcomes up: success, mean reward and mean turns.
+
+    Success has Wilson's interval, the reward a bootstrap over episodes. ``reasons`` adds failures.
+    """
     failed = [outcome for outcome in outcomes if not outcome.success]
     told = {
         "episodes": len(outcomes),

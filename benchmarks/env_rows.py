@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.envs` measures: a row for each environment, preset and source of its tasks."""
+"""List the rows of `python -m benchmarks.envs`: environment, preset and source of tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SWE_ACTIONS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One row.
+    """Describe one row.
 
     Attributes:
         name: what it is called.
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def level(self) -> str:
-        """The MiniHack id that is played; empty in other environments."""
+        """Return the MiniHack id that is played; empty in other environments."""
         return (
             _LEVELS.get(str(self.kwargs.get("preset")), "")
             if self.id == "experiential/MiniHack-v0"
@@ -61,18 +61,18 @@ class Row:
         )
 
     def missing(self) -> list[str]:
-        """Commands and steps without which the row cannot be measured."""
+        """Return the commands and steps without which the row cannot be measured."""
         entry = READINESS[self.id]
         lacks_data = self.real and not entry.has_data() and not entry.data_needed
         return entry.missing() + ([entry.data_step] if lacks_data else [])
 
     def hide_data(self) -> None:
-        """Take the environment's variable out of this process where the row is not about real tasks."""
+        """Unset the environment's variable where the row is not about real tasks."""
         if not self.real and READINESS[self.id].variable:
             os.environ.pop(READINESS[self.id].variable, None)
 
     def make(self) -> gym.Env[str, str]:
-        """The environment, as ``gymnasium.make`` gives it, without Gymnasium's checker."""
+        """Make the environment without Gymnasium's checker."""
         return make(self.id, **self.kwargs)
 
 
@@ -142,11 +142,13 @@ ROWS = {
         Row("swe-tasks", kwargs={"split": "all", "turns": 6}, real=True, **_SWE),
     )
 }
-"""Name to row."""
+"""Rows by name."""
 
 
 def chosen(names: list[str] | None) -> list[Row]:
-    """The rows of these names; a name also stands for all rows whose names begin with it; None for all.
+    """Return the rows of these names; None stands for all.
+
+    A name also stands for all rows whose names begin with it.
 
     Raises:
         ConfigError: there is no such row.

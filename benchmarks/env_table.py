@@ -1,4 +1,4 @@
-"""The Markdown of `python -m benchmarks.envs`."""
+"""Lay out the results of `python -m benchmarks.envs` in Markdown."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 _HEAD = (
-    "row", "steps/s (processor)", "steps/s (wall)", "reset ms: median", "95th", "growth, MiB per 1,000", "tokens",
-    "oracle: success", "oracle: reward", "random: success", "random: reward",
-)  # fmt: skip
+    "row",
+    "steps/s (processor)",
+    "steps/s (wall)",
+    "reset ms: median",
+    "95th",
+    "growth, MiB per 1,000",
+    "tokens",
+    "oracle: success",
+    "oracle: reward",
+    "random: success",
+    "random: reward",
+)
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """All rows as tables: measured ones, MiniHack beside the raw game, failures of the oracle, rows that are not ready."""
+    """Lay out all rows as tables.
+
+    They are: rows measured, MiniHack beside the raw game, failures of the oracle, rows not ready.
+    """
     rows: Mapping[str, Any] = found["rows"]
     parts = [
         _facts(found["machine"]),
@@ -44,10 +56,15 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     speed, reset = play.get("steps_per_second", {}), play.get("reset_ms", {})
     counted: Mapping[str, Any] = play.get("tokens", {})
     return [
-        _number(speed.get("cpu")), _number(speed.get("wall")), _number(reset.get("wall_median")), _number(reset.get("wall_p95")),
-        _number(memory.get("growth_mib_per_1000"), zero="0.0"), f"{_number(counted.get('mean'))} {counted.get('tokenizer', '')}".strip(),
-        *_outcomes(oracle), *_outcomes(play.get("random", {})),
-    ]  # fmt: skip
+        _number(speed.get("cpu")),
+        _number(speed.get("wall")),
+        _number(reset.get("wall_median")),
+        _number(reset.get("wall_p95")),
+        _number(memory.get("growth_mib_per_1000"), zero="0.0"),
+        f"{_number(counted.get('mean'))} {counted.get('tokenizer', '')}".strip(),
+        *_outcomes(oracle),
+        *_outcomes(play.get("random", {})),
+    ]
 
 
 def _outcomes(told: Mapping[str, Any]) -> list[str]:
@@ -113,7 +130,7 @@ def _not_ready(rows: Mapping[str, Any]) -> str:
 
 
 def table(head: tuple[str, ...], lines: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     rule = "|".join("---" for _ in head)
     return "\n".join(
         [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]

@@ -1,7 +1,7 @@
-"""The environments measured: speed, resets, memory, length of observations, success of the oracle and of random play.
+"""Measure the environments: speed, resets, memory, observations, oracle and random play.
 
-    python -m benchmarks.envs [--envs NAME ...] [--episodes N] [--oracle N | --oracle-all] [--parts
-    PART ...] [--results FILE]
+    python -m benchmarks.envs [--envs NAME ...] [--episodes N] [--oracle N | --oracle-all]
+        [--parts PART ...] [--results FILE]
 
 Each row runs in a process of its own, one after the other. What was measured of a row stands in the
 results at once; the same command goes on where it was stopped, and `--again` measures anew. A
@@ -39,21 +39,29 @@ imported.
 """
 RESULTS = Path("benchmarks/results/envs.json")
 _PACKAGES = (
-    "experiential-rl", "gymnasium", "numpy", "minihack", "nle", "alfworld", "textworld", "fast-downward-textworld", "thefuzz",
+    "experiential-rl",
+    "gymnasium",
+    "numpy",
+    "minihack",
+    "nle",
+    "alfworld",
+    "textworld",
+    "fast-downward-textworld",
+    "thefuzz",
     "snowballstemmer",
-)  # fmt: skip
+)
 
 # One row, in its own process
 
 
 def measure(row: Row, part: str, count: int | None, tokenizer: str) -> dict[str, Any]:
-    """One part of a row.
+    """Measure one part of a row.
 
     Args:
         row: which row.
         part: one of ``PARTS``.
         count: episodes; None plays every world.
-        tokenizer: name of what counts tokens.
+        tokenizer: name of the tokenizer that counts.
     """
     if part == "play":
         found = env_cost.played(row, count or row.episodes)
@@ -69,7 +77,7 @@ def measure(row: Row, part: str, count: int | None, tokenizer: str) -> dict[str,
 
 
 def _tokens(texts: list[str], tokenizer: str) -> dict[str, Any]:
-    """Tokens of observations; where the tokenizer cannot be loaded, why."""
+    """Count the tokens of observations; without the tokenizer, say why."""
     count = attempted(lambda: env_cost.token_counter(tokenizer))
     if isinstance(count, Exception):
         return {"tokenizer": "", "reason": f"{type(count).__name__}: {count}"}
@@ -82,7 +90,7 @@ def fill_row(row: Row, parts: Mapping[str, int | None], tokenizer: str, draft: P
     Args:
         row: which row.
         parts: what to measure, and of how many episodes.
-        tokenizer: name of what counts tokens.
+        tokenizer: name of the tokenizer that counts.
         draft: a file for ``parts`` and, where something failed, the ``reason``.
     """
     row.hide_data()
@@ -106,7 +114,7 @@ def fill_row(row: Row, parts: Mapping[str, int | None], tokenizer: str, draft: P
 
 
 def asked_parts(row: Row, options: argparse.Namespace) -> dict[str, int | None]:
-    """The parts that are asked for of a row, and their episodes."""
+    """Return the wanted parts of a row, and their episodes."""
     counts: dict[str, int | None] = {
         "play": options.episodes or row.episodes,
         "memory": (
@@ -151,7 +159,7 @@ def store_of(file: Path) -> ResultStore[EnvResults]:
 
 
 def left_of(known: Mapping[str, Any], wanted: Mapping[str, int | None]) -> dict[str, int | None]:
-    """The parts that were not measured yet with so many episodes."""
+    """Return the parts that were not measured yet with so many episodes."""
     done = known.get("parts", {})
     return {
         part: count
@@ -161,7 +169,7 @@ def left_of(known: Mapping[str, Any], wanted: Mapping[str, int | None]) -> dict[
 
 
 def run(rows: list[Row], options: argparse.Namespace) -> int:
-    """Measure what is not measured yet; gives how many rows failed that were ready."""
+    """Measure the parts that are left; return how many rows failed that were ready."""
     stored = store_of(options.results).find(options.results.stem)
     found: dict[str, dict[str, Any]] = {} if stored is None else dict(stored.rows)
     failed = 0
@@ -182,7 +190,10 @@ def run(rows: list[Row], options: argparse.Namespace) -> int:
 
 
 def merged(known: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with the parts known before and those measured now; what was missing then counts no longer."""
+    """Merge the parts known before and those measured now.
+
+    The reason of an earlier failure counts no longer.
+    """
     parts = {**known.get("parts", {}), **got.get("parts", {})}
     told = {key: value for key, value in got.items() if key != "parts"}
     return {**told, "parts": {part: parts[part] for part in PARTS if part in parts}}
@@ -191,7 +202,7 @@ def merged(known: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
 def run_row(
     row: Row, parts: Mapping[str, int | None], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """A row in a process of its own: its parts, or the reason why there are none or not all."""
+    """Measure a row in a process of its own; return its parts, and the reason for missing ones."""
     if missing := row.missing():
         return {"missing": True, "reason": f"not ready; run: {' && '.join(missing)}"}
     with TemporaryDirectory(prefix="experiential-envs-") as folder:
@@ -213,7 +224,7 @@ def run_row(
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on: cores, platform and versions, without names and dates."""
+    """Return cores, platform and versions, without names and dates."""
     found: dict[str, str] = {}
     for package in _PACKAGES:
         try:
@@ -245,7 +256,7 @@ def say(text: str) -> None:
 
 
 def positive(text: str) -> int:
-    """A positive number of the command line."""
+    """Parse a positive number of the command line."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"Expected a positive number, got {text}")
@@ -253,7 +264,7 @@ def positive(text: str) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.envs", description=(__doc__ or "").partition("\n")[0]
     )
@@ -305,7 +316,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; gives the exit code: 1 where a row failed that was ready, 2 where an argument is wrong."""
+    """Run the command line and return the exit code.
+
+    1: a row failed that was ready; 2: an argument is wrong.
+    """
     options = arguments().parse_args(argv)
     find_data()
     if options.row:

@@ -1,7 +1,7 @@
-"""Does the extractor get better? Entries written early and late in one run, given to the same final actor.
+"""Measure whether the extractor gets better, by entries written early and late in one run.
 
-    python -m benchmarks.extractor_uplift RUN [--entries 60] [--seeds 6] [--results
-    benchmarks/results/extractor_uplift.json]
+    python -m benchmarks.extractor_uplift RUN [--entries 60] [--seeds 6]
+        [--results benchmarks/results/extractor_uplift.json]
 
 For each entry, the final actor plays the world that the entry was learned in, on fresh seeds, once
 with exactly this entry shown and once with nothing. The difference is the entry's uplift; actor and
@@ -30,7 +30,10 @@ from experiential.types import Condition, Experience
 
 
 def written(bank: ExperienceBank, early: bool, count: int, seed: int) -> list[Experience]:
-    """The fifth of the lessons that were written first, or last, each in its first version; a seeded draw of ``count``."""
+    """Draw ``count`` of the fifth of the lessons that were written first, or last.
+
+    Each comes in its first version.
+    """
     firsts = [first for entry in bank.entries() if (first := bank.version(entry.id, 1)) is not None]
     lessons = sorted(
         (e for e in firsts if e.task and e.provenance.trajectory),
@@ -45,7 +48,10 @@ def written(bank: ExperienceBank, early: bool, count: int, seed: int) -> list[Ex
 async def uplift(
     final: FinishedRun, entries: Sequence[Experience], worlds: dict[str, int], seeds: int
 ) -> dict[str, Any]:
-    """Success with and without each entry on its own world, shape (entries,) each, and the difference with its interval."""
+    """Return mean success with and without each entry on its own world.
+
+    The difference comes with its interval over entries.
+    """
     manager, env = Shown(), final.experiment.env
     rollout = Rollout(env, env.train, manager, final.actor, slots=64)
     rates = np.zeros((2, len(entries)))
@@ -71,7 +77,7 @@ async def uplift(
 
 
 async def study(run: Path, count: int, seeds: int) -> dict[str, Any]:
-    """Uplift of early and of late entries under the final actor, with examples of text."""
+    """Measure the uplift of early and of late entries, with examples of their text."""
     found: dict[str, Any] = {"run": str(run), "seeds": seeds}
     async with finished(run) as final:
         settings = final.experiment.env
@@ -90,7 +96,7 @@ async def study(run: Path, count: int, seeds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--entries", type=int, default=60)

@@ -1,4 +1,4 @@
-"""A finished training run, for benchmarks that play with its final actor and its bank; and results kept as a file."""
+"""Open a finished training run, for benchmarks that play with its final actor and its bank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from experiential.agents.actor import ActorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.config import Experiment
+from experiential.evaluation.results import write_whole
 from experiential.rollout.rollout import NoBank
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import build_runtimes
@@ -23,24 +24,29 @@ from experiential.types import Experience, Hit
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The newest checkpoint of a run, opened."""
+    """Hold the newest checkpoint of a run, opened."""
 
     experiment: Experiment
     policy: PolicyRuntime
     bank: ExperienceBank
 
     def actor(self) -> ActorAgent:
-        """An agent with the run's own settings."""
+        """Return an agent with the run's own settings."""
         settings = self.experiment.actor
         return ActorAgent(
-            self.policy, prompts=prompt_set_name(self.experiment.model), constrain=settings.constrain, max_tokens=settings.max_tokens,
-            history=settings.history, keep_first=settings.keep_first, advice=settings.advice,
-        )  # fmt: skip
+            self.policy,
+            prompts=prompt_set_name(self.experiment.model),
+            constrain=settings.constrain,
+            max_tokens=settings.max_tokens,
+            history=settings.history,
+            keep_first=settings.keep_first,
+            advice=settings.advice,
+        )
 
 
 @asynccontextmanager
 async def finished(run: Path) -> AsyncGenerator[FinishedRun]:
-    """The final policy and bank of a run; the bank is read, never written.
+    """Open the final policy and bank of a run; the bank is read, never written.
 
     Raises:
         CheckpointError: the folder has no checkpoint.
@@ -58,20 +64,19 @@ async def finished(run: Path) -> AsyncGenerator[FinishedRun]:
 
 
 class Shown(NoBank):
-    """In place of a bank: finds what was set, whatever is asked; None is found as nothing."""
+    """Stand in for a bank: find the entry that was set, whatever is asked; None finds nothing."""
 
     entry: Experience | None = None
 
     def search(
         self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = ""
     ) -> Any:
-        """The entry as the only hit."""
+        """Return the entry as the only hit."""
         return [] if self.entry is None else [Hit(experience=self.entry, score=1.0)]
 
 
 def keep(found: dict[str, Any], file: Path) -> None:
-    """Write results as JSON to a file, whose folder is made, and print them."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Write results as JSON to a file, and print them."""
     text = json.dumps(found, indent=1) + "\n"
-    file.write_text(text, encoding="utf-8")
+    write_whole(file, text)
     sys.stdout.write(text)

@@ -1,7 +1,9 @@
-"""Could advice help at all? The final actor of a grid run on held-out layouts, given nothing, true lessons, or the way itself.
+"""Measure whether advice could help at all: nothing, true lessons, or the way itself.
 
-    python -m benchmarks.headroom RUN [--layouts 60] [--seeds 6] [--results
-    benchmarks/results/headroom.json]
+    python -m benchmarks.headroom RUN [--layouts 60] [--seeds 6]
+        [--results benchmarks/results/headroom.json]
+
+The final actor of a grid run plays held-out layouts.
 
 Each layout is played on the same sampling seeds under every kind of advice: ``nothing``; ``rules``,
 what the symbols mean, which holds for every layout; ``way``, the moves of a shortest way of this
@@ -33,7 +35,7 @@ KINDS = ("nothing", "rules", "way", "bank")
 
 
 def advice(kind: str, env: Any, task: str, bank: ExperienceBank) -> str | None:
-    """What the actor is told about the layout that ``env`` stands at."""
+    """Return the advice of a kind for the layout that ``env`` stands at."""
     if kind == "nothing":
         return None
     if kind == "rules":
@@ -46,7 +48,10 @@ def advice(kind: str, env: Any, task: str, bank: ExperienceBank) -> str | None:
 
 
 async def headroom(run: Path, layouts: int, seeds: int) -> dict[str, Any]:
-    """Success rate under each kind of advice, and its difference from nothing with a bootstrap interval over layouts."""
+    """Measure success under each kind of advice.
+
+    The difference from no advice has a bootstrap interval over layouts.
+    """
     manager = Shown()
     rates = {kind: np.zeros(layouts) for kind in KINDS}
     firsts = {kind: np.zeros(layouts) for kind in KINDS}
@@ -90,7 +95,7 @@ async def headroom(run: Path, layouts: int, seeds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run", type=Path)
     parser.add_argument("--layouts", type=int, default=60)

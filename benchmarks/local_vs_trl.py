@@ -1,9 +1,11 @@
-"""Throughput of `LocalRuntime` against TRL's GRPO trainer: same weights, prompts, group size, threads and machine.
+"""Compare the throughput of `LocalRuntime` with that of TRL's GRPO trainer.
 
-    python3.11 -m venv trl-venv && trl-venv/bin/pip install torch trl peft     # a separate environment
-    python -m benchmarks.local_vs_trl --trl-python trl-venv/bin/python [--model tiny] [--prompts 8]
-    [--group-size 8]
-        [--steps 6] [--new-tokens 32] [--results benchmarks/results/local_vs_trl.json]
+    python3.11 -m venv trl-venv && trl-venv/bin/pip install torch trl peft  # one of its own
+    python -m benchmarks.local_vs_trl --trl-python trl-venv/bin/python [--model tiny]
+        [--prompts 8] [--group-size 8] [--steps 6] [--new-tokens 32]
+        [--results benchmarks/results/local_vs_trl.json]
+
+Both have the same weights, prompts, group size, threads and machine.
 
 A step is one rollout (``prompts`` x ``group-size`` sampled responses), one reward per response,
 group-normalised advantages and one AdamW step on the clipped GRPO loss without a KL term, in
@@ -51,12 +53,11 @@ LEARNING_RATE = 1e-5
 
 
 def reward(text: str) -> float:
-    """A number that any two different texts hardly share, so that every group has a spread."""
+    """Return a number that two different texts hardly share, so that every group has a spread."""
     return hashlib.sha256(text.encode()).digest()[0] / 255.0
 
 
-# -------------------------------------------------------------------------------------------------------
-# the two workers
+# The two workers
 
 
 def await_turn() -> None:
@@ -66,13 +67,13 @@ def await_turn() -> None:
 
 
 def answer(**values: Any) -> None:
-    """Tell the parent what a step measured."""
+    """Send the parent the measurements of a step."""
     sys.stdout.write(READY + json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
 def work_local(job: dict[str, Any]) -> None:
-    """Our side: rollouts and updates of `LocalRuntime`."""
+    """Run our side: rollouts and updates of `LocalRuntime`."""
     import torch
 
     from experiential.config import LoraSettings, ModelSettings, OptimSettings
@@ -87,9 +88,8 @@ def work_local(job: dict[str, Any]) -> None:
     )
     llm = TransformersLLM(model, tokenizer, adapter="actor" if lora else None)
     if not job["choose"]:
-        llm._eos = frozenset(
-            {-1}
-        )  # no token ends a response: every one has the length that TRL's has
+        # No token ends a response, so that every one is as long as TRL's.
+        llm._eos = frozenset({-1})
     runtime = LocalRuntime(llm, OptimSettings(lr=LEARNING_RATE))
     for prompts in job["steps"]:
         await_turn()
@@ -99,7 +99,7 @@ def work_local(job: dict[str, Any]) -> None:
 async def local_step(
     runtime: Any, prompts: list[dict[str, Any]], job: dict[str, Any]
 ) -> dict[str, Any]:
-    """One rollout and one update."""
+    """Run one rollout and one update."""
     from experiential.llm.base import SamplingParams
     from experiential.training.advantages import cell_advantages
     from experiential.training.runtime import LossSettings, sample_from_generation
@@ -150,7 +150,10 @@ async def local_step(
 
 
 def work_trl(job: dict[str, Any]) -> None:
-    """TRL's side: ``GRPOTrainer``; each step waits for its turn when it begins and reports when its optimiser has stepped."""
+    """Run TRL's side: ``GRPOTrainer``.
+
+    A step waits for its turn when it begins, and reports when its optimiser has stepped.
+    """
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -163,7 +166,7 @@ def work_trl(job: dict[str, Any]) -> None:
     seen: dict[str, Any] = {}
 
     class Timed(GRPOTrainer):
-        """Notes what the rollout took and how many tokens it had."""
+        """Time the rollout and count its tokens."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             begin = time.perf_counter()
@@ -179,7 +182,7 @@ def work_trl(job: dict[str, Any]) -> None:
             return output
 
     class Turn(TrainerCallback):
-        """Waits for the turn, and reports."""
+        """Wait for the turn, and report."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             await_turn()
@@ -194,13 +197,29 @@ def work_trl(job: dict[str, Any]) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            output_dir=folder, use_cpu=job["device"] == "cpu", bf16=False, model_init_kwargs={"dtype": "float32"},
+            output_dir=folder,
+            use_cpu=job["device"] == "cpu",
+            bf16=False,
+            model_init_kwargs={"dtype": "float32"},
             learning_rate=LEARNING_RATE,
-            per_device_train_batch_size=micro, gradient_accumulation_steps=rows // micro, num_generations=job["group_size"],
-            max_completion_length=job["new_tokens"], generation_kwargs={"min_new_tokens": job["new_tokens"]}, temperature=1.0,
-            loss_type="grpo", beta=0.0, max_grad_norm=1.0, lr_scheduler_type="constant", gradient_checkpointing=False,
-            shuffle_dataset=False, max_steps=len(job["steps"]), save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
-        )  # fmt: skip
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=rows // micro,
+            num_generations=job["group_size"],
+            max_completion_length=job["new_tokens"],
+            generation_kwargs={"min_new_tokens": job["new_tokens"]},
+            temperature=1.0,
+            loss_type="grpo",
+            beta=0.0,
+            max_grad_norm=1.0,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            max_steps=len(job["steps"]),
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
         trainer = Timed(
             model=job["model"],
             reward_funcs=lambda completions, **_: [reward(c[0]["content"]) for c in completions],
@@ -218,12 +237,11 @@ def work_trl(job: dict[str, Any]) -> None:
         trainer.train()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# the parent
+# The parent
 
 
 class Worker:
-    """One side in a process of its own."""
+    """Hold one side in a process of its own."""
 
     def __init__(self, name: str, python: str, job: dict[str, Any], folder: Path) -> None:
         file = folder / f"{name}.json"
@@ -243,7 +261,7 @@ class Worker:
         )
 
     def step(self) -> dict[str, Any]:
-        """Let this side do one step; what it measured."""
+        """Let this side do one step; return its measurements."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
@@ -265,7 +283,10 @@ class Worker:
 
 
 def prompts(count: int, prompt_set: str) -> list[dict[str, Any]]:
-    """Messages and admissible actions of first and second turns, Vault and FrozenLake in turn, every one different."""
+    """Return messages and admissible actions of first and second turns, every one different.
+
+    Vault and FrozenLake take turns.
+    """
     import gymnasium as gym
 
     import experiential as xp
@@ -304,13 +325,19 @@ def prompts(count: int, prompt_set: str) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, model: str, *, choose: bool) -> dict[str, Any]:
-    """Both sides over the same prompts, steps alternating; seconds and tokens per step."""
+    """Run both sides over the same prompts, steps alternating; return seconds and tokens."""
     every = prompts((options.steps + 1) * options.prompts, options.prompt_set)
     job = {
-        "model": model, "lora": options.lora, "threads": options.threads, "device": options.device, "group_size": options.group_size,
-        "trl_micro_batch": options.trl_micro_batch, "choose": choose, "new_tokens": 8 if choose else options.new_tokens,
+        "model": model,
+        "lora": options.lora,
+        "threads": options.threads,
+        "device": options.device,
+        "group_size": options.group_size,
+        "trl_micro_batch": options.trl_micro_batch,
+        "choose": choose,
+        "new_tokens": 8 if choose else options.new_tokens,
         "steps": [every[i : i + options.prompts] for i in range(0, len(every), options.prompts)],
-    }  # fmt: skip
+    }
     steps: dict[str, list[dict[str, Any]]] = {"local": [], "trl": []}
     with tempfile.TemporaryDirectory() as folder:
         pythons = {"local": sys.executable, "trl": options.trl_python}
@@ -318,9 +345,8 @@ def measure(options: argparse.Namespace, model: str, *, choose: bool) -> dict[st
         for step in range(options.steps + 1):
             for worker in workers if step % 2 else reversed(workers):
                 steps[worker.name].append(found := worker.step())
-                sys.stderr.write(
-                    f"{worker.name} step {step}: {json.dumps(found)}\n"
-                )  # an interrupted run is not lost
+                # Shown at once, so that an interrupted run is not lost.
+                sys.stderr.write(f"{worker.name} step {step}: {json.dumps(found)}\n")
         for worker in workers:
             worker.close()
     steps = {name: records[1:] for name, records in steps.items()}
@@ -332,7 +358,10 @@ def measure(options: argparse.Namespace, model: str, *, choose: bool) -> dict[st
 
 
 def summary(steps: dict[str, list[dict[str, Any]]], choose: bool) -> dict[str, Any]:
-    """Rates of both sides, and the ratio of ours to TRL's with a 95 % bootstrap interval over paired steps."""
+    """Return the rates of both sides, and the ratio of ours to TRL's.
+
+    Its 95 % interval is a bootstrap over paired steps.
+    """
     phases: dict[str, Callable[[dict[str, Any]], float]] = {
         "rollout": lambda s: s["rollout"],
         "update": lambda s: s["update"],
@@ -353,14 +382,20 @@ def summary(steps: dict[str, list[dict[str, Any]]], choose: bool) -> dict[str, A
 
 
 def amount(step: dict[str, Any], phase: str, choose: bool) -> float:
-    """What a phase has processed: prompt and response tokens, twice for rollout and update together; or responses."""
+    """Return the work of a phase: responses, or prompt and response tokens.
+
+    Rollout and update together count the tokens twice.
+    """
     if choose:
         return step["responses"]
     return (step["prompt"] + step["response"]) * (2 if phase == "total" else 1)
 
 
 def ratio(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> dict[str, float]:
-    """Rate of ours over rate of theirs, and its interval when the paired steps are drawn again with replacement."""
+    """Return our rate over theirs.
+
+    Its interval is a bootstrap over paired steps.
+    """
     import numpy as np
 
     a, b = np.array(ours), np.array(theirs)
@@ -376,7 +411,7 @@ def ratio(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) ->
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--trl-python", help="the interpreter of the environment that TRL is installed in"
@@ -417,7 +452,10 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Measure, print the ratios and write the results under the model's name, beside those of other models."""
+    """Measure, print the ratios, and write the results under the model's name.
+
+    Results of other models in the file stay.
+    """
     import torch
 
     from experiential.llm.models import resolve_model

@@ -1,7 +1,7 @@
-"""Rollout time with the bank and distillation on, over rollout time without, on the same tasks and seeds.
+"""Measure rollout time with bank and distillation over rollout time without, same tasks.
 
-    python -m benchmarks.overhead [--model tiny] [--env vault frozen-lake sokoban] [--rounds 12]
-    [--think 48]
+    python -m benchmarks.overhead [--model tiny] [--env vault frozen-lake sokoban]
+        [--rounds 12] [--think 48]
 
 Rounds alternate, so that a noisy machine disturbs both arms alike. Nothing is subtracted: a round
 with the bank includes retrieval, injection, the longer prompts, submission, and whatever
@@ -64,13 +64,13 @@ writes.
 THINKING_TURNS = 4
 """Turns of an episode where the actor writes before it acts."""
 ARMS = {"without": "none", "advice": "half", "with": "half"}
-"""What is timed, and which members of a group are guided."""
+"""The arms that are timed, and which members of a group are guided."""
 WARM_UP = 2
 """Rounds that are not counted."""
 
 
 class Handed(NoBank):
-    """Hands out the lessons in turn: advice as from a bank, without one."""
+    """Hand out the lessons in turn: advice as from a bank, without one."""
 
     def __init__(self) -> None:
         self._next = count()
@@ -78,7 +78,7 @@ class Handed(NoBank):
     def search(
         self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = ""
     ) -> Any:
-        """One lesson for a query."""
+        """Return one lesson for a query."""
         lesson = Experience(text=LESSONS[next(self._next) % len(LESSONS)])
         return [Hit(experience=lesson, score=1.0)]
 
@@ -86,14 +86,16 @@ class Handed(NoBank):
 async def measure(
     settings: ModelSettings, name: str, rounds: int, groups: int, group_size: int, think: int = 0
 ) -> dict[str, Any]:
-    """Seconds per rollout of every arm, alternating; with ``think`` the actor writes so many tokens a turn, else it chooses an action."""
+    """Measure the seconds per rollout of every arm, alternating.
+
+    With ``think`` the actor writes so many tokens a turn, else it chooses an action.
+    """
     actor, extractor = build_runtimes(settings, None, (OptimSettings(), OptimSettings()))
     prompts = prompt_set_name(settings)
     place: Literal["system", "observation"] = "system" if prompts == "brief" else "observation"
     env, options = ENVIRONMENTS[name]
-    if (
-        think
-    ):  # an actor that was not trained for it seldom writes an action, and would go on for ever
+    if think:
+        # An actor that was not trained for it seldom writes an action: it would go on for ever.
         env = env.model_copy(update={"max_turns": THINKING_TURNS})
     source = TaskSource(env, world_count(env.id, env.kwargs | env.train), 0)
 
@@ -163,7 +165,7 @@ async def measure(
 
 
 def ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Ratio of the medians, with a bootstrap interval over paired rounds."""
+    """Return the ratio of the medians, with a bootstrap interval over paired rounds."""
     a, b = np.array(seconds["with"]), np.array(seconds["without"])
     picks = np.random.default_rng(0).integers(len(a), size=(10_000, len(a)))
     low, high = np.quantile(
@@ -173,7 +175,7 @@ def ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--env", nargs="+", choices=tuple(ENVIRONMENTS), default=list(ENVIRONMENTS))

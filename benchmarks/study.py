@@ -1,7 +1,8 @@
-"""The methods compared: environments x recipes x training seeds, each evaluated under every arm; one table and one picture.
+"""Compare the methods: environments x recipes x training seeds, each under every arm.
 
-    python -m benchmarks.study run   [--recipes ...] [--environments ...] [--seeds 5] [--jobs 2]
-    [--minutes M] python -m benchmarks.study table
+    python -m benchmarks.study run [--recipes ...] [--environments ...] [--seeds 5] [--jobs 2]
+        [--minutes M]
+    python -m benchmarks.study table
 
 `run` may be stopped and started again: a finished cell is a small file below ``--results``, and is
 not run again. Cells are taken seed by seed, so that a study that is stopped has complete seeds. A
@@ -52,23 +53,37 @@ from experiential.training.trainer import Trainer
 from experiential.types import Record
 
 RECIPES = (
-    "grpo", "offline", "static-online", "exp-only", "complementary", "complementary-self-distill", "evolver", "erl", "erl-no-memory",
+    "grpo",
+    "offline",
+    "static-online",
+    "exp-only",
+    "complementary",
+    "complementary-self-distill",
+    "evolver",
+    "erl",
+    "erl-no-memory",
     "erl-no-reflection",
-)  # fmt: skip
-"""What is compared; the first is what the others are paired with."""
+)
+"""The recipes compared; the others are paired with the first."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every recipe of an environment is given: settings of all, of the learning curve, and of the evaluation at the end."""
+    """Hold the settings that every recipe of an environment shares.
+
+    Attributes:
+        training: settings of all runs.
+        curve: of the evaluations while training.
+        final: of the evaluation at the end.
+        recipes: compared in this environment.
+        chance: success of blind play; None has ``random_success`` measure it.
+    """
 
     training: tuple[str, ...]
     curve: tuple[str, ...]
     final: tuple[str, ...]
     recipes: tuple[str, ...] = RECIPES
-    """What is compared there."""
     chance: float | None = None
-    """Success of blind play; None has ``random_success`` measure it."""
 
 
 ENVIRONMENTS = {
@@ -82,19 +97,19 @@ ENVIRONMENTS = {
         training=(
             "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.kwargs={sizes: [2, 4]}",
             "env.train={split: train, layouts: 10000}", "env.eval={split: eval, layouts: 40}",
-            "actor.history=0", "actor.keep_first=false", "actor.groups=4", "run.steps=48", "bank.retrieval.floor=0.0",
-            "env.visits=1",  # every step meets other layouts, or the actor learns four of them by heart
+            "actor.history=0", "actor.keep_first=false", "actor.groups=4", "run.steps=48",
+            "bank.retrieval.floor=0.0",
+            "env.visits=1",  # other layouts in every step, or the actor learns four by heart
         ),
         curve=("eval.every=16", "eval.worlds=40", "eval.visits=2"),
         final=("eval.worlds=40", "eval.visits=4"),
     ),
 }  # fmt: skip
-ENVIRONMENTS["frozen-lake-hidden"] = (
-    replace(  # the comment on each move is in every observation above; here neither method reads it
-        ENVIRONMENTS["frozen-lake"],
-        training=(*ENVIRONMENTS["frozen-lake"].training, "env.feedback=hidden"),
-        recipes=("grpo", "erl", "erl-no-memory", "erl-no-reflection"),
-    )
+# Above, the comment on each move is in every observation; here neither method reads it.
+ENVIRONMENTS["frozen-lake-hidden"] = replace(
+    ENVIRONMENTS["frozen-lake"],
+    training=(*ENVIRONMENTS["frozen-lake"].training, "env.feedback=hidden"),
+    recipes=("grpo", "erl", "erl-no-memory", "erl-no-reflection"),
 )
 ALL = ("run.checkpoint_every=0", "run.minutes=null", "eval.seed=10000", "model.threads=1")
 """Settings of every run."""
@@ -107,11 +122,11 @@ RESULTS = Path("benchmarks/results/study")
 
 
 class StudyCell(Record):
-    """One run of the study: how it learnt, and what the trained pair did under each arm.
+    """Hold one run of the study: its learning curve, and the trained pair under each arm.
 
     Attributes:
         environment: name of its setup.
-        recipe: what was run.
+        recipe: name of the recipe.
         seed: training seed.
         commit: of the code; with ``+`` when it had changes that were not committed.
         settings: digest of the settings of the training, the seed excepted.
@@ -144,7 +159,7 @@ class StudyCell(Record):
 
 
 def overrides_of(environment: str, recipe: str, seed: int) -> list[str]:
-    """The settings of a training run of the study."""
+    """Return the settings of a training run of the study."""
     setup = ENVIRONMENTS[environment]
     return [
         *ALL,
@@ -214,7 +229,7 @@ def play_cell(
 
 
 def cold_start(recipe: str, overrides: Sequence[str], seed: int, scratch: Path) -> list[str]:
-    """Demonstrations for a recipe that begins with some, as a setting; none for others."""
+    """Write demonstrations for a recipe that begins with some; return the setting."""
     if recipe not in DEMONSTRATIONS:
         return []
     file = scratch / "demonstrations.jsonl"
@@ -228,7 +243,7 @@ def cold_start(recipe: str, overrides: Sequence[str], seed: int, scratch: Path) 
 def final_cells(
     trainer: Trainer, environment: str, changed: Sequence[str], scratch: Path
 ) -> Iterator[Cell]:
-    """The trained pair under every arm that it can play, with its weights as they are."""
+    """Play the trained pair under every arm that it can play, without loading its weights."""
     final = load_experiment(
         trainer.experiment.recipe,
         [*overrides_of(environment, trainer.experiment.recipe, 0), *changed],
@@ -250,7 +265,10 @@ def final_cells(
 
 
 def commit() -> str:
-    """The commit of the code that runs, with ``+`` when it was changed since; ``unknown`` outside a repository."""
+    """Return the commit of the code that runs, with ``+`` when it was changed since.
+
+    Outside a repository it is ``unknown``.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -286,7 +304,7 @@ def cell_path(results: Path, environment: str, recipe: str, seed: int) -> Path:
 def order(
     environments: Sequence[str], recipes: Sequence[str] | None, seeds: int
 ) -> list[tuple[str, str, int]]:
-    """All cells, seed by seed, of these recipes or else of those that an environment compares.
+    """Return all cells, seed by seed, of these recipes or else of each environment's own.
 
     Raises:
         ConfigError: an environment does not exist.
@@ -321,7 +339,7 @@ def run(
     minutes: float | None,
     more: Sequence[str] = (),
 ) -> int:
-    """Run the cells that are not finished, ``jobs`` at a time on one thread each; gives how many failed.
+    """Run the cells that are not finished, ``jobs`` at a time; return how many failed.
 
     Args:
         results: folder of the study.
@@ -357,7 +375,10 @@ def run(
 
 
 def run_process(results: Path, cell: tuple[str, str, int], more: Sequence[str]) -> bool:
-    """One cell in a process of its own; its output is shown when it fails. Gives whether the cell is finished."""
+    """Run one cell in a process of its own; return whether it finished.
+
+    The output of a failed cell is shown. Each process has one thread.
+    """
     begin = time.monotonic()
     command = [
         sys.executable,
@@ -398,7 +419,7 @@ def say(text: str) -> None:
 def finish_cell(
     results: Path, environment: str, recipe: str, seed: int, more: Sequence[str]
 ) -> None:
-    """Run one cell here and write its file, which becomes visible at once and whole."""
+    """Run one cell here and store it."""
     with TemporaryDirectory(prefix="experiential-study-") as scratch:
         cell = play_cell(environment, recipe, seed, Path(scratch), more)
     cells_of(results).keep(f"{environment}/{recipe}-{seed}", cell)
@@ -409,7 +430,7 @@ def finish_cell(
 
 
 def read_cells(results: Path) -> list[StudyCell]:
-    """All finished cells, by environment, recipe and seed.
+    """Return all finished cells, by environment, recipe and seed.
 
     Raises:
         ConfigError: a file is damaged, or there are none.
@@ -432,7 +453,7 @@ def read_cells(results: Path) -> list[StudyCell]:
 
 
 def episodes_to_target(points: Sequence[Point], target: float) -> int | None:
-    """Training episodes at the first evaluation that reached the target."""
+    """Return the training episodes at the first evaluation that reached the target."""
     return next((point.episodes for point in points if point.success >= target), None)
 
 
@@ -451,13 +472,19 @@ def rows(cells: Sequence[StudyCell]) -> list[dict[str, Any]]:
 
 @lru_cache
 def chance(environment: str) -> float:
-    """Return the success of blind play on the evaluation worlds: known, or measured with random moves."""
+    """Return the success of blind play on the evaluation worlds.
+
+    It is known, or measured with random moves.
+    """
     setup = ENVIRONMENTS[environment]
     return random_success(environment) if setup.chance is None else setup.chance
 
 
 def random_success(environment: str, repeats: int = 100) -> float:
-    """Return the share of episodes won by random moves on the evaluation worlds, ``repeats`` each."""
+    """Return the share of episodes won by random moves.
+
+    Every evaluation world is played ``repeats`` times.
+    """
     setup = ENVIRONMENTS[environment]
     settings = load_experiment("grpo", [*setup.training, *setup.final])
     env = make_env(settings.env, settings.env.eval)
@@ -542,7 +569,10 @@ def _columns(name: str, interval: Interval | None) -> dict[str, float | None]:
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:
-    """The rows as two tables for each environment: what was reached, and what the bank was good for and cost."""
+    """Lay out the rows as two tables for each environment.
+
+    The first has success and its speed, the second the worth and the cost of the bank.
+    """
     parts: list[str] = []
     targets = [f"{100 * target:.0f}" for target in TARGETS]
     for environment in dict.fromkeys(row["environment"] for row in found):
@@ -606,7 +636,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
 
 
 def orderings(cells: Sequence[StudyCell]) -> str:
-    """What the papers order, and whether each environment agrees, as one table."""
+    """Lay out the orderings of the papers, and whether each environment agrees."""
     places = dict.fromkeys(cell.environment for cell in cells)
     found: dict[Ordering, dict[str, str]] = {}
     for place in places:
@@ -673,7 +703,10 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def plot(cells: Sequence[StudyCell], target: Path) -> None:
-    """Held-out success on later visits against training episodes, mean and range over seeds: above as used, below without the bank."""
+    """Plot held-out success on later visits against training episodes, mean and range.
+
+    Above each recipe is as it is used, below without the bank.
+    """
     from matplotlib.figure import Figure
 
     environments = list(dict.fromkeys(cell.environment for cell in cells))
@@ -740,7 +773,7 @@ def table(results: Path) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
     chosen = commands.add_parser("run", help="run what is not finished")
@@ -770,14 +803,14 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command line; gives the exit code."""
+    """Run the command line and return the exit code."""
     return exit_code(
         partial(execute, arguments().parse_args()), "interrupted; the same command goes on"
     )
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Do what the command line says; gives 1 where a cell failed.
+    """Execute the command line; return 1 where a cell failed.
 
     Raises:
         ConfigError: an environment, a recipe or a setting does not exist, or a cell is damaged.

@@ -1,10 +1,10 @@
-"""How much an entry's task must count beside its text for a task query to find an entry of that task.
+"""Measure how much an entry's task must count beside its text for a task query to find it.
 
     python -m benchmarks.task_weight
 
-Lessons that name a world at random stand under 104 Vault tasks; for each of 40 held-out tasks it is
-told how often the nearest entry is the task's own, and where the cosines of own and other entries
-lie, by the weight of the task.
+Lessons that name a world at random stand under 104 Vault tasks; for each of 40 held-out tasks the
+output says how often the nearest entry is the task's own, and where the cosines of own and other
+entries lie, by the weight of the task.
 """
 
 from __future__ import annotations

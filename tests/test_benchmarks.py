@@ -27,21 +27,43 @@ def study_cell(
     """
     made = tuple(
         Cell(
-            run=f"{recipe}-{seed}", recipe=recipe, environment=environment, seed=seed, step=2, arm=arm, checkpoint="", version="0.1.0",
-            settings=f"{environment}/{recipe}/{seed}", family=f"{environment}/{recipe}",
+            run=f"{recipe}-{seed}",
+            recipe=recipe,
+            environment=environment,
+            seed=seed,
+            step=2,
+            arm=arm,
+            checkpoint="",
+            version="0.1.0",
+            settings=f"{environment}/{recipe}/{seed}",
+            family=f"{environment}/{recipe}",
             outcomes=tuple(f"0{int(world < 10 * share)}" for world in range(10)),
-            cost={"seconds": 2.0, "actor": {"prompt_tokens": 60, "generated_tokens": 20}, "extractor": {"prompt_tokens": 8}},
+            cost={
+                "seconds": 2.0,
+                "actor": {"prompt_tokens": 60, "generated_tokens": 20},
+                "extractor": {"prompt_tokens": 8},
+            },
         )
         for arm, share in later.items()
-    )  # fmt: skip
+    )
     points = tuple(
         Point(step=step, episodes=episodes, success=success)
         for step, episodes, success in ((0, 0, 0.1), (1, 64, 0.5), (2, 128, 0.7))
     )
     return study.StudyCell(
-        environment=environment, recipe=recipe, seed=seed, commit="abc", settings=settings, overrides=(), steps=2, episodes=128,
-        seconds=60.0, tokens={"actor": 100}, curve={arm: points for arm in later if arm in ("on", "off")}, arms=made,
-    )  # fmt: skip
+        environment=environment,
+        recipe=recipe,
+        seed=seed,
+        commit="abc",
+        settings=settings,
+        overrides=(),
+        steps=2,
+        episodes=128,
+        seconds=60.0,
+        tokens={"actor": 100},
+        curve={arm: points for arm in later if arm in ("on", "off")},
+        arms=made,
+    )
 
 
 @pytest.fixture

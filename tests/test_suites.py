@@ -473,9 +473,17 @@ def test_an_environment_with_fewer_worlds_is_played_as_often_as_it_has_worlds(
 def played(world: int, visit: int, success: bool) -> PlayedEpisode:
     """An episode."""
     return PlayedEpisode(
-        world=world, visit=visit, task_id=f"w-{world}", success=success, reward=float(success), turns=2, prompt_tokens=10,
-        response_tokens=5, seconds=0.5, shown=0,
-    )  # fmt: skip
+        world=world,
+        visit=visit,
+        task_id=f"w-{world}",
+        success=success,
+        reward=float(success),
+        turns=2,
+        prompt_tokens=10,
+        response_tokens=5,
+        seconds=0.5,
+        shown=0,
+    )
 
 
 def cell(task: str, arm: Any, outcomes: list[list[int]]) -> SuiteCell:
