@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiential.llm.sampling import draw_tokens
+from experiential.llm.engine import draw_tokens
 
 
 def draw(

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiential.errors import BackendError
-from experiential.llm.trie import ChoiceTrie, choice_trie
-from tests.llm_tiny import tiny_tokenizer
+from experiential.llm.base import SamplingParams
+from experiential.llm.constraints import ChoiceTrie
+from experiential.llm.transformers import TransformersLLM
+from tests.llm_tiny import tiny_random_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
+
+
+def allowed(trie: ChoiceTrie, prefix: Sequence[int]) -> list[int]:
+    """Return the tokens that may follow a prefix; none after a whole choice or an unknown one."""
+    node = trie.node(prefix)
+    return [] if node is None else list(node.allowed)
+
+
+def forced(trie: ChoiceTrie, prefix: Sequence[int]) -> list[int]:
+    """Return the tokens that must follow a prefix up to the next decision."""
+    node = trie.node(prefix)
+    return [] if node is None else list(node.forced)
 
 
 def spellings(trie: ChoiceTrie) -> set[tuple[int, ...]]:
@@ -18,10 +35,10 @@ def spellings(trie: ChoiceTrie) -> set[tuple[int, ...]]:
     open_prefixes: list[tuple[int, ...]] = [()]
     while open_prefixes:
         prefix = open_prefixes.pop()
-        allowed = trie.allowed(prefix)
-        if not allowed:
+        following = allowed(trie, prefix)
+        if not following:
             done.add(prefix)
-        open_prefixes.extend((*prefix, token) for token in allowed)
+        open_prefixes.extend((*prefix, token) for token in following)
     return done
 
 
@@ -48,22 +65,33 @@ def test_forced_runs_stop_at_branches_and_ends(choices: list[str]):
     for spelling in spellings(trie):
         for cut in range(len(spelling)):
             prefix = list(spelling[:cut])
-            for token in trie.forced(prefix):
-                assert trie.allowed(prefix) == [token]
+            for token in forced(trie, prefix):
+                assert allowed(trie, prefix) == [token]
                 prefix.append(token)
-            assert len(trie.allowed(prefix)) != 1
+            assert len(allowed(trie, prefix)) != 1
 
 
 def test_unknown_prefix_allows_nothing():
     trie = ChoiceTrie(["left", "right"], TOKENIZER)
-    assert trie.allowed([1, 2, 3]) == [] and trie.forced([1, 2, 3]) == []
+    assert allowed(trie, [1, 2, 3]) == [] and forced(trie, [1, 2, 3]) == []
 
 
-def test_tries_are_cached_per_tokenizer_and_choices():
-    first = choice_trie(("a", "b"), TOKENIZER)
-    assert choice_trie(("a", "b"), TOKENIZER) is first
-    assert choice_trie(("b", "a"), TOKENIZER) is not first
-    assert choice_trie(("a", "b"), tiny_tokenizer()) is not first
+async def test_a_backend_makes_the_trie_of_equal_choices_once():
+    tokenized: list[Sequence[str]] = []
+
+    class Counting:
+        def __call__(self, texts: Sequence[str], **options: Any) -> Any:
+            tokenized.append(texts)
+            return TOKENIZER(texts, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+    llm = TransformersLLM(tiny_random_model()[0], Counting())
+    for choices in (("a", "b"), ("a", "b"), ("b", "a")):
+        await llm.generate([{"role": "user", "content": "x"}], SamplingParams(choices=choices))
+    llm.close()
+    assert [texts for texts in tokenized if len(texts) == 2] == [["a", "b"], ["b", "a"]]
 
 
 def test_impossible_choices_are_refused():

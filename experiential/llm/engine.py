@@ -1,4 +1,8 @@
-"""Continuous batching over a causal language model: one executor closure per forward, exact behaviour log-probabilities."""
+"""Decode many requests together: continuous batching with exact behaviour log-probabilities.
+
+Every forward is one closure on the device's executor, so that requests of another priority and
+training can come between two forwards.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,23 +24,19 @@ from torch import Tensor
 
 from experiential.errors import BackendError
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.forward import ForwardPass
-from experiential.llm.kv import KVBlock, to_tensor
+from experiential.llm.forward import ForwardPass, KVBlock, to_tensor
 from experiential.llm.prefix_cache import PrefixCache
 from experiential.llm.request import Request
-from experiential.llm.sampling import draw_tokens
 
 _LONGEST_WAIT = 10
 """Requests wait for others at most this many times ``batch_wait``."""
 _SHARING = 256
-"""Prompt tokens that a forward of the common beginning alone must save, to be worth being one
-forward more.
-"""
+"""Prompt tokens that a forward of a common beginning must save to be worth one forward more."""
 
 
 @dataclass(eq=False)
 class _Track:
-    """Requests of one priority: those that wait, those that decode together, and their states."""
+    """Hold the requests of one priority: waiting, joining, decoding, and their states."""
 
     priority: int
     waiting: deque[Request] = field(default_factory=deque[Request])
@@ -48,7 +49,16 @@ class _Track:
 
 
 class Engine:
-    """Decodes requests of each priority in a batch of their own, a forward at a time, on a executor."""
+    """Decode the requests of each priority in a batch of their own, one forward at a time.
+
+    Args:
+        forward: the model.
+        executor: the thread that runs it.
+        max_batch: rows of a batch.
+        batch_wait: seconds without a new request after which the waiting ones are started.
+        cache: key-value states of past prompts.
+        version: gives the version of the weights, and the epoch that counts their changes.
+    """
 
     def __init__(
         self,
@@ -96,7 +106,7 @@ class Engine:
         step.add_done_callback(lambda done: self._after(track, done))
 
     def _after(self, track: _Track, step: Future[None]) -> None:
-        """Plan the next step; a step that failed fails the requests that it touched, and nobody else."""
+        """Plan the next step; a failed step fails only the requests that it touched."""
         if step.cancelled():
             self._fail_all(
                 track,
@@ -110,22 +120,18 @@ class Engine:
                 f"Expected the model's forward to succeed, got {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
-            self._fail(track, failure)
+            with self._lock:
+                if track.joining:  # a prefill failed: the rows that were decoding are untouched
+                    failed = [request for request in track.joining if request not in track.rows]
+                else:  # a decoding step failed: the states of the whole batch are in doubt
+                    failed, track.rows, track.block = track.rows, [], None
+                track.joining = []
+            _deliver(failed, failure)
         with self._lock:
             track.scheduled = bool(track.rows or track.waiting)
             delay = 0.0 if track.rows else self._patience(track, time.monotonic())
         if track.scheduled:
             self._schedule(track, delay)
-
-    def _fail(self, track: _Track, error: BackendError) -> None:
-        """Fail the requests of a failed prefill, or else the whole batch that a failed decoding step leaves in doubt."""
-        with self._lock:
-            if track.joining:
-                failed = [request for request in track.joining if request not in track.rows]
-            else:
-                failed, track.rows, track.block = track.rows, [], None
-            track.joining = []
-        _deliver(failed, error)
 
     def _fail_all(self, track: _Track, error: BackendError) -> None:
         with self._lock:
@@ -135,7 +141,7 @@ class Engine:
         _deliver(failed, error)
 
     def _patience(self, track: _Track, now: float) -> float:
-        """Seconds to wait for more requests before the next prefill; 0 when it should start."""
+        """Return the seconds to wait for more requests before the next prefill; 0 starts it."""
         if len(track.waiting) >= self._max_batch - len(track.rows):
             return 0.0
         quiet = track.last_arrival + self._batch_wait
@@ -143,13 +149,15 @@ class Engine:
         return max(0.0, min(quiet, overdue) - now)
 
     def _step(self, track: _Track) -> None:
-        """One prefill of what has arrived, or else one decoding forward."""
+        """Run one prefill of the requests that have arrived, or else one decoding forward."""
         version, epoch = self._version()
         if epoch != self._cache_epoch:
             self._cache.clear()
             self._cache_epoch = epoch
         with self._forward.measured():
-            self._sweep(track)
+            for row in range(len(track.rows) - 1, -1, -1):
+                if track.rows[row].cancelled:
+                    self._leave(track, row)
             track.joining = self._admit(track)
             for request in track.joining:
                 request.version, request.epoch = version, epoch
@@ -158,13 +166,8 @@ class Engine:
             elif track.rows:
                 self._decode(track)
 
-    def _sweep(self, track: _Track) -> None:
-        """Remove rows that nobody waits for."""
-        for row in range(len(track.rows) - 1, -1, -1):
-            if track.rows[row].cancelled:
-                self._leave(track, row)
-
     def _admit(self, track: _Track) -> list[Request]:
+        """Take the waiting requests that there is room for, unless more are worth waiting for."""
         with self._lock:
             room = self._max_batch - len(track.rows)
             if room <= 0 or not track.waiting or self._patience(track, time.monotonic()) > 0:
@@ -173,61 +176,56 @@ class Engine:
         return [request for request in taken if not request.cancelled]
 
     def _prefill(self, track: _Track) -> None:
-        """Forward each distinct prompt once, draw a token for every request, and join the unfinished to the batch."""
+        """Forward each distinct prompt once, draw a token for each request, join the unfinished."""
         distinct: dict[tuple[int, ...], list[Request]] = {}
         for request in track.joining:
             distinct.setdefault(request.prefix, []).append(request)
-        arrays = [np.array(prefix, dtype=np.int64) for prefix in distinct]
-        matches = self._matches(arrays)
+        prompts = [np.array(prefix, dtype=np.int64) for prefix in distinct]
         members = list(distinct.values())
+        matches = self._matches(prompts)
         for chunk in self._forward.plan(
-            [len(ids) - matched for ids, (matched, _) in zip(arrays, matches, strict=True)]
+            [len(ids) - matched for ids, (matched, _) in zip(prompts, matches, strict=True)]
         ):
             block, logits = self._forward.prefill(
-                [arrays[i] for i in chunk], [matches[i] for i in chunk]
+                [prompts[i] for i in chunk], [matches[i] for i in chunk]
             )
             for row, i in enumerate(chunk):
-                self._remember(arrays[i], block, row)
-            self._accept_first(track, block, logits, [members[i] for i in chunk])
+                self._remember(prompts[i], block, row)
+            requests = [request for i in chunk for request in members[i]]
+            source = [row for row, i in enumerate(chunk) for _ in members[i]]
+            for request in requests:
+                request.seen = len(request.prefix)
+            _advance(requests, logits, source)
+            going = [i for i, request in enumerate(requests) if request.finish is None]
+            if going:
+                chosen = block.select([source[i] for i in going])
+                track.block = chosen if track.block is None else track.block.join(chosen)
+                track.rows.extend(requests[i] for i in going)
+            _deliver([request for request in requests if request.finish is not None])
         track.joining = []
 
     def _matches(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Any]]:
-        """What the cache holds of each prompt, once it holds the beginnings that several share, where that pays.
+        """Return what the cache holds of each prompt, after storing beginnings that several share.
 
         First the beginning of all (a system prompt), then those of the prompts of one task (its
-        first observation).
+        first observation), each where one forward more saves enough tokens.
         """
         matches = [self._cache.match(ids) for ids in prompts]
-        for cluster in (_all_together, _by_beginning):
-            shared = [
-                (group, length)
-                for group, length in cluster(prompts)
-                if length <= self._cache.max_tokens
-            ]
-            wanted = [prompts[group[0]][:length] for group, length in shared]
-            saved = sum(_saving([matches[i][0] for i in group], length) for group, length in shared)
+        everyone = [(list(range(len(prompts))), _common_prefix(prompts))]
+        for groups in (everyone, _by_beginning(prompts)):
+            shared = [group for group in groups if group[1] <= self._cache.max_tokens]
+            saved = 0
+            for group, length in shared:
+                known = [matches[i][0] for i in group]
+                apart = sum(max(0, length - matched) for matched in known)
+                saved += apart - max(0, length - max(known))
             if saved >= _SHARING:
-                known = [self._cache.match(ids) for ids in wanted]
-                block, _ = self._forward.prefill(wanted, known)
+                wanted = [prompts[group[0]][:length] for group, length in shared]
+                block, _ = self._forward.prefill(wanted, [self._cache.match(ids) for ids in wanted])
                 for row, ids in enumerate(wanted):
                     self._remember(ids, block, row)
                 matches = [self._cache.match(ids) for ids in prompts]
         return matches
-
-    def _accept_first(
-        self, track: _Track, block: KVBlock, logits: Tensor, members: Sequence[Sequence[Request]]
-    ) -> None:
-        requests = [request for group in members for request in group]
-        source = [row for row, group in enumerate(members) for _ in group]
-        for request in requests:
-            request.seen = len(request.prefix)
-        self._advance(requests, logits, source)
-        going = [i for i, request in enumerate(requests) if request.finish is None]
-        if going:
-            chosen = block.select([source[i] for i in going])
-            track.block = chosen if track.block is None else track.block.join(chosen)
-            track.rows.extend(requests[i] for i in going)
-        _deliver([request for request in requests if request.finish is not None])
 
     def _decode(self, track: _Track) -> None:
         """Feed every row what it has not seen, draw its next token, and let finished rows leave."""
@@ -238,20 +236,20 @@ class Engine:
         )
         for row in rows:
             row.seen += len(row.pending)
-        self._advance(rows, logits, range(len(rows)))
+        _advance(rows, logits, range(len(rows)))
         _deliver([row for row in rows if row.finish is not None])
         for index in range(len(rows) - 1, -1, -1):
             if rows[index].finish is not None:
                 self._leave(track, index)
 
     def _leave(self, track: _Track, index: int) -> None:
-        """Take a row out of the batch (the last row moves into its slot), keeping its states for the next turn."""
+        """Take a row out of the batch, keeping its states for the next turn of its conversation."""
         assert track.block is not None
         request = track.rows[index]
         if request.epoch == self._cache_epoch:
             ids = np.array([*request.prompt, *request.response][: request.seen], dtype=np.int64)
             self._remember(ids, track.block, index)
-        track.block.drop(index)
+        track.block.drop(index)  # the last row moves into its slot, here as there
         track.rows[index] = track.rows[-1]
         track.rows.pop()
         if not track.rows:
@@ -260,83 +258,38 @@ class Engine:
     def _remember(self, ids: NDArray[np.int64], block: KVBlock, row: int) -> None:
         self._cache.put(ids, lambda: block.row(row, len(ids)))
 
-    def _advance(self, requests: Sequence[Request], logits: Tensor, source: Sequence[int]) -> None:
-        """Draw one token for each request from its row of ``logits``; constrained and free requests apart."""
-        free = [i for i, request in enumerate(requests) if request.choices is None]
-        bound = [i for i, request in enumerate(requests) if request.choices is not None]
-        if free:
-            chosen = [requests[i] for i in free]
-            rows = (
-                logits
-                if len(free) == len(logits) == len(requests)
-                else logits[[source[i] for i in free]]
-            )
-            index, logprobs = _draw(_structured(rows, chosen), chosen)
-            _accept(chosen, index.cpu().numpy(), logprobs)
-        if bound:
-            self._advance_bound([requests[i] for i in bound], logits, [source[i] for i in bound])
 
-    def _advance_bound(
-        self, requests: Sequence[Request], logits: Tensor, source: Sequence[int]
-    ) -> None:
-        allowed = [request.choices or () for request in requests]
-        width = max(map(len, allowed))
-        tokens = np.zeros((len(requests), width), dtype=np.int64)
-        barred = np.ones((len(requests), width), dtype=bool)
-        for row, ids in enumerate(allowed):
-            tokens[row, : len(ids)] = ids
-            barred[row, : len(ids)] = False
-        rows = torch.tensor(source, device=logits.device).unsqueeze(1)
-        scores = logits[rows, to_tensor(tokens, logits.device)].cpu()
-        scores = scores.masked_fill(to_tensor(barred, scores.device), -torch.inf)
-        index, logprobs = _draw(scores, requests)
-        _accept(requests, tokens[np.arange(len(requests)), index.numpy()], logprobs)
+def _by_beginning(prompts: Sequence[NDArray[np.int64]]) -> list[tuple[list[int], int]]:
+    """Group prompts that share more than all do; return indices and shared length of each group.
 
-
-_Shared = tuple[list[int], int]
-"""Indices of prompts, and the length of the beginning that they share."""
-
-
-def _saving(matched: Sequence[int], shared: int) -> int:
-    """Tokens that need no forward when ``shared`` tokens are forwarded once, for prompts of which ``matched`` are known."""
-    return sum(max(0, shared - known) for known in matched) - max(0, shared - max(matched))
-
-
-def _all_together(prompts: Sequence[NDArray[np.int64]]) -> list[_Shared]:
-    """All prompts as one group."""
-    return [(list(range(len(prompts))), _common_prefix(prompts))]
-
-
-def _by_beginning(prompts: Sequence[NDArray[np.int64]]) -> list[_Shared]:
-    """Groups of prompts that share more than all do: neighbours in sorted order, cut at the length that saves most."""
+    Groups are runs of neighbours in sorted order, cut at the length that saves most tokens.
+    """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
     joints = [
         _common_prefix([prompts[i], prompts[j]]) for i, j in zip(order, order[1:], strict=False)
     ]
     base = min(joints, default=0)
-    cuts: list[list[_Shared]] = [[], *(_cut(order, joints, least) for least in sorted(set(joints)))]
-    return max(
-        cuts, key=lambda groups: sum((len(group) - 1) * (shared - base) for group, shared in groups)
-    )
-
-
-def _cut(order: Sequence[int], joints: Sequence[int], least: int) -> list[_Shared]:
-    """Runs of two or more neighbours that share at least ``least`` tokens each with the next."""
-    groups: list[_Shared] = []
-    joined = False
-    for left, right, shared in zip(order, order[1:], joints, strict=False):
-        if shared < least:
-            joined = False
-        elif joined:
-            groups[-1] = ([*groups[-1][0], right], min(groups[-1][1], shared))
-        else:
-            groups.append(([left, right], shared))
-            joined = True
-    return groups
+    best: list[tuple[list[int], int]] = []
+    most = 0
+    for least in sorted(set(joints)):
+        groups: list[tuple[list[int], int]] = []
+        joined = False
+        for left, right, shared in zip(order, order[1:], joints, strict=False):
+            if shared < least:
+                joined = False
+            elif joined:
+                groups[-1] = ([*groups[-1][0], right], min(groups[-1][1], shared))
+            else:
+                groups.append(([left, right], shared))
+                joined = True
+        saved = sum((len(group) - 1) * (shared - base) for group, shared in groups)
+        if saved > most:
+            best, most = groups, saved
+    return best
 
 
 def _common_prefix(prompts: Sequence[NDArray[np.int64]]) -> int:
-    """Length of the beginning that all prompts share."""
+    """Return the length of the beginning that all prompts share."""
     width = min(map(len, prompts))
     differ = np.flatnonzero(
         (np.stack([ids[:width] for ids in prompts]) != prompts[0][:width]).any(axis=0)
@@ -344,44 +297,112 @@ def _common_prefix(prompts: Sequence[NDArray[np.int64]]) -> int:
     return int(differ[0]) if len(differ) else width
 
 
+def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int]) -> None:
+    """Draw one token for each request from its row of ``logits``, given by ``source``."""
+    free = [i for i, request in enumerate(requests) if request.choices is None]
+    bound = [i for i, request in enumerate(requests) if request.choices is not None]
+    if free:
+        chosen = [requests[i] for i in free]
+        everyone = len(free) == len(logits) == len(requests)
+        scores = logits if everyone else logits[[source[i] for i in free]]
+        if any(request.schema is not None for request in chosen):
+            allowed = np.ones(scores.shape, dtype=bool)
+            for row, request in enumerate(chosen):
+                if request.schema is not None:
+                    allowed[row] = request.schema.allowed()
+            scores = scores.masked_fill(to_tensor(~allowed, scores.device), -torch.inf)
+        index, logprobs = _draw(scores, chosen)
+        tokens = index.cpu().numpy()
+        for request, token, logprob in zip(chosen, tokens, logprobs.cpu().numpy(), strict=True):
+            request.accept(int(token), float(logprob))
+    if bound:
+        # choices allow a handful of tokens, so only their logits leave the device
+        chosen = [requests[i] for i in bound]
+        choices = [request.choices or () for request in chosen]
+        width = max(map(len, choices))
+        tokens = np.zeros((len(chosen), width), dtype=np.int64)
+        barred = np.ones((len(chosen), width), dtype=bool)
+        for row, ids in enumerate(choices):
+            tokens[row, : len(ids)] = ids
+            barred[row, : len(ids)] = False
+        rows = torch.tensor([source[i] for i in bound], device=logits.device).unsqueeze(1)
+        scores = logits[rows, to_tensor(tokens, logits.device)].cpu()
+        scores = scores.masked_fill(to_tensor(barred, scores.device), -torch.inf)
+        index, logprobs = _draw(scores, chosen)
+        drawn = tokens[np.arange(len(chosen)), index.numpy()]
+        for request, token, logprob in zip(chosen, drawn, logprobs.numpy(), strict=True):
+            request.accept(int(token), float(logprob))
+
+
 def _draw(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
-    device = scores.device
+    """Draw one index per row of ``scores`` with the settings of its request; see `draw_tokens`."""
     sampling = [request.sampling for request in requests]
+    tensor = partial(torch.tensor, device=scores.device)
     return draw_tokens(
         scores,
-        torch.tensor([each.temperature for each in sampling], dtype=torch.float32, device=device),
-        torch.tensor([each.top_k for each in sampling], dtype=torch.int64, device=device),
-        torch.tensor([each.top_p for each in sampling], dtype=torch.float32, device=device),
-        torch.tensor(
-            [request.uniform() for request in requests], dtype=torch.float64, device=device
-        ),
+        tensor([each.temperature for each in sampling], dtype=torch.float32),
+        tensor([each.top_k for each in sampling], dtype=torch.int64),
+        tensor([each.top_p for each in sampling], dtype=torch.float32),
+        tensor([request.uniform() for request in requests], dtype=torch.float64),
     )
 
 
-def _structured(scores: Tensor, requests: Sequence[Request]) -> Tensor:
-    """``scores`` with ``-inf`` where the schema of a row's request forbids the token."""
-    bound = [row for row, request in enumerate(requests) if request.schema is not None]
-    if not bound:
-        return scores
-    allowed = np.ones(scores.shape, dtype=bool)
-    for row in bound:
-        allowed[row] = requests[row].schema.allowed()  # pyright: ignore[reportOptionalMemberAccess]
-    return scores.masked_fill(to_tensor(~allowed, scores.device), -torch.inf)
+def draw_tokens(
+    scores: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw from ``softmax(scores / temperature)`` after top-k, then top-p, renormalised.
+
+    A row is drawn by inverse CDF and depends on its own scores and its own uniform number only,
+    hence not on the other rows of its batch.
+
+    Args:
+        scores: logits, shape (n, v), float32; ``-inf`` marks what a constraint forbids.
+        temperature: shape (n,), float32; 0 takes the best index, and the log-probability reported
+            is then the one at temperature 1 without truncation (a greedy choice has no density of
+            its own).
+        top_k: shape (n,), int64; 0 means no limit.
+        top_p: shape (n,), float32; 1 means no limit.
+        uniform: numbers in [0, 1), shape (n,), float64.
+
+    Returns:
+        indices, shape (n,), int64, and their log-probabilities in nats, shape (n,), float32.
+    """
+    greedy = temperature == 0
+    scaled = scores / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    truncated = ((top_k > 0) | (top_p < 1)) & ~greedy
+    if bool(truncated.any()):
+        scaled[truncated] = _truncate(scaled[truncated], top_k[truncated], top_p[truncated])
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    mass = logprobs.double().exp().cumsum(dim=-1)
+    target = (uniform * mass[:, -1]).unsqueeze(1)
+    drawn = torch.searchsorted(mass, target, right=True).squeeze(1).clamp(max=scores.shape[1] - 1)
+    index = torch.where(greedy, scores.argmax(dim=-1), drawn) if bool(greedy.any()) else drawn
+    return index, logprobs.gather(1, index.unsqueeze(1)).squeeze(1)
 
 
-def _accept(requests: Sequence[Request], tokens: NDArray[np.int64], logprobs: Tensor) -> None:
-    for request, token, logprob in zip(requests, tokens, logprobs.cpu().numpy(), strict=True):
-        request.accept(int(token), float(logprob))
+def _truncate(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set to ``-inf`` all but the top k, then all but the smallest set with mass top_p.
+
+    Ties go to the lower index.
+    """
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    limit = torch.where(top_k > 0, top_k, scores.shape[1]).unsqueeze(1)
+    ordered = ordered.masked_fill(rank >= limit, -torch.inf)
+    probability = torch.softmax(ordered, dim=-1)
+    before = probability.cumsum(dim=-1) - probability
+    ordered = ordered.masked_fill((before >= top_p.unsqueeze(1)) & (rank > 0), -torch.inf)
+    return torch.empty_like(scores).scatter_(1, order, ordered)
 
 
 def _deliver(requests: Sequence[Request], error: BackendError | None = None) -> None:
-    """Resolve the futures of these requests, one wake-up per event loop; a loop that has closed has nobody waiting."""
+    """Resolve the futures of these requests, with one wake-up per event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for request in requests:
         if request.future is not None:
             by_loop.setdefault(request.future.get_loop(), []).append(request.future)
     for loop, futures in by_loop.items():
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # a loop that has closed has nobody waiting
             loop.call_soon_threadsafe(_resolve, futures, error)
 
 

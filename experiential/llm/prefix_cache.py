@@ -1,4 +1,7 @@
-"""Key-value states of past prompts, found again by longest common prefix: turns of an episode and members of a group share them."""
+"""Find key-value states of past prompts again by longest common prefix.
+
+Turns of an episode share them, and so do the members of a group.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ Ids = NDArray[np.int64]
 
 
 class PrefixCache:
-    """A least-recently-used store of (token ids, key-value tensor), bounded by the sum of tokens.
+    """Keep (token ids, key-value tensor), least recently used first out, bounded by tokens.
 
-    Used from one thread (the executor). All stored ids lie in one padded matrix, so that one
-    vectorised comparison finds the best entry. An entry that is a prefix of a newer one is dropped,
-    since the newer one serves the same matches.
+    Used from one thread, the executor's. All stored ids lie in one padded matrix, so that one
+    vectorised comparison finds the best entry: a dict or `functools.lru_cache` finds equal keys
+    only. An entry that is a prefix of a newer one is dropped; the newer one serves its matches.
 
     Args:
         max_tokens: bound on the tokens stored; 0 stores nothing.
@@ -40,7 +43,7 @@ class PrefixCache:
         return len(self._states)
 
     def match(self, ids: Ids) -> tuple[int, Any]:
-        """``(n, kv)``: the entry that shares the longest prefix, n < len(ids) tokens, with ``ids``; (0, None) without one.
+        """Return ``(n, kv)`` of the longest common prefix, n < len(ids); (0, None) without one.
 
         The last token is never served from the cache, since its logits are needed. ``kv`` covers at
         least n tokens; use the first n.
@@ -55,7 +58,7 @@ class PrefixCache:
         return int(common[slot]), self._states[slot]
 
     def put(self, ids: Ids, state: Callable[[], Any]) -> None:
-        """Store the key-value state of ``ids``; ``state`` is called only if no entry covers them. Evicts the least recently used."""
+        """Store the key-value state of ``ids``, which ``state`` makes if no entry covers them."""
         if len(ids) > self.max_tokens or len(ids) < self._min_match:
             return
         if self._states:
@@ -68,10 +71,27 @@ class PrefixCache:
                 self._remove(int(slot))
         while self.tokens + len(ids) > self.max_tokens:
             self._remove(next(iter(self._states)))
-        self._insert(ids, state())
+        made = state()
+        slot = self._free.pop() if self._free else self._used
+        self._used = max(self._used, slot + 1)
+        rows, width = self._ids.shape
+        if self._used > rows or len(ids) > width:  # at least double what is too small
+            larger = (
+                2 * self._used if self._used > rows else rows,
+                2 * len(ids) if len(ids) > width else width,
+            )
+            grown = np.full(larger, -1, dtype=np.int64)
+            grown[:rows, :width] = self._ids
+            lengths = np.zeros(larger[0], dtype=np.int64)
+            lengths[:rows] = self._lengths
+            self._ids, self._lengths = grown, lengths
+        self._ids[slot, : len(ids)] = ids
+        self._lengths[slot] = len(ids)
+        self._states[slot] = made
+        self.tokens += len(ids)
 
     def clear(self) -> None:
-        """Forget everything: the weights that made the states are gone."""
+        """Drop all entries, because the weights that made them have changed."""
         self._states.clear()
         self._free.clear()
         self._lengths[:] = 0
@@ -79,6 +99,7 @@ class PrefixCache:
         self._used = self.tokens = 0
 
     def _common(self, ids: Ids) -> Ids:
+        """Return the length of the prefix that each slot shares with ``ids``."""
         width = min(len(ids), self._ids.shape[1])
         if width == 0:
             return np.zeros(self._used, dtype=np.int64)
@@ -86,30 +107,9 @@ class PrefixCache:
         first_difference = equal.argmin(axis=1)
         return np.where(equal[np.arange(self._used), first_difference], width, first_difference)
 
-    def _insert(self, ids: Ids, kv: Any) -> None:
-        slot = self._free.pop() if self._free else self._used
-        self._used = max(self._used, slot + 1)
-        self._reserve(self._used, len(ids))
-        self._ids[slot, : len(ids)] = ids
-        self._lengths[slot] = len(ids)
-        self._states[slot] = kv
-        self.tokens += len(ids)
-
     def _remove(self, slot: int) -> None:
         del self._states[slot]
         self.tokens -= int(self._lengths[slot])
         self._lengths[slot] = 0
         self._ids[slot] = -1
         self._free.append(slot)
-
-    def _reserve(self, rows: int, width: int) -> None:
-        old_rows, old_width = self._ids.shape
-        if rows <= old_rows and width <= old_width:
-            return
-        new_rows = 2 * rows if rows > old_rows else old_rows
-        new_width = 2 * width if width > old_width else old_width
-        ids = np.full((new_rows, new_width), -1, dtype=np.int64)
-        ids[:old_rows, :old_width] = self._ids
-        lengths = np.zeros(new_rows, dtype=np.int64)
-        lengths[:old_rows] = self._lengths
-        self._ids, self._lengths = ids, lengths

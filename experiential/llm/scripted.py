@@ -1,4 +1,4 @@
-"""A backend that says what it is told, for tests of anything that talks to a language model."""
+"""Reply from a script, for tests of anything that talks to a language model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reply = Callable[[list[Message]], str | Awaitable[str]]
 
 
 class ScriptedLLM(LLM):
-    """Replies with strings given in advance (cycled), or with what a function of the messages returns.
+    """Reply with strings given in advance (cycled), or with the result of a function.
 
     A reply is cut after the first stop string, and must be one of ``sampling.choices`` when these
     are given. Without a tokenizer a generation has no token ids; with one it has ids, the
@@ -28,7 +28,8 @@ class ScriptedLLM(LLM):
 
     >>> import asyncio
     >>> llm = ScriptedLLM(["go north", "open door"])
-    >>> [asyncio.run(llm.generate([{"role": "user", "content": "What now?"}])).text for _ in range(3)]
+    >>> question = [{"role": "user", "content": "What now?"}]
+    >>> [asyncio.run(llm.generate(question)).text for _ in range(3)]
     ['go north', 'open door', 'go north']
     >>> llm.calls[0][0]["content"]
     'What now?'
@@ -50,77 +51,65 @@ class ScriptedLLM(LLM):
         self.name = name
         self.calls: list[list[Message]] = []
         self._tokenizer = tokenizer
-        self._reply = replies if callable(replies) else _cycle(replies)
+        if callable(replies):
+            self._reply: Reply = replies
+        else:
+            endless = itertools.cycle(replies)
+            self._reply = lambda messages: next(endless)
 
     @property
     def tokenizer(self) -> Any | None:
-        """The tokenizer given, else None."""
+        """Return the tokenizer given, else None."""
         return self._tokenizer
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
-        """The next reply.
+        """Return the next reply.
 
         Raises:
             BackendError: the reply is not among ``sampling.choices``, or token ids came without a
                 tokenizer.
         """
         sampling = sampling or SamplingParams()
-        messages = self._messages(prompt)
+        tokenizer = self._tokenizer
+        prompt_ids: tuple[int, ...] = ()
+        if is_token_prompt(prompt):
+            if tokenizer is None:
+                raise BackendError(
+                    "Expected messages, got token ids; pass tokenizer= to ScriptedLLM to take token"
+                    " prompts"
+                )
+            prompt_ids = tuple(cast("Sequence[int]", prompt))
+            messages = [Message(role="user", content=tokenizer.decode(list(prompt_ids)))]
+        else:
+            given = cast("Sequence[Message]", prompt)
+            messages = [cast("Message", dict(message)) for message in given]
+            if tokenizer is not None:
+                prompt_ids = tuple(
+                    tokenizer.apply_chat_template(
+                        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                    )
+                )
         self.calls.append(messages)
         reply = self._reply(messages)
-        text = _cut(await reply if inspect.isawaitable(reply) else reply, sampling.stop)
+        text = await reply if inspect.isawaitable(reply) else reply
+        ends = [at + len(stop) for stop in sampling.stop if stop and (at := text.find(stop)) >= 0]
+        text = text[: min(ends)] if ends else text
         if sampling.choices is not None and text not in sampling.choices:
             raise BackendError(
                 f"Expected one of the choices {list(sampling.choices)}, got the scripted reply"
                 f" {text!r}"
             )
-        response = self._response_ids(text)
+        response_ids: tuple[int, ...] = ()
+        if tokenizer is not None:
+            said = tokenizer(text, add_special_tokens=False)["input_ids"]
+            response_ids = (*said, tokenizer.eos_token_id)
         return Generation(
             text=text,
-            prompt_ids=self._prompt_ids(prompt, messages),
-            response_ids=response,
-            logprobs=(0.0,) * len(response),
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            logprobs=(0.0,) * len(response_ids),
             policy=self.name,
             policy_version=self.version,
             finish_reason=FinishReason.STOP if sampling.choices is None else FinishReason.CHOICE,
             temperature=sampling.temperature or 1.0,
         )
-
-    def _messages(self, prompt: Prompt) -> list[Message]:
-        if not is_token_prompt(prompt):
-            return [cast("Message", dict(message)) for message in cast("Sequence[Message]", prompt)]
-        if self._tokenizer is None:
-            raise BackendError(
-                "Expected messages, got token ids; pass tokenizer= to ScriptedLLM to take token"
-                " prompts"
-            )
-        return [Message(role="user", content=self._tokenizer.decode(list(prompt)))]
-
-    def _prompt_ids(self, prompt: Prompt, messages: list[Message]) -> tuple[int, ...]:
-        if is_token_prompt(prompt):
-            return tuple(cast("Sequence[int]", prompt))
-        if self._tokenizer is None:
-            return ()
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
-
-    def _response_ids(self, text: str) -> tuple[int, ...]:
-        if self._tokenizer is None:
-            return ()
-        return (
-            *self._tokenizer(text, add_special_tokens=False)["input_ids"],
-            self._tokenizer.eos_token_id,
-        )
-
-
-def _cycle(replies: Sequence[str]) -> Reply:
-    endless = itertools.cycle(replies)
-    return lambda messages: next(endless)
-
-
-def _cut(text: str, stops: Sequence[str]) -> str:
-    ends = [at + len(stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text

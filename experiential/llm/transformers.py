@@ -1,22 +1,21 @@
-"""A backend on torch and transformers in this process, for CPU or one GPU."""
+"""Generate with torch and transformers in this process, on the CPU or one GPU."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from experiential.config import ModelSettings
 from experiential.errors import BackendError, MissingExtraError
 from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
+from experiential.llm.constraints import ChoiceTrie, Schemas, canonical
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.grammar import Schemas, canonical
 from experiential.llm.prefix_cache import PrefixCache
 from experiential.llm.request import Request, StopFinder, response_limit
-from experiential.llm.trie import choice_trie
 from experiential.types import Generation, Message
 
 if TYPE_CHECKING:
@@ -24,17 +23,16 @@ if TYPE_CHECKING:
 
 
 class TransformersLLM(LLM):
-    """Generates with a causal language model loaded here, with continuous batching over all concurrent requests.
+    """Generate with a causal language model loaded here, batching all concurrent requests.
 
     Log-probabilities are exactly those of the distribution drawn from (temperature, top-k, top-p
     and choices included, renormalised); for greedy decoding they are those at temperature 1. Tokens
     forced by ``choices`` or ``json_schema`` have log-probability 0 and cost no forward of their
-    own. Identical prompts are forwarded once, and beginnings that several share, or that were seen
-    before, too. ``max_tokens`` is cut to what the context holds, and does not apply to ``choices``.
+    own. Identical prompts are forwarded once, and shared or earlier beginnings too. ``max_tokens``
+    is cut to the context, and does not apply to ``choices``.
 
-    The one caveat: a request that is decoding while the weights change goes on with the states it
-    has; its log-probabilities stay those it was sampled with, and its version is the one it started
-    with.
+    The one caveat: a request that is decoding while the weights change goes on with its old
+    key-value states; its version is the one it started with.
 
     Args:
         model: a name that ``resolve_model`` knows, or a loaded model (then ``tokenizer`` is
@@ -44,13 +42,13 @@ class TransformersLLM(LLM):
         device: used when ``model`` is a name; auto, cpu, cuda, cuda:1 ...
         max_batch: sequences decoded together, per priority.
         prefix_cache_tokens: tokens of key-value states kept for reuse; 0 turns the cache off.
-        executor: where the model runs; give the same executor to all policies on one device. One of its own
-            by default.
+        executor: thread that runs the model; policies on one device share one. One of its own by
+            default.
         adapter: peft adapter to activate before each forward, so that two policies can share one
             base.
         name: name of the policy, recorded in each ``Generation``.
         version: optimiser steps the weights have seen.
-        batch_wait: seconds without a new request after which the ones that have come are started.
+        batch_wait: seconds without a new request after which the waiting ones are started.
 
     Raises:
         MissingExtraError: torch or transformers is not installed.
@@ -82,7 +80,15 @@ class TransformersLLM(LLM):
             raise ValueError(
                 f"Expected max_batch > 0 and batch_wait >= 0, got {max_batch} and {batch_wait}"
             )
-        self.model, self._tokenizer = _loaded(model, tokenizer, dtype, device)
+        if isinstance(model, str):
+            from experiential.llm.models import load_model
+
+            self.model, found = load_model(ModelSettings(name=model, dtype=dtype, device=device))
+            self._tokenizer: Any = found if tokenizer is None else tokenizer
+        elif tokenizer is None:
+            raise ValueError("Expected a tokenizer with a loaded model, got None; pass tokenizer=")
+        else:
+            self.model, self._tokenizer = model, tokenizer
         self._tokenizer.padding_side = "left"
         self.name = name or (model if isinstance(model, str) else type(model).__name__)
         self.version = version
@@ -95,7 +101,8 @@ class TransformersLLM(LLM):
         self._eos, pad = _special_tokens(self.model, self._tokenizer)
         self._stops = StopFinder(self._tokenizer)
         self._render = lru_cache(maxsize=512)(self._render_now)
-        self._draws = _Draws()
+        self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=self._tokenizer))
+        self._uniform = _random_numbers()
         self._cache = PrefixCache(prefix_cache_tokens)
         forward = ForwardPass(self.model, pad=pad, adapter=adapter, stats=self.stats)
         self._context, self._vocabulary = forward.context, forward.vocabulary
@@ -110,12 +117,12 @@ class TransformersLLM(LLM):
 
     @property
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer."""
+        """Return the Hugging Face tokenizer."""
         return self._tokenizer
 
     @cached_property
     def schemas(self) -> Schemas:
-        """What restricts responses to a JSON schema; made when it is first asked for, which takes about a second."""
+        """Return the compiler of JSON schemas; the first call takes about a second."""
         return Schemas(self._tokenizer, self._vocabulary)
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
@@ -129,20 +136,19 @@ class TransformersLLM(LLM):
             raise BackendError(f"Expected an open backend, got {self.name!r} after close()")
         sampling = sampling or SamplingParams()
         ids = self.encode(prompt)
-        trie = None if sampling.choices is None else choice_trie(sampling.choices, self._tokenizer)
-        limit = response_limit(len(ids), sampling, trie, self._context)
-        schema = (
-            None
-            if sampling.json_schema is None or trie
-            else self.schemas.start(canonical(sampling.json_schema))
-        )
+        trie = schema = written = None
+        if sampling.choices is not None:
+            trie = self._tries(sampling.choices)
+        elif sampling.json_schema is not None:
+            written = canonical(sampling.json_schema)
+            schema = self.schemas.start(written)
         request = Request(
             ids,
             sampling,
-            limit,
+            response_limit(len(ids), sampling, trie, self._context),
             self._eos,
             self._stops,
-            self._draws.uniform(sampling.seed),
+            self._uniform(sampling.seed),
             trie,
             schema,
         )
@@ -150,13 +156,31 @@ class TransformersLLM(LLM):
             request.future = asyncio.get_running_loop().create_future()
             self._engine.submit(request)
             await request.future
-        else:
+        else:  # every token was forced, so the model has nothing to do
             request.version = self.version
-        self._count(request)
-        return self._generation(request)
+        assert request.finish is not None
+        self.stats.requests += 1
+        self.stats.prompt_tokens += len(ids)
+        self.stats.generated_tokens += len(request.response)
+        return Generation(
+            text=request.text(),
+            prompt_ids=ids,
+            response_ids=tuple(request.response),
+            logprobs=tuple(request.logprobs),
+            allowed=None if trie is None and schema is None else tuple(request.allowed),
+            json_schema=written,
+            policy=self.name,
+            policy_version=request.version,
+            finish_reason=request.finish,
+            temperature=request.temperature,
+        )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt: messages through the chat template, token ids as they are."""
+        """Return the token ids of a prompt; messages go through the chat template.
+
+        Raises:
+            BackendError: a token id is out of range, or there is no chat template.
+        """
         if is_token_prompt(prompt):
             ids = tuple(cast("Sequence[int]", prompt))
             if min(ids) < 0 or max(ids) >= self._vocabulary:
@@ -173,12 +197,12 @@ class TransformersLLM(LLM):
         )
 
     def weights_changed(self, version: int) -> None:
-        """Tell that the weights are now those of ``version``: key-value states of the old ones are not used again."""
+        """Set the version of new weights; key-value states of the old ones are not used again."""
         self.version = version
         self._epoch += 1
 
     def close(self) -> None:
-        """Refuse further requests, and end the executor if it is this backend's own; safe to call twice."""
+        """Refuse further requests and end an executor of its own; safe to call twice."""
         self._closed = True
         if self._owns_executor:
             self.executor.close()
@@ -202,67 +226,27 @@ class TransformersLLM(LLM):
             )
         )
 
-    def _count(self, request: Request) -> None:
-        self.stats.requests += 1
-        self.stats.prompt_tokens += len(request.prompt)
-        self.stats.generated_tokens += len(request.response)
 
-    def _generation(self, request: Request) -> Generation:
-        assert request.finish is not None
-        return Generation(
-            text=request.text(),
-            prompt_ids=request.prompt,
-            response_ids=tuple(request.response),
-            logprobs=tuple(request.logprobs),
-            allowed=(
-                None if request.trie is None and request.schema is None else tuple(request.allowed)
-            ),
-            json_schema=(
-                None
-                if request.schema is None or not request.sampling.json_schema
-                else canonical(request.sampling.json_schema)
-            ),
-            policy=self.name,
-            policy_version=request.version,
-            finish_reason=request.finish,
-            temperature=request.temperature,
-        )
+def _random_numbers() -> Callable[[int | None], Callable[[], float]]:
+    """Return a function from a seed to a source of numbers in [0, 1) with 53 random bits.
 
+    A request with a seed has a generator of its own, so that its draws do not depend on the batch;
+    the others share one.
+    """
+    import torch
 
-class _Draws:
-    """Random numbers per request: a generator of its own when it has a seed, one shared by the others."""
+    shared = torch.Generator()
+    shared.seed()
 
-    def __init__(self) -> None:
-        import torch
+    def uniform(seed: int | None) -> Callable[[], float]:
+        generator = shared if seed is None else torch.Generator().manual_seed(seed % 2**63)
+        return lambda: torch.rand((), dtype=torch.float64, generator=generator).item()
 
-        self._torch = torch
-        self._shared = torch.Generator()
-        self._shared.seed()
-
-    def uniform(self, seed: int | None) -> Callable[[], float]:
-        """A source of numbers in [0, 1) with 53 random bits."""
-        generator = (
-            self._shared if seed is None else self._torch.Generator().manual_seed(seed % 2**63)
-        )
-
-        return lambda: self._torch.rand((), dtype=self._torch.float64, generator=generator).item()
-
-
-def _loaded(
-    model: Any, tokenizer: Any, dtype: Literal["float32", "bfloat16"], device: str
-) -> tuple[Any, Any]:
-    if not isinstance(model, str):
-        if tokenizer is None:
-            raise ValueError("Expected a tokenizer with a loaded model, got None; pass tokenizer=")
-        return model, tokenizer
-    from experiential.llm.models import load_model
-
-    loaded, found = load_model(ModelSettings(name=model, dtype=dtype, device=device))
-    return loaded, found if tokenizer is None else tokenizer
+    return uniform
 
 
 def _special_tokens(model: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Tokens that end a response, and the one to pad with (eos when there is none)."""
+    """Return the tokens that end a response, and the one to pad with (eos where none is set)."""
     listed: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends: set[int | None] = {
         tokenizer.eos_token_id,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from experiential.llm.grammar import Schemas
+from experiential.llm.constraints import Schemas
 from experiential.training.runtime import Sample
 
 Measure = Callable[[torch.Tensor, Sequence[Sample], torch.Tensor | None], torch.Tensor]

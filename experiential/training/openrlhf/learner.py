@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from experiential.llm.grammar import Schemas
+from experiential.llm.constraints import Schemas
 from experiential.training.logprobs import blocked_tokens, token_logprobs
 from experiential.training.losses import Sums, add_sums, batch_loss, means
 from experiential.training.runtime import LossSettings, Sample

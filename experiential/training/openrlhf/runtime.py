@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -24,9 +24,9 @@ from experiential.config import (
 )
 from experiential.errors import BackendError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams, is_token_prompt
+from experiential.llm.constraints import ChoiceTrie
 from experiential.llm.models import load_tokenizer, resolve_model
 from experiential.llm.request import Request, StopFinder
-from experiential.llm.trie import choice_trie
 from experiential.rollout.rollout import make_env
 from experiential.sync import EventLoopThread
 from experiential.training.losses import Sums, add_sums, means
@@ -106,6 +106,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._train_s, self._seen = 0.0, (time.perf_counter(), 0.0, 0.0)
         self._eos = frozenset({int(tokenizer.eos_token_id)})
         self._stops = StopFinder(tokenizer)
+        self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=tokenizer))
         self._render = lru_cache(maxsize=512)(self._render_now)
 
         sleeping: list[Any] = []
@@ -295,7 +296,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     async def _choose(self, ids: tuple[int, ...], sampling: SamplingParams) -> dict[str, Any]:
         """Ask for one token at each branch of the choices' trie; forced tokens cost no request."""
         assert sampling.choices is not None
-        trie = choice_trie(sampling.choices, self._tokenizer)
+        trie = self._tries(sampling.choices)
         request = Request(ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie)
         while request.finish is None:
             assert request.choices is not None
