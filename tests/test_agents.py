@@ -241,7 +241,7 @@ def test_a_real_model_fills_the_dialogue_token_by_token() -> None:
             "open door",
             "wait",
         }
-        assert any(constrained.dialogue.allowed)  # type: ignore[union-attr]
+        assert any(constrained.dialogue.sequence.allowed)  # type: ignore[union-attr]
     finally:
         llm.close()
 
@@ -387,7 +387,7 @@ def test_replay_gives_the_same_responses_after_prompts_without_the_advice() -> N
     shown, hidden = (tokenizer.decode(agent.generations[-1].prompt_ids) for agent in (told, untold))
     assert "red lever" in shown and "red lever" not in hidden and "It clicks again." in hidden
     assert isinstance(untold.dialogue, Dialogue) and all(
-        span.kind != "experience" for span in untold.dialogue.spans
+        span.kind != "experience" for span in untold.dialogue.sequence.spans
     )
     again = ActorAgent(llm, max_tokens=4).replay(observations, replayed, advice=block)
     assert [g.prompt_ids for g in again] == [g.prompt_ids for g in told.generations]

@@ -118,7 +118,7 @@ def check_tokens(
         dialogue.append(generation)
         generations.append(generation)
         before = prompt + list(generation.response_ids)
-        assert dialogue.tokens == before
+        assert dialogue.sequence.tokens == before
     sequences = dialogue.sequences()
     trained = [
         token for s in sequences for token, mask in zip(s.tokens, s.mask, strict=True) if mask
@@ -241,8 +241,8 @@ def test_an_unfinished_response_is_closed_by_the_template_with_mask_0() -> None:
         dialogue.add(user("two"))
         dialogue.prompt()
         dialogue.append(sampled([42], tokenizer, ended=True))
-        assert tokenizer.decode(dialogue.tokens).count("<|im_end|>") == 4
-        assert sum(dialogue.mask) == 4 + ended
+        assert tokenizer.decode(dialogue.sequence.tokens).count("<|im_end|>") == 4
+        assert sum(dialogue.sequence.mask) == 4 + ended
 
 
 def test_spans_name_system_experience_user_and_assistant() -> None:
@@ -252,10 +252,10 @@ def test_spans_name_system_experience_user_and_assistant() -> None:
     dialogue.add(user(experience_block(["Pull the red lever."]) + "A lever."))
     dialogue.append(sampled([50], tokenizer, ended=True))
     read = {
-        span.kind: tokenizer.decode(dialogue.tokens[span.start : span.end])
-        for span in dialogue.spans
+        span.kind: tokenizer.decode(dialogue.sequence.tokens[span.start : span.end])
+        for span in dialogue.sequence.spans
     }
-    assert [span.kind for span in dialogue.spans] == [
+    assert [span.kind for span in dialogue.sequence.spans] == [
         "system",
         "user",
         "experience",
@@ -276,7 +276,7 @@ def test_experience_in_the_system_message_has_its_own_span() -> None:
     dialogue.add({"role": "system", "content": "Play.\n" + experience_block(["Wait."])})
     dialogue.add(user("A lever."))
     dialogue.append(sampled([50], tokenizer, ended=True))
-    assert [span.kind for span in dialogue.spans][:2] == ["system", "experience"]
+    assert [span.kind for span in dialogue.sequence.spans][:2] == ["system", "experience"]
 
 
 @pytest.mark.parametrize("name", ["gemma", "no-system"])
@@ -312,7 +312,9 @@ def test_constraint_sets_travel_with_the_sampled_tokens() -> None:
     dialogue.append(
         Generation(text="a", response_ids=(5, 6), logprobs=(-1.0, 0.0), allowed=((5, 7), (6,)))
     )
-    assert dialogue.allowed[-2:] == [(5, 7), (6,)] and set(dialogue.allowed[:-2]) == {()}
+    assert dialogue.sequence.allowed[-2:] == [(5, 7), (6,)] and set(
+        dialogue.sequence.allowed[:-2]
+    ) == {()}
 
 
 def test_history_keeps_the_first_message_and_the_last_turns() -> None:

@@ -1,7 +1,8 @@
-"""A conversation owned as token ids: what is trained on is, token by token, what was sampled."""
+"""Hold a conversation as token ids, so that training sees exactly the tokens that were sampled."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,13 @@ from experiential.types import Generation, Message
 SpanKind = Literal["system", "user", "experience", "assistant"]
 
 _REPLY = "Sentinel4711Reply"
+"""A stand-in for a reply, to find the text that a template puts after one."""
 _EXPERIENCE = re.compile(r"<experience>\n.*?\n</experience>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens ``start`` to ``end`` (exclusive) of a sequence, and what they are."""
+    """Name the kind of the tokens ``start`` to ``end`` (exclusive) of a sequence."""
 
     kind: SpanKind
     start: int
@@ -28,15 +30,15 @@ class Span:
 
 @dataclass
 class TokenSequence:
-    """One sequence to train on; all lists have one item per token.
+    """Hold one sequence to train on; the lists have one item per token.
 
     Attributes:
         tokens: token ids.
         mask: 1 where the token was sampled here, else 0.
         logprobs: behaviour log-probability in nats where ``mask`` is 1, else 0.
         allowed: token ids that a constraint allowed; an empty tuple means unconstrained.
-        spans: what the tokens are, in order and without gaps; a chat template's own tokens belong
-            to the message they surround.
+        spans: the kinds of the tokens, in order and without gaps; a chat template's own tokens
+            belong to the message they surround.
     """
 
     tokens: list[int] = field(default_factory=list[int])
@@ -76,14 +78,16 @@ class _Exchange:
 
 
 class Conversation:
-    """Who said what. Base of `MessageDialogue` and `Dialogue`; ``history`` bounds how much of it a prompt shows.
+    """Hold what was said: the base of `MessageDialogue` and `Dialogue`.
 
     Args:
         history: past exchanges that a prompt shows, None for all. The first message always stays,
-            for it holds the goal and the advice; a note tells how many turns were left out after
-            it.
+            for it holds the goal and the advice; a note counts the turns left out after it.
         keep_first: False lets the first message go like any other, for environments whose every
             observation is complete.
+
+    Raises:
+        ValueError: ``history`` is negative.
     """
 
     def __init__(self, *, history: int | None = None, keep_first: bool = True) -> None:
@@ -95,7 +99,7 @@ class Conversation:
         self._pending: list[Message] = []
 
     def add(self, message: Message) -> None:
-        """Append a system message (before the first response) or a user or tool message; assistants speak by ``append``.
+        """Add a user or tool message, or, before the first response, the system message.
 
         Raises:
             ValueError: a message of this role cannot stand here.
@@ -112,10 +116,16 @@ class Conversation:
             self._pending.append(message)
 
     def withdraw(self) -> None:
-        """Forget the messages added since the last response, as after a failed request."""
+        """Drop the messages added since the last response, as after a failed request."""
+        self._pending.clear()
+
+    def append(self, generation: Generation) -> None:
+        """Record the response to ``prompt()``."""
+        self._exchanges.append(_Exchange(self._current(), generation))
         self._pending.clear()
 
     def _current(self) -> Message:
+        """Return the messages since the last response as one."""
         if not self._pending:
             raise ValueError(
                 "Expected a message since the last response, got none; call add() first"
@@ -128,11 +138,11 @@ class Conversation:
 
     @property
     def _first(self) -> int:
-        """Index of the first exchange that the next prompt shows after the first message."""
+        """Return the index of the first exchange that the next prompt shows."""
         return 0 if self._history is None else max(0, len(self._exchanges) - self._history)
 
     def _users(self) -> list[Message]:
-        """The user messages of the next prompt: one before each exchange shown, and the current one."""
+        """Return the user messages of the next prompt: one for each exchange, and the current one."""
         users = [*(exchange.user for exchange in self._exchanges[self._first :]), self._current()]
         if self._first and self._keep_first:
             goal = self._exchanges[0].user["content"]
@@ -142,13 +152,9 @@ class Conversation:
             }
         return users
 
-    def _record(self, generation: Generation) -> None:
-        self._exchanges.append(_Exchange(self._current(), generation))
-        self._pending.clear()
-
 
 class MessageDialogue(Conversation):
-    """The conversation as chat messages, for backends that take no tokens.
+    """Hold the conversation as chat messages, for backends that take no tokens.
 
     >>> talk = MessageDialogue()
     >>> talk.add({"role": "user", "content": "A door."})
@@ -159,7 +165,7 @@ class MessageDialogue(Conversation):
     """
 
     def prompt(self) -> list[Message]:
-        """The messages to answer.
+        """Return the messages to answer.
 
         Raises:
             ValueError: nothing was added since the last response.
@@ -172,18 +178,14 @@ class MessageDialogue(Conversation):
             messages += [user, Message(role="assistant", content=exchange.generation.text)]
         return [*messages, current]
 
-    def append(self, generation: Generation) -> None:
-        """Record the response to ``prompt()``."""
-        self._record(generation)
-
 
 class Dialogue(Conversation):
-    """The conversation as token ids: sampled tokens are kept as they are, never decoded and tokenised again.
+    """Hold the conversation as token ids; sampled tokens are never decoded and tokenised again.
 
-    The first messages are rendered by the tokenizer's chat template. Every later message is
-    appended as the difference that the template makes for it after a stand-in reply, so that
-    templates which rewrite earlier turns (as those that drop the thinking do) cannot change what
-    was sampled. With ``history=None`` each prompt begins with the one before it and its response.
+    The chat template renders the first messages. Every later message is appended as the difference
+    that the template makes for it after a stand-in reply, so that templates which rewrite earlier
+    turns (such as those that drop the thinking) cannot change sampled tokens. With ``history=None``
+    each prompt begins with the one before it and its response.
 
     Caveat: when ``history`` makes a prompt drop turns, a new sequence begins, in which the earlier
     responses are context (mask 0).
@@ -208,17 +210,17 @@ class Dialogue(Conversation):
         self._staged: tuple[TokenSequence, list[int], list[SpanKind]] | None = None
 
     def add(self, message: Message) -> None:
-        """Append a message; see `Conversation.add`."""
+        """Add a message; see `Conversation.add`."""
         super().add(message)
         self._staged = None
 
     def withdraw(self) -> None:
-        """Forget the messages added since the last response."""
+        """Drop the messages added since the last response."""
         super().withdraw()
         self._staged = None
 
     def prompt(self) -> list[int]:
-        """The token ids to continue, generation prompt included.
+        """Return the token ids to continue, generation prompt included.
 
         Raises:
             ValueError: nothing was added since the last response.
@@ -227,7 +229,7 @@ class Dialogue(Conversation):
         return sequence.tokens + tokens
 
     def staged(self) -> tuple[list[int], list[SpanKind]]:
-        """The tokens that the messages since the last response add, and what each of them is.
+        """Return the tokens that the messages since the last response add, and their kinds.
 
         Raises:
             ValueError: nothing was added since the last response.
@@ -242,72 +244,61 @@ class Dialogue(Conversation):
             ValueError: the response was made from another prompt, or its lists differ in length.
         """
         sequence, tokens, kinds = self._stage()
-        _check(generation, sequence.tokens + tokens)
+        if generation.prompt_ids and tuple(generation.prompt_ids) != (*sequence.tokens, *tokens):
+            raise ValueError(
+                "Expected a response to the current prompt, got one made from other tokens; append"
+                " the response to prompt()"
+            )
+        count = len(generation.response_ids)
+        allowed = count if generation.allowed is None else len(generation.allowed)
+        got = (len(generation.logprobs), allowed)
+        if got != (count, count):
+            raise ValueError(
+                f"Expected one log-probability and allowed set for each of {count} tokens, got"
+                f" {got[0]} and {got[1]}"
+            )
         if sequence is not self._sequence:
             self._closed += [self._sequence] if any(self._sequence.mask) else []
             self._sequence, self._start = sequence, self._first
         sequence.extend(tokens, kinds)
         sequence.extend_sampled(generation)
-        self._record(generation)
+        super().append(generation)
         self._staged = None
 
     def sequences(self) -> list[TokenSequence]:
-        """The sequences to train on; each sampled token has mask 1 in exactly one of them."""
+        """Return the sequences to train on; each sampled token has mask 1 in one of them."""
         return [*self._closed, *([self._sequence] if any(self._sequence.mask) else [])]
 
     @property
-    def tokens(self) -> list[int]:
-        """Token ids of the current sequence, up to the last response."""
-        return self._sequence.tokens
-
-    @property
-    def mask(self) -> list[int]:
-        """1 for each sampled token of the current sequence, else 0."""
-        return self._sequence.mask
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Behaviour log-probabilities of the current sequence, 0 where the mask is 0."""
-        return self._sequence.logprobs
-
-    @property
-    def allowed(self) -> list[tuple[int, ...]]:
-        """Per token of the current sequence, the token ids a constraint allowed."""
-        return self._sequence.allowed
-
-    @property
-    def spans(self) -> list[Span]:
-        """What the tokens of the current sequence are."""
-        return self._sequence.spans
+    def sequence(self) -> TokenSequence:
+        """Return the current sequence, up to the last response."""
+        return self._sequence
 
     def _stage(self) -> tuple[TokenSequence, list[int], list[SpanKind]]:
-        """The sequence to continue, and the tokens that the pending messages put after it."""
-        if self._staged is None:
-            users = self._users()
-            if not self._exchanges:
-                self._staged = (self._sequence, *self._template.opening(self._system, users[0]))
-            elif self._first == self._start:
-                self._staged = (
-                    self._sequence,
-                    *self._template.delta(users[-1], self._exchanges[-1].generation.response_ids),
-                )
-            else:
-                self._staged = self._replayed(users)
+        """Return the sequence to continue, and tokens and kinds of the pending messages."""
+        if self._staged is not None:
+            return self._staged
+        users = self._users()
+        sequence = self._sequence
+        if not self._exchanges:
+            tokens, kinds = self._template.opening(self._system, users[0])
+        elif self._first == self._start:
+            response = self._exchanges[-1].generation.response_ids
+            tokens, kinds = self._template.delta(users[-1], response)
+        else:  # turns were dropped: a new sequence, in which earlier responses are context
+            sequence = TokenSequence()
+            tokens, kinds = self._template.opening(self._system, users[0])
+            for exchange, user in zip(self._exchanges[self._first :], users[1:], strict=True):
+                response = exchange.generation.response_ids
+                sequence.extend(tokens, kinds)
+                sequence.extend(response, repeat("assistant", len(response)))
+                tokens, kinds = self._template.delta(user, response)
+        self._staged = (sequence, tokens, kinds)
         return self._staged
-
-    def _replayed(self, users: list[Message]) -> tuple[TokenSequence, list[int], list[SpanKind]]:
-        sequence = TokenSequence()
-        tokens, kinds = self._template.opening(self._system, users[0])
-        for exchange, user in zip(self._exchanges[self._first :], users[1:], strict=True):
-            response = exchange.generation.response_ids
-            sequence.extend(tokens, kinds)
-            sequence.extend(response, repeat("assistant", len(response)))
-            tokens, kinds = self._template.delta(user, response)
-        return sequence, tokens, kinds
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, taken apart into an opening and the difference that each further message makes."""
+    """Take a chat template apart into an opening and the difference of each further message."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -317,51 +308,54 @@ class ChatTemplate:
                 " tokenizer.chat_template"
             )
         self._tokenizer = tokenizer
-        self._specials = _special_pattern(tokenizer)
         self._end: list[int] | None = None
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        specials = {
+            token
+            for token in (
+                *tokenizer.all_special_tokens,
+                *(token.content for token in added if token.special),
+            )
+            # our own tags stay as they are where a tokenizer has them as special tokens
+            if len(token) > 1 and not is_protocol_tag(token)
+        }
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, longest_first))) if specials else None
 
     def opening(self, system: str, user: Message) -> tuple[list[int], list[SpanKind]]:
-        """Tokens of system and first user message, with the generation prompt.
+        """Return tokens and kinds of system and first user message, with the generation prompt.
 
         A template without a system role gets the system text in front of the user's.
         """
         system, user = self._defused(system), {**user, "content": self._defused(user["content"])}
-        text = self._render_opening(system, user)
+        text = ""
+        if system:
+            from jinja2 import TemplateError
+
+            with contextlib.suppress(TemplateError):  # raised by templates without a system role
+                text = self._render([{"role": "system", "content": system}, user], generation=True)
+            if system.strip() not in text:  # or silently left out by them
+                user = {**user, "content": f"{system}\n\n{user['content']}"}
+                text = ""
+        text = text or self._render([user], generation=True)
         system_end = text.find(system.strip()) + len(system.strip()) if system else 0
         return self._encode(text, system_end)
 
     def delta(self, message: Message, response: Sequence[int]) -> tuple[list[int], list[SpanKind]]:
-        """Tokens from the end of ``response`` to the next generation prompt; what ``response`` already ended with is left out."""
+        """Return tokens and kinds from the end of ``response`` to the next generation prompt."""
         message = {**message, "content": self._defused(message["content"])}
         tokens, kinds = self._encode(self._after_reply([message], generation=True))
-        overlap = self._overlap(tokens, response)
-        return tokens[overlap:], kinds[overlap:]
-
-    def _overlap(self, tokens: Sequence[int], response: Sequence[int]) -> int:
-        """How many of the tokens that end a turn were sampled already."""
         if self._end is None:
             self._end = self._encode(self._after_reply([], generation=False))[0]
+        # a response that ended its turn has sampled the tokens that the delta begins with
         longest = min(len(self._end), len(response), len(tokens))
-        return next(
-            (n for n in range(longest, 0, -1) if tuple(response[-n:]) == tuple(tokens[:n])), 0
-        )
-
-    def _render_opening(self, system: str, user: Message) -> str:
-        if not system:
-            return self._render([user], generation=True)
-        from jinja2 import TemplateError
-
-        try:
-            text = self._render([{"role": "system", "content": system}, user], generation=True)
-        except TemplateError:
-            text = ""
-        if system.strip() in text:
-            return text
-        return self._render(
-            [{**user, "content": f"{system}\n\n{user['content']}"}], generation=True
-        )
+        for overlap in range(longest, 0, -1):
+            if tuple(response[-overlap:]) == tuple(tokens[:overlap]):
+                return tokens[overlap:], kinds[overlap:]
+        return tokens, kinds
 
     def _after_reply(self, messages: list[Message], *, generation: bool) -> str:
+        """Render messages after a stand-in reply, and return the text behind that reply."""
         before: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": _REPLY},
@@ -382,66 +376,25 @@ class ChatTemplate:
         )
 
     def _encode(self, text: str, system_end: int = 0) -> tuple[list[int], list[SpanKind]]:
+        """Return tokens and their kinds, by the character at which each token starts."""
         if not self._tokenizer.is_fast:
             tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             return tokens, ["user"] * len(tokens)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        kinds = _kinds(text, [start for start, _ in encoded["offset_mapping"]], system_end)
+        blocks = [match.span() for match in _EXPERIENCE.finditer(text)]
+        kinds: list[SpanKind] = []
+        for start, _ in encoded["offset_mapping"]:
+            if any(first <= start < last for first, last in blocks):
+                kinds.append("experience")
+            else:
+                kinds.append("system" if start < system_end else "user")
         return list(encoded["input_ids"]), kinds
 
     def _defused(self, content: str) -> str:
-        """``content`` in which no special token of this tokenizer stands."""
-        if self._specials is None:
-            return content
-        return self._specials.sub(_broken, content)
+        """Return ``content`` with the special tokens of this tokenizer broken up."""
 
+        def broken(token: re.Match[str]) -> str:
+            first, rest = token[0][0], token[0][1:]
+            return f"&lt;{rest}" if first == "<" else f"{first} {rest}"
 
-def _broken(token: re.Match[str]) -> str:
-    first, rest = token[0][0], token[0][1:]
-    return f"&lt;{rest}" if first == "<" else f"{first} {rest}"
-
-
-def _special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
-    added = [
-        token.content
-        for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
-        if token.special
-    ]
-    specials = {
-        token
-        for token in (*tokenizer.all_special_tokens, *added)
-        if len(token) > 1 and not is_protocol_tag(token)
-    }
-    return (
-        re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True)))
-        if specials
-        else None
-    )
-
-
-def _kinds(text: str, starts: Sequence[int], system_end: int) -> list[SpanKind]:
-    """The kind of each token by the character it starts at."""
-    blocks = [match.span() for match in _EXPERIENCE.finditer(text)]
-    kinds: list[SpanKind] = []
-    for start in starts:
-        if any(first <= start < last for first, last in blocks):
-            kinds.append("experience")
-        else:
-            kinds.append("system" if start < system_end else "user")
-    return kinds
-
-
-def _check(generation: Generation, prompt: Sequence[int]) -> None:
-    if generation.prompt_ids and tuple(generation.prompt_ids) != tuple(prompt):
-        raise ValueError(
-            "Expected a response to the current prompt, got one made from other tokens; give"
-            " append() what prompt() led to"
-        )
-    count = len(generation.response_ids)
-    allowed = count if generation.allowed is None else len(generation.allowed)
-    got = (len(generation.logprobs), allowed)
-    if got != (count, count):
-        raise ValueError(
-            f"Expected one log-probability and allowed set for each of {count} tokens, got {got[0]}"
-            f" and {got[1]}"
-        )
+        return content if self._specials is None else self._specials.sub(broken, content)
