@@ -1,4 +1,4 @@
-"""The agent that plays: observations in, actions out, every token of it kept for training."""
+"""Play a text environment with a language model, keeping every token for training."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
+from experiential.agents.asking import derived_seed
 from experiential.agents.dialogue import Dialogue, MessageDialogue, SpanKind
 from experiential.agents.prompts import escape_control, prompt_set
-from experiential.agents.seeds import derived_seed
 from experiential.llm.base import LLM, SamplingParams
 from experiential.sync import EventLoopThread, shared_loop
 from experiential.types import FinishReason, Generation, Message
 
 CALLS = ("search_and_ask", "search_experience", "search_knowledge", "answer")
-"""Tags that reach the environment and its wrappers as they stand."""
+"""Tags that reach the environment and its wrappers unchanged."""
 STOP = ("</action>", "</search_and_ask>", "</search_experience>", "</search_knowledge>")
-"""Where a response ends; four, since services take no more. An answer ends one by itself."""
+"""Strings that end a response; four, since services take no more. An answer needs none."""
 
 T = TypeVar("T")
 
@@ -26,13 +26,14 @@ _OPEN = re.compile(rf"<(action|{'|'.join(CALLS)})>", re.IGNORECASE)
 
 
 class ActorAgent:
-    """Acts in a text environment with a language model.
+    """Act in a text environment with a language model.
 
     Caveat: one agent plays one episode at a time; call ``reset`` before each. No vector version:
     use one agent per environment.
 
     >>> from experiential.llm.scripted import ScriptedLLM
-    >>> agent = ActorAgent(ScriptedLLM(["The key must be near. <action>look under mat</action>", "<action>open door</action>"]))
+    >>> said = ["A key? <action>look under mat</action>", "<action>open door</action>"]
+    >>> agent = ActorAgent(ScriptedLLM(said))
     >>> agent.act("A locked door and a mat.")
     'look under mat'
     >>> agent.act("You find a key.")
@@ -45,7 +46,7 @@ class ActorAgent:
     Args:
         llm: the backend; when it shows its tokenizer, the conversation is kept as token ids.
         prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
-        instruction: what the agent is told about the environment; trusted text.
+        instruction: description of the environment for the agent; trusted text.
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling.
         max_tokens: tokens per response.
@@ -115,32 +116,39 @@ class ActorAgent:
         self._experience: str | None = None
 
     def act(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
-        """The action for ``observation``; see `aact`."""
+        """Return the action for ``observation``; see `aact`."""
         return run_sync(self.aact(observation, info))
 
     async def aact(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
-        """The action for ``observation``.
+        """Return the action for ``observation``.
 
         Args:
-            observation: what the environment shows now.
+            observation: the environment's current text.
             info: the environment's info; ``admissible`` and ``experience_prompt`` are used.
 
         Raises:
             BackendError: the backend failed; the turn may be asked for again.
         """
         info = info or {}
-        choices = (
-            tuple(str(action) for action in info.get("admissible") or ()) if self.constrain else ()
-        )
+        choices: tuple[str, ...] = ()
+        sampling: dict[str, Any] = {"seed": None}
+        if self.seed is not None:
+            sampling["seed"] = derived_seed(self.seed, len(self.generations))
+        if self.constrain:
+            choices = tuple(str(action) for action in info.get("admissible") or ())
+        if choices:
+            sampling |= {"choices": choices, "stop": ()}
         advice = self._observe(observation, info.get("experience_prompt"), bool(choices))
         with ExitStack() as failure:
+            # a failed turn leaves the dialogue as it was, so that it can be asked for again
             failure.callback(self.dialogue.withdraw)
-            generation = await self.llm.generate(self.dialogue.prompt(), self._request(choices))
+            generation = await self.llm.generate(
+                self.dialogue.prompt(), self._sampling.model_copy(update=sampling)
+            )
             failure.pop_all()
             self._take(generation, advice)
-            return (
-                generation.text if generation.text in choices else extract_action(generation.text)
-            )
+            text = generation.text
+            return text if text in choices else extract_action(text)
 
     def replay(
         self,
@@ -149,14 +157,13 @@ class ActorAgent:
         *,
         advice: str | None = None,
     ) -> list[Generation]:
-        """An episode's responses after the prompts of an episode with other advice, or with none: what internalisation learns from.
+        """Return an episode's responses after the prompts that other advice, or none, would give.
 
-        Nothing is sampled: token ids, log-probabilities and constraints stay those of the
-            responses, only their prompts change. The
-        agent itself is then at the end of that episode.
+        Internalisation learns from them. Nothing is sampled: only the prompts of the responses
+        change. The agent is then at the end of that episode.
 
         Args:
-            observations: what each response answered.
+            observations: the observation that each response answered.
             generations: the responses, one for each observation.
             advice: the experience block shown from the start.
 
@@ -181,7 +188,7 @@ class ActorAgent:
     def opening(
         self, observation: str, advice: str | None = None
     ) -> tuple[list[int], list[SpanKind]]:
-        """The first prompt of an episode as token ids, with what each token is; advice stands in the system message.
+        """Return the first prompt of an episode as token ids, and the kind of each token.
 
         Raises:
             ValueError: the backend does not show its tokenizer.
@@ -199,13 +206,16 @@ class ActorAgent:
         return self.dialogue.staged()
 
     def _take(self, generation: Generation, advice: str | None) -> None:
-        """Record a response and the advice that its prompt held."""
+        """Record a response and the advice in its prompt."""
         self.dialogue.append(generation)
         self.generations.append(generation)
         self._experience = advice
 
     def _observe(self, observation: str, advice: str | None, constrained: bool) -> str | None:
-        """Add what the agent sees now, and its advice where it is new; advice that comes later stands before its observation."""
+        """Add the observation, and advice that is new; return the advice in force.
+
+        Advice that comes after the first turn stands before its observation.
+        """
         content = escape_control(observation)
         new = advice if advice and advice != self._experience else None
         last = self.advice == "observation" and (
@@ -224,14 +234,11 @@ class ActorAgent:
         self.dialogue.add(message)
         return advice or self._experience
 
-    def _request(self, choices: tuple[str, ...]) -> SamplingParams:
-        seed = None if self.seed is None else derived_seed(self.seed, len(self.generations))
-        constraint: dict[str, Any] = {"choices": choices, "stop": ()} if choices else {}
-        return self._sampling.model_copy(update={"seed": seed, **constraint})
-
 
 def extract_action(text: str) -> str:
-    r"""The action in a response: its last ``<action>``, a tag of ``CALLS`` as it stands, else the last line that says something.
+    r"""Return the action in a response: its last ``<action>`` or tag of ``CALLS``, else its last line.
+
+    A tag of ``CALLS`` is returned whole, for the wrapper that reads it.
 
     >>> extract_action("Hm. <Action> go north </Action>"), extract_action("I think so.\ngo north")
     ('go north', 'go north')
@@ -253,7 +260,7 @@ def extract_action(text: str) -> str:
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from synchronous code, also from code that runs on the shared loop itself."""
+    """Run a coroutine to its end from synchronous code, even on the shared loop's own thread."""
     shared = shared_loop()
     try:
         nested = asyncio.get_running_loop() is shared.loop

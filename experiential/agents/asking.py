@@ -1,19 +1,19 @@
-"""Single questions to a language model: one prompt, one answer, repeatable."""
+"""Ask a language model single questions, and derive the seeds that make them repeatable."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from hashlib import blake2b
 from typing import Any
 
 from experiential.agents.dialogue import Dialogue
-from experiential.agents.seeds import derived_seed
 from experiential.llm.base import LLM, Prompt, SamplingParams
 from experiential.types import Generation, Message
 
 
 class Asker:
-    """Puts prompts to a backend, each on its own.
+    """Put prompts to a backend, each on its own.
 
     Caveat: with a ``seed`` the answer to a prompt depends on how often that prompt was asked
     before, so that equal questions get different draws and a run can still be repeated.
@@ -29,26 +29,32 @@ class Asker:
         self._asked: Counter[int] = Counter()
 
     async def ask(self, messages: list[Message], **options: Any) -> Generation:
-        """The answer to one prompt; ``options`` replace parts of the sampling.
+        """Return the answer to one prompt; ``options`` replace parts of the sampling.
 
         Raises:
             BackendError: the backend failed.
         """
-        sampling = self.sampling.model_copy(update={"seed": self._seed(messages), **options})
-        return await self.llm.generate(self._prompt(messages), sampling)
+        seed = None
+        if self.seed is not None:
+            base = derived_seed(self.seed, json.dumps(messages))
+            self._asked[base] += 1
+            seed = derived_seed(base, self._asked[base])
+        prompt: Prompt = messages
+        if self.llm.tokenizer is not None:
+            # as token ids, so that no text can pass for a control token of this tokenizer
+            dialogue = Dialogue(self.llm.tokenizer)
+            for message in messages:
+                dialogue.add(message)
+            prompt = dialogue.prompt()
+        sampling = self.sampling.model_copy(update={"seed": seed, **options})
+        return await self.llm.generate(prompt, sampling)
 
-    def _prompt(self, messages: list[Message]) -> Prompt:
-        """Token ids where the backend takes them, so that no text can pass for a control token of its tokenizer."""
-        if (tokenizer := self.llm.tokenizer) is None:
-            return messages
-        dialogue = Dialogue(tokenizer)
-        for message in messages:
-            dialogue.add(message)
-        return dialogue.prompt()
 
-    def _seed(self, messages: list[Message]) -> int | None:
-        if self.seed is None:
-            return None
-        base = derived_seed(self.seed, json.dumps(messages))
-        self._asked[base] += 1
-        return derived_seed(base, self._asked[base])
+def derived_seed(seed: int, *parts: int | str) -> int:
+    """Return a seed of 31 bits that depends on ``seed`` and every part, equal on all machines.
+
+    >>> derived_seed(1, 0) == derived_seed(1, 0), derived_seed(1, 0) == derived_seed(1, 1)
+    (True, False)
+    """
+    text = repr((seed, *parts)).encode("utf-8", "backslashreplace")
+    return int.from_bytes(blake2b(text, digest_size=4).digest(), "big") >> 1

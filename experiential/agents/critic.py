@@ -1,4 +1,4 @@
-"""The actor as judge of the experience that was retrieved for it (appendix B.1 of Complementary RL)."""
+"""Let the actor judge retrieved experience (appendix B.1 of Complementary RL)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WORD = re.compile(r"\b(accept|refine|reject)", re.IGNORECASE)
 
 
 class Critique(Record):
-    """What the actor made of one entry.
+    """Hold the actor's verdict on one entry.
 
     Attributes:
-        verdict: None when the answer named none; the entry is then shown as it is.
-        text: what to show, the entry's own text or a refined one; None for a rejected entry.
+        verdict: None when the answer named none; the entry is then shown unchanged.
+        text: the text to show, the entry's own or a refined one; None for a rejected entry.
     """
 
     verdict: Verdict | None
@@ -30,10 +30,10 @@ class Critique(Record):
 
 
 class CriticAgent:
-    """Lets an actor accept, refine or reject an entry, knowing how often it succeeds at the task.
+    """Let an actor accept, refine or reject an entry, knowing how often it succeeds at the task.
 
-    The verdict is one of three words, which backends that can restrict a response are restricted
-    to; refining is a second request.
+    The verdict is one of three words, to which the response is restricted where the backend can;
+    refining is a second request.
 
     Caveat: an episode waits for both. No vector version is needed: the coroutine may run
     concurrently.
@@ -69,15 +69,15 @@ class CriticAgent:
         self._asker = Asker(llm, sampling, seed)
 
     def judge(self, task: str, entry: EntryLike, success_rate: float) -> Critique:
-        """What to do with an entry; see `ajudge`."""
+        """Return the verdict on an entry; see `ajudge`."""
         return run_sync(self.ajudge(task, entry, success_rate))
 
     async def ajudge(self, task: str, entry: EntryLike, success_rate: float) -> Critique:
-        """What to do with an entry.
+        """Return the verdict on an entry.
 
         Args:
-            task: what is asked.
-            entry: what was retrieved for it.
+            task: the task at hand.
+            entry: the entry retrieved for it.
             success_rate: of the actor at this task so far, in [0, 1].
 
         Raises:
@@ -91,11 +91,8 @@ class CriticAgent:
             return Critique(verdict=verdict, text=None)
         if verdict != "refine":
             return Critique(verdict=verdict, text=entry_text(entry))
-        written = clean(
-            _THINKING.sub(
-                "", (await self._asker.ask(self.prompts.adapt_messages(task, entry))).text
-            )
-        )
+        adapted = await self._asker.ask(self.prompts.adapt_messages(task, entry))
+        written = clean(_THINKING.sub("", adapted.text))
         return Critique(
             verdict=verdict, text=cut_middle(written, TEXT_LIMIT - 40) or entry_text(entry)
         )

@@ -1,4 +1,4 @@
-"""The agent that turns episodes into experience, and keeps the experience in order."""
+"""Turn episodes into experience, and keep the experience in order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from experiential.agents.actor import run_sync
 from experiential.agents.asking import Asker
 from experiential.agents.operations import (
     CONSOLIDATION,
+    DISTILLATION,
     PRINCIPLES,
     TEXT_LIMIT,
     clean,
@@ -32,7 +33,7 @@ from experiential.types import Add, Distillation, Generation, Trajectory
 
 _STOP = ("</answer>",)
 _FRAME_TOKENS = 16
-"""Tokens of an operation beside its text."""
+"""Tokens of an operation beside its text, at most."""
 _CHARS_PER_TOKEN = 3
 _SHORTEST_TEXT = 80
 _THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
@@ -76,14 +77,15 @@ def open_extractor(name: str, llm: LLM, **options: Any) -> Extractor:
 
 
 class ExtractorAgent:
-    """Distils trajectories, refines entries for a question, merges entries and compares them.
+    """Distil trajectories, refine entries for a question, merge entries and compare them.
 
     Caveat: a coroutine raises ``BackendError`` when the backend fails; an answer that cannot be
     read is no error but a `Distillation` with refusals. No vector version is needed: the coroutines
     may run concurrently.
 
     >>> from experiential.llm.scripted import ScriptedLLM
-    >>> extractor = ExtractorAgent(ScriptedLLM(['<answer>[{"op": "add", "text": "Look under mats."}]</answer>']))
+    >>> answer = '<answer>[{"op": "add", "text": "Look under mats."}]</answer>'
+    >>> extractor = ExtractorAgent(ScriptedLLM([answer]))
     >>> distillation = extractor.distill(Trajectory(task="Open the door.", success=True))
     >>> distillation.parsed.operations[0].text
     'Look under mats.'
@@ -141,29 +143,29 @@ class ExtractorAgent:
 
     @property
     def version(self) -> int:
-        """Optimiser steps that the backend's weights have seen."""
+        """Return the optimiser steps that the backend's weights have seen."""
         return self.llm.version
 
     def distill(self, trajectory: Trajectory, shown: Sequence[EntryLike] = ()) -> Distillation:
-        """What one trajectory teaches; see `adistill`."""
+        """Return the lessons of one trajectory; see `adistill`."""
         return run_sync(self.adistill(trajectory, shown))
 
     def refine(self, query: str, experience: EntryLike) -> str:
-        """An entry rewritten for a question; see `arefine`."""
+        """Rewrite an entry for a question; see `arefine`."""
         return run_sync(self.arefine(query, experience))[0]
 
     def merge(self, experiences: Sequence[EntryLike]) -> Distillation:
-        """How to consolidate entries; see `amerge`."""
+        """Consolidate entries; see `amerge`."""
         return run_sync(self.amerge(experiences))
 
     def judge(self, a: EntryLike, b: EntryLike) -> bool:
-        """Whether two entries teach the same lesson; see `ajudge`."""
+        """Return whether two entries teach the same lesson; see `ajudge`."""
         return run_sync(self.ajudge(a, b))
 
     async def adistill(
         self, trajectory: Trajectory, shown: Sequence[EntryLike] = ()
     ) -> Distillation:
-        """Operations on the bank that one trajectory gives cause to.
+        """Return the operations on the bank that one trajectory calls for.
 
         Args:
             trajectory: a finished episode.
@@ -173,41 +175,33 @@ class ExtractorAgent:
         Raises:
             BackendError: the backend failed.
         """
+        limit, budget = self.max_operations, self.max_chars
         if self.principles:
-            return await self._principles(trajectory)
-        messages = self.prompts.distill_messages(
-            trajectory, shown, self.max_operations, budget=self.max_chars
-        )
-        generation = await self._asker.ask(
-            messages, **self._form(self.max_operations, shown=len(shown))
-        )
+            shown = ()  # principles are additions only, so no entry is shown to be updated
+            messages = self.prompts.principle_messages(trajectory, limit, budget=budget)
+        else:
+            messages = self.prompts.distill_messages(trajectory, shown, limit, budget=budget)
+        form = self._form(limit, shown=len(shown), triples=self.principles)
+        generation = await self._asker.ask(messages, **form)
         parsed = parse_operations(
-            generation.text, max_operations=self.max_operations, shown=len(shown)
+            generation.text,
+            max_operations=limit,
+            shown=len(shown),
+            kinds=PRINCIPLES if self.principles else DISTILLATION,
         )
+        if self.principles:  # the outcome decides the kind, whatever the answer says
+            kind = {"kind": principle_kind(trajectory)}
+            typed = tuple(
+                one.model_copy(update=kind) if isinstance(one, Add) else one
+                for one in parsed.operations
+            )
+            parsed = parsed.model_copy(update={"operations": typed})
         return Distillation(parsed=parsed, generation=generation)
 
-    async def _principles(self, trajectory: Trajectory) -> Distillation:
-        """What one trajectory of the same policy teaches, as principles of the kind that its outcome decides."""
-        messages = self.prompts.principle_messages(
-            trajectory, self.max_operations, budget=self.max_chars
-        )
-        generation = await self._asker.ask(
-            messages, **self._form(self.max_operations, shown=0, triples=True)
-        )
-        parsed = parse_operations(
-            generation.text, max_operations=self.max_operations, shown=0, kinds=PRINCIPLES
-        )
-        kind = principle_kind(trajectory)
-        typed = tuple(
-            one.model_copy(update={"kind": kind}) if isinstance(one, Add) else one
-            for one in parsed.operations
-        )
-        return Distillation(
-            parsed=parsed.model_copy(update={"operations": typed}), generation=generation
-        )
-
     async def arefine(self, query: str, experience: EntryLike) -> tuple[str, Generation | None]:
-        """An entry rewritten for a question, and the response that did it; an empty response leaves the entry as it is.
+        """Rewrite an entry for a question; return the text and the response that it came from.
+
+        An empty response leaves the entry unchanged.
 
         Raises:
             BackendError: the backend failed.
@@ -220,7 +214,7 @@ class ExtractorAgent:
         return (cut_middle(text, TEXT_LIMIT - 40) or entry_text(experience)), generation
 
     async def amerge(self, experiences: Sequence[EntryLike]) -> Distillation:
-        """Operations that make a chunk of entries fewer: keep, merge and discard, by their numbers.
+        """Return operations that make entries fewer: keep, merge and discard, by their numbers.
 
         Raises:
             BackendError: the backend failed.
@@ -236,7 +230,7 @@ class ExtractorAgent:
         return Distillation(parsed=parsed, generation=generation)
 
     async def ajudge(self, a: EntryLike, b: EntryLike) -> bool:
-        """Whether two entries teach the same lesson; an answer that is neither yes nor no counts as no.
+        """Return whether two entries teach the same lesson; an unclear answer counts as no.
 
         Raises:
             BackendError: the backend failed.
@@ -248,7 +242,7 @@ class ExtractorAgent:
     def _form(
         self, operations: int, *, shown: int, merge: bool = False, triples: bool = False
     ) -> dict[str, Any]:
-        """How an answer ends, and the schema it is asked for under, with texts that fit into ``max_tokens``."""
+        """Return stop string and schema of an answer, with texts that fit into ``max_tokens``."""
         if not self.prompts.structured:
             return {"stop": _STOP}
         tokens = self._sampling.max_tokens // operations - _FRAME_TOKENS

@@ -1,4 +1,4 @@
-"""Principles as EvolveR keeps them: a sentence of one of two kinds, and the triples that say the same in parts."""
+"""Read and show principles of EvolveR: a sentence of one of two kinds, and triples that repeat it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ _SEPARATOR = re.compile(r"\s*(?:\||;|,|->|→)\s*")
 
 
 def principle_kind(trajectory: Trajectory) -> str:
-    """What an episode can teach: a guiding principle when it succeeded, else a cautionary one."""
+    """Return the kind of principle that an episode teaches: guiding after a success."""
     return GUIDING if trajectory.success else CAUTIONARY
 
 
 def read_triples(value: Any) -> tuple[tuple[Triple, ...], int]:
-    """The triples in a scanned value, each once, and how many items of it are none.
+    """Return the triples in a scanned value, each once, and the number of invalid items.
 
     A triple is a list of three texts, an object with subject, predicate and object, or one text of
     three parts between commas, bars or semicolons. A part that is blank or longer than ``LONGEST``
     makes it wrong; those after the first ``MOST_TRIPLES`` are too many.
 
-    >>> read_triples([["key", "opens", "door"], {"subject": "door", "predicate": "is", "object": "red"}, "(lamp; hides; key)", ["key"]])
-    ((('key', 'opens', 'door'), ('door', 'is', 'red'), ('lamp', 'hides', 'key')), 1)
+    >>> read_triples([["key", "opens", "door"], {"s": "door", "p": "is", "o": "red"}, ["key"]])
+    ((('key', 'opens', 'door'), ('door', 'is', 'red')), 1)
+    >>> read_triples("(lamp; hides; key)")
+    ((('lamp', 'hides', 'key'),), 0)
     """
     if value is None:
         return (), 0
@@ -51,9 +53,10 @@ def read_triples(value: Any) -> tuple[tuple[Triple, ...], int]:
 
 
 def principle_text(entry: Experience) -> str:
-    """An entry as an agent that asks for principles sees it: its kind, its Laplace score, its sentence, its triples.
+    """Show an entry to an agent that asks for principles: kind, Laplace score, sentence, triples.
 
-    >>> entry = Experience(text="Look under mats.", kind="guiding", metadata={"triples": [["mat", "hides", "key"]]})
+    >>> triples = {"triples": [["mat", "hides", "key"]]}
+    >>> entry = Experience(text="Look under mats.", kind="guiding", metadata=triples)
     >>> print(principle_text(entry))
     Guiding principle, score 0.50: Look under mats.
     (mat, hides, key)
@@ -68,21 +71,18 @@ def principle_text(entry: Experience) -> str:
 
 
 def _triple(item: Any) -> Triple | None:
-    parts = _parts(item)
+    """Return the triple that an item spells, None when it has not three parts of sensible length."""
+    parts: Sequence[Any] = ()
+    if isinstance(item, str):
+        parts = _SEPARATOR.split(item.strip().strip("()[]"))
+    elif isinstance(item, Mapping):
+        given = cast("Mapping[Any, Any]", item).items()
+        fields = {str(key).strip().lower(): value for key, value in given}
+        parts = [next((fields[name] for name in names if name in fields), None) for names in _PARTS]
+    elif isinstance(item, list | tuple):
+        parts = cast("Sequence[Any]", item)
     if len(parts) != 3 or not all(isinstance(part, str) for part in parts):
         return None
     subject, predicate, object = (canonical(" ".join(str(part).split())) for part in parts)
     fits = all(0 < len(part) <= LONGEST for part in (subject, predicate, object))
     return (subject, predicate, object) if fits else None
-
-
-def _parts(item: Any) -> Sequence[Any]:
-    if isinstance(item, str):
-        return _SEPARATOR.split(item.strip().strip("()[]"))
-    if isinstance(item, Mapping):
-        fields = {
-            str(key).strip().lower(): value
-            for key, value in cast("Mapping[Any, Any]", item).items()
-        }
-        return [next((fields[name] for name in names if name in fields), None) for names in _PARTS]
-    return cast("Sequence[Any]", item) if isinstance(item, list | tuple) else ()

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
+from experiential.agents.asking import derived_seed
 from experiential.agents.reflection_memory import ReflectionMemory, passes
 from experiential.agents.reflector import Reflection
-from experiential.agents.seeds import derived_seed
 from experiential.errors import BackendError, BankError
 from experiential.rollout.rollout import Episode, Job, Rollout, shortened
 from experiential.types import Trajectory
