@@ -43,6 +43,7 @@ import gymnasium as gym
 import numpy as np
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.index.vectors import Vector
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.search.where import Scope
@@ -265,7 +266,7 @@ def writes(count: int, folder: Path) -> dict[str, float]:
     }
 
 
-def _search_p99(bank: ExperienceBank) -> float:
+def _search_p99(bank: FolderBank) -> float:
     times = [best(lambda: bank.search("0", k=HITS), 1) for _ in range(200)]
     return float(np.quantile(times, 0.99))
 

@@ -27,6 +27,7 @@ import experiential  # noqa: F401  (registers the environments)
 from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import prompt_set
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Experiment
 from experiential.envs.vault import VaultEnv
@@ -91,7 +92,7 @@ class Scripted:
         return lever
 
 
-def fill(bank: ExperienceBank, env: VaultEnv, rng: random.Random) -> None:
+def fill(bank: FolderBank, env: VaultEnv, rng: random.Random) -> None:
     """Write notes about half of the worlds."""
     for world in rng.sample(env.worlds, len(env.worlds) // 2):
         _, info = env.reset(seed=world, options={"world": world})

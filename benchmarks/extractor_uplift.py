@@ -22,14 +22,14 @@ import numpy as np
 
 import experiential  # noqa: F401  (registers the environments)
 from benchmarks.finished_run import FinishedRun, Shown, finished, keep
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.evaluation.intervals import paired_difference
 from experiential.rollout.rollout import Job, Rollout, Task
 from experiential.rollout.tasks import episode_seed
 from experiential.types import Condition, Experience
 
 
-def written(bank: ExperienceBank, early: bool, count: int, seed: int) -> list[Experience]:
+def written(bank: FolderBank, early: bool, count: int, seed: int) -> list[Experience]:
     """Draw ``count`` of the fifth of the lessons that were written first, or last.
 
     Each comes in its first version.

@@ -12,6 +12,7 @@ from typing import Any
 
 from experiential.agents.actor import ActorAgent
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.config import Experiment
 from experiential.evaluation.results import write_whole
 from experiential.rollout.rollout import NoBank
@@ -28,7 +29,7 @@ class FinishedRun:
 
     experiment: Experiment
     policy: PolicyRuntime
-    bank: ExperienceBank
+    bank: FolderBank
 
     def actor(self) -> ActorAgent:
         """Return an agent with the run's own settings."""

@@ -25,7 +25,7 @@ import numpy as np
 
 import experiential  # noqa: F401  (registers the environments)
 from benchmarks.finished_run import Shown, finished, keep
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.evaluation.intervals import paired_difference
 from experiential.rollout.rollout import Job, Rollout, Task
 from experiential.rollout.tasks import episode_seed
@@ -34,7 +34,7 @@ from experiential.types import Condition, Experience
 KINDS = ("nothing", "rules", "way", "bank")
 
 
-def advice(kind: str, env: Any, task: str, bank: ExperienceBank) -> str | None:
+def advice(kind: str, env: Any, task: str, bank: FolderBank) -> str | None:
     """Return the advice of a kind for the layout that ``env`` stands at."""
     if kind == "nothing":
         return None

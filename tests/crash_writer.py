@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import chromadb  # noqa: F401  (imported once, in the process that every writer is forked from)
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.seal import Seal
 from experiential.bank.manager import ExperienceManager
@@ -97,7 +98,7 @@ class Fuse:
                 lambda sql: self.pass_by(watched if sql.lstrip().startswith(watched) else None)
             )
         before = {
-            "show": (ExperienceBank, "_show"),
+            "show": (FolderBank, "_show"),
             "apply": (Replica, "apply"),
             "clear": (Replica, "clear"),
         }

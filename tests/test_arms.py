@@ -15,6 +15,7 @@ from experiential.agents.extractor import ExtractorAgent
 from experiential.agents.principles import principle_text
 from experiential.agents.prompts import experience_block
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Arm, EnvSettings, Experiment
 from experiential.evaluation.arms import PLACEBO, Placebo, Shuffled, opened_arm, worlds
@@ -31,7 +32,7 @@ OPTIONS: dict[str, Any] = {"seed": 7, "retrieval": {"floor": 0.0}}
 ARMS: tuple[Arm, ...] = ("off", "on", "frozen", "shuffled", "placebo")
 
 
-def write(bank: ExperienceBank, world: str, visit: int, text: str) -> str:
+def write(bank: FolderBank, world: str, visit: int, text: str) -> str:
     """An entry distilled from one visit to a world; gives its id."""
     trajectory = Trajectory(
         task=f"Open the vault of {world}.", task_id=world, instance=f"{world}#{visit}"
@@ -72,7 +73,7 @@ class TestShuffled:
 
     @pytest.mark.parametrize("world", ["Iron Mill", "Calm River", "Late Otter", "Never Seen"])
     def test_never_of_the_task_that_is_played_and_as_many_as_were_found(
-        self, bank: ExperienceBank, world: str
+        self, bank: FolderBank, world: str
     ) -> None:
         with ExperienceManager(bank, **OPTIONS) as manager:
             shuffled = Shuffled(manager, 7)
@@ -85,7 +86,7 @@ class TestShuffled:
                     assert found and world not in found and hit.experience.task != task
 
     def test_the_same_seed_shows_the_same_and_another_seed_something_else(
-        self, bank: ExperienceBank
+        self, bank: FolderBank
     ) -> None:
         def shown(seed: int) -> list[str]:
             with ExperienceManager(bank, **OPTIONS) as manager:
@@ -100,12 +101,12 @@ class TestShuffled:
 
         assert shown(1) == shown(1) != shown(2)
 
-    def test_nothing_is_shown_where_the_bank_has_nothing_to_say(self, bank: ExperienceBank) -> None:
+    def test_nothing_is_shown_where_the_bank_has_nothing_to_say(self, bank: FolderBank) -> None:
         with ExperienceManager(bank, seed=7, retrieval={"floor": 0.99}) as manager:
             assert Shuffled(manager, 7).search("Bake a cake.", exclude_instance="cake#1") == []
 
     def test_an_entry_that_was_rewritten_from_this_task_belongs_to_it_too(
-        self, bank: ExperienceBank
+        self, bank: FolderBank
     ) -> None:
         entry = next(e for e in bank.entries() if e.task == "Open the vault of Calm River.")
         here = Trajectory(
@@ -137,7 +138,7 @@ class TestShuffled:
                 other.id
             ]
 
-    def test_the_use_recorded_is_that_of_the_entry_shown(self, bank: ExperienceBank) -> None:
+    def test_the_use_recorded_is_that_of_the_entry_shown(self, bank: FolderBank) -> None:
         import gymnasium as gym
 
         with ExperienceManager(bank, **OPTIONS) as manager:
@@ -153,7 +154,7 @@ class TestShuffled:
             assert sum(entry.statistics.uses for entry in bank.entries()) == 1
             env.close()
 
-    def test_ask_refines_an_entry_of_another_task(self, bank: ExperienceBank) -> None:
+    def test_ask_refines_an_entry_of_another_task(self, bank: FolderBank) -> None:
         extractor = ExtractorAgent(ScriptedLLM(lambda messages: messages[-1]["content"]))
         with ExperienceManager(bank, extractor, **OPTIONS) as manager:
             answer = Shuffled(manager, 0).ask(
@@ -233,9 +234,7 @@ class TestPlacebo:
             == 1
         )
 
-    def test_hits_and_answers_say_nothing_and_no_use_is_recorded(
-        self, bank: ExperienceBank
-    ) -> None:
+    def test_hits_and_answers_say_nothing_and_no_use_is_recorded(self, bank: FolderBank) -> None:
         extractor = ExtractorAgent(ScriptedLLM(["Pull the second lever."]))
         with ExperienceManager(bank, extractor, **OPTIONS) as manager:
             placebo = Placebo(manager, 7, tiny_tokenizer())
@@ -270,7 +269,7 @@ class TestOpened:
 
     @pytest.mark.parametrize("arm", ARMS)
     def test_the_training_bank_does_not_change_by_one_byte(
-        self, bank: ExperienceBank, tmp_path: Path, arm: Arm
+        self, bank: FolderBank, tmp_path: Path, arm: Arm
     ) -> None:
         bank.save_counters()
         bank.flush_index()
@@ -284,9 +283,7 @@ class TestOpened:
             opened.shown.submit(Trajectory(task="Open the vault of Iron Mill."))
         assert digest(tmp_path / "bank") == before
 
-    def test_a_frozen_bank_is_written_by_nothing(
-        self, bank: ExperienceBank, tmp_path: Path
-    ) -> None:
+    def test_a_frozen_bank_is_written_by_nothing(self, bank: FolderBank, tmp_path: Path) -> None:
         extractor = ExtractorAgent(
             ScriptedLLM(['<answer>[{"op": "add", "text": "More."}]</answer>'])
         )
@@ -301,7 +298,7 @@ class TestOpened:
         assert digest(tmp_path / "frozen") == before
 
     def test_what_is_submitted_is_distilled_after_the_visit_and_not_before(
-        self, bank: ExperienceBank, tmp_path: Path
+        self, bank: FolderBank, tmp_path: Path
     ) -> None:
         import asyncio
 
@@ -346,7 +343,7 @@ class TestEvaluator:
         )
 
     async def test_arms_are_paired_and_show_what_their_names_say(
-        self, bank: ExperienceBank, tmp_path: Path
+        self, bank: FolderBank, tmp_path: Path
     ) -> None:
         seen: dict[str, list[str]] = {}
         arm: Arm = "off"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import BUNDLED_PACKAGE, HashingEmbedder
 from experiential.errors import BankError, BankLockedError, ReadOnlyBankError
 from experiential.types import (
@@ -516,7 +517,7 @@ def test_a_missing_or_damaged_chroma_folder_loses_nothing(folder):
     assert list(folder.glob("chroma.damaged-*")), "the damaged folder is set aside, not deleted"
 
 
-class LargeBank(ExperienceBank):
+class LargeBank(FolderBank):
     RESIDENT_LIMIT = 20
 
 

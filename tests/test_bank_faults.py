@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.storage.checkup import examine
@@ -320,7 +321,7 @@ def test_a_fork_that_finds_no_room_leaves_no_bank_behind(folder, tmp_path):
 # Chroma's folder
 
 
-class LargeBank(ExperienceBank):
+class LargeBank(FolderBank):
     """Answers from Chroma at once."""
 
     RESIDENT_LIMIT = 10

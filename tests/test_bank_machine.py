@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import HashingEmbedder
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.types import (
@@ -98,7 +99,7 @@ class BankAgainstDict(RuleBasedStateMachine):
     each commit.
     """
 
-    make = ExperienceBank
+    make = FolderBank
 
     @initialize()
     def start(self):
@@ -450,7 +451,7 @@ def test_a_bank_that_was_never_written_keeps_its_embedder_until_another_is_named
         ExperienceBank(tmp_path, embedder="hashing")
 
 
-class LargeBank(ExperienceBank):
+class LargeBank(FolderBank):
     """A bank that hands over to Chroma early."""
 
     RESIDENT_LIMIT = 3

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.storage import bundle
 from experiential.errors import BankError
 from experiential.types import (
@@ -72,7 +73,7 @@ ENTRY = st.builds(
 
 
 @pytest.fixture
-def bank(tmp_path: Path) -> Iterator[ExperienceBank]:
+def bank(tmp_path: Path) -> Iterator[FolderBank]:
     with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
         yield bank
 
@@ -82,7 +83,7 @@ def suffix(request: Any) -> str:
     return request.param
 
 
-def filled(bank: ExperienceBank) -> ExperienceBank:
+def filled(bank: FolderBank) -> FolderBank:
     """A bank with an entry of two versions that was used, one of another task, one of none, and one
     that an extractor wrote.
     """
@@ -103,11 +104,11 @@ def filled(bank: ExperienceBank) -> ExperienceBank:
     return bank
 
 
-def opened(folder: Path) -> ExperienceBank:
+def opened(folder: Path) -> FolderBank:
     return ExperienceBank(folder, embedder="hashing")
 
 
-def plain(bank: ExperienceBank) -> list[dict[str, Any]]:
+def plain(bank: FolderBank) -> list[dict[str, Any]]:
     """The entries but for the commit in which they were written here."""
     return [entry.model_dump(exclude={"provenance": {"commit"}}) for entry in bank]
 
@@ -144,9 +145,7 @@ def test_markdown_survives_an_editor_that_strips_line_ends_and_writes_crlf(
         assert bundle.read(file) == entries
 
 
-def test_a_bank_goes_through_a_file_whole(
-    bank: ExperienceBank, tmp_path: Path, suffix: str
-) -> None:
+def test_a_bank_goes_through_a_file_whole(bank: FolderBank, tmp_path: Path, suffix: str) -> None:
     file = tmp_path / "out" / f"bank{suffix}"
     assert filled(bank).export(file) == 4
     with opened(tmp_path / "second") as second:
@@ -161,7 +160,7 @@ def test_a_bank_goes_through_a_file_whole(
 
 
 def test_import_merges_by_content_into_a_bank_that_holds_something(
-    bank: ExperienceBank, tmp_path: Path, suffix: str
+    bank: FolderBank, tmp_path: Path, suffix: str
 ) -> None:
     file = tmp_path / f"bank{suffix}"
     filled(bank).export(file)
@@ -176,7 +175,7 @@ def test_import_merges_by_content_into_a_bank_that_holds_something(
     assert len({entry.id for entry in bank}) == len(bank) == 5
 
 
-def test_the_header_says_what_is_inside(bank: ExperienceBank, tmp_path: Path) -> None:
+def test_the_header_says_what_is_inside(bank: FolderBank, tmp_path: Path) -> None:
     filled(bank)
     bank.export(tmp_path / "bank.jsonl")
     bank.export(tmp_path / "bank.md")
@@ -231,7 +230,7 @@ def test_markdown_reads_as_a_page(tmp_path: Path) -> None:
     ],
 )
 def test_a_changed_file_is_refused_with_what_differs(
-    bank: ExperienceBank, tmp_path: Path, suffix: str, old: str, new: str, what: str
+    bank: FolderBank, tmp_path: Path, suffix: str, old: str, new: str, what: str
 ) -> None:
     file = tmp_path / f"bank{suffix}"
     filled(bank).export(file)
@@ -247,9 +246,7 @@ def test_a_changed_file_is_refused_with_what_differs(
         assert second.import_(file, edited=True) == 4
 
 
-def test_missing_added_and_reordered_entries_are_noticed(
-    bank: ExperienceBank, tmp_path: Path
-) -> None:
+def test_missing_added_and_reordered_entries_are_noticed(bank: FolderBank, tmp_path: Path) -> None:
     file = tmp_path / "bank.jsonl"
     filled(bank).export(file)
     header, *lines = file.read_text("utf-8").rstrip("\n").split("\n")
@@ -275,7 +272,7 @@ def test_missing_added_and_reordered_entries_are_noticed(
 
 
 def test_a_cut_file_is_refused_wherever_it_was_cut(
-    bank: ExperienceBank, tmp_path: Path, suffix: str
+    bank: FolderBank, tmp_path: Path, suffix: str
 ) -> None:
     """But for the white space at its end."""
     file = tmp_path / f"bank{suffix}"
@@ -293,7 +290,7 @@ def test_a_cut_file_is_refused_wherever_it_was_cut(
         )
 
 
-def test_a_page_edited_by_hand_is_taken_as_edited(bank: ExperienceBank, tmp_path: Path) -> None:
+def test_a_page_edited_by_hand_is_taken_as_edited(bank: FolderBank, tmp_path: Path) -> None:
     file = tmp_path / "bank.md"
     filled(bank).export(file)
     text = file.read_text("utf-8")
@@ -323,7 +320,7 @@ def test_a_page_edited_by_hand_is_taken_as_edited(bank: ExperienceBank, tmp_path
         )
 
 
-def test_a_file_without_a_hash_still_works(bank: ExperienceBank, tmp_path: Path) -> None:
+def test_a_file_without_a_hash_still_works(bank: FolderBank, tmp_path: Path) -> None:
     old = Experience(
         id="e" * 32, text="From an older version.", task="t", statistics=Statistics(uses=3)
     )
@@ -381,7 +378,7 @@ def test_a_file_without_a_hash_still_works(bank: ExperienceBank, tmp_path: Path)
     ],
 )
 def test_what_is_no_entry_is_refused_with_its_place(
-    bank: ExperienceBank, tmp_path: Path, name: str, text: str, what: str
+    bank: FolderBank, tmp_path: Path, name: str, text: str, what: str
 ) -> None:
     (tmp_path / name).write_text(text)
     for edited in (False, True):
@@ -390,7 +387,7 @@ def test_what_is_no_entry_is_refused_with_its_place(
     assert len(bank) == 0
 
 
-def test_unreadable_files_are_an_error(bank: ExperienceBank, tmp_path: Path) -> None:
+def test_unreadable_files_are_an_error(bank: FolderBank, tmp_path: Path) -> None:
     (tmp_path / "latin.md").write_bytes(b"- caf\xe9\n")
     for name in ("missing.md", "missing.jsonl", "latin.md"):
         with pytest.raises(BankError, match="readable export file"):
@@ -398,7 +395,7 @@ def test_unreadable_files_are_an_error(bank: ExperienceBank, tmp_path: Path) -> 
 
 
 def test_a_failed_export_leaves_the_old_file(
-    bank: ExperienceBank, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+    bank: FolderBank, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / f"bank{suffix}"
     filled(bank).export(file)

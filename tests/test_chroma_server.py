@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import experiential as xp
+from experiential.bank.folder import FolderBank
 from experiential.bank.index import follower
 from experiential.bank.index.chroma import TOKEN_VARIABLE
 from experiential.bank.index.store import IndexLostError, checked_store
@@ -124,7 +125,7 @@ def spread(texts: list[str]) -> Any:
     )
 
 
-class SmallBank(xp.ExperienceBank):
+class SmallBank(FolderBank):
     """All of it in memory."""
 
     def __init__(self, folder: Path, **options: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import experiential as xp
 from experiential.agents.critic import CriticAgent
+from experiential.bank.folder import FolderBank
 from experiential.config import EnvSettings
 from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
@@ -84,7 +85,7 @@ def test_success_rates_by_task_and_over_all_for_a_new_one() -> None:
 
 def play(
     tmp_path: Path, reply: Any, condition: Condition = Condition.GUIDED
-) -> tuple[Any, list[str], ActorCritic, xp.ExperienceBank]:
+) -> tuple[Any, list[str], ActorCritic, FolderBank]:
     prompts: list[str] = []
 
     def act(messages: Any) -> str:

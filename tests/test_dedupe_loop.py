@@ -10,6 +10,7 @@ import pytest
 
 from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.errors import ConfigError, ReadOnlyBankError
 from experiential.llm.scripted import ScriptedLLM
@@ -228,7 +229,7 @@ def test_a_pass_cut_off_keeps_what_it_wrote_and_the_next_manager_does_the_rest(b
                 await asyncio.sleep(600)
             return True
 
-    class Watched(ExperienceBank):
+    class Watched(FolderBank):
         def merge_duplicates(self, found, ref="groups given", *, author="human"):
             done = super().merge_duplicates(found, ref, author=author)
             merged.set()

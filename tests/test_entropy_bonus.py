@@ -13,6 +13,7 @@ import torch
 import experiential as xp
 from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import experience_block
+from experiential.bank.folder import FolderBank
 from experiential.config import EntropyBonusSettings, OptimSettings
 from experiential.llm.transformers import TransformersLLM
 from experiential.training.local import LocalRuntime
@@ -30,7 +31,7 @@ def runtime() -> LocalRuntime:
 
 
 @pytest.fixture
-def bank(tmp_path: Path) -> Iterator[xp.ExperienceBank]:
+def bank(tmp_path: Path) -> Iterator[FolderBank]:
     with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
         yield bank
 
@@ -60,7 +61,7 @@ def trajectory(
 
 
 async def test_a_bonus_is_the_share_of_entropy_that_the_entry_takes_away(
-    runtime: LocalRuntime, bank: xp.ExperienceBank
+    runtime: LocalRuntime, bank: FolderBank
 ) -> None:
     entry, other = bank.add("Pull the jade lever."), bank.add("Quite another thing.")
     uses = [Use(experience_id=e.id, experience_version=e.version) for e in (entry, entry, other)]
@@ -85,7 +86,7 @@ async def test_a_bonus_is_the_share_of_entropy_that_the_entry_takes_away(
 
 
 async def test_free_and_failed_episodes_have_no_bonus(
-    runtime: LocalRuntime, bank: xp.ExperienceBank
+    runtime: LocalRuntime, bank: FolderBank
 ) -> None:
     use = Use(experience_id=bank.add("Pull it.").id, experience_version=1)
     made = EntropyBonus(runtime, ActorAgent(runtime, prompts="brief"), bank, EntropyBonusSettings())

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import experiential as xp
+from experiential.bank.folder import FolderBank
 from experiential.bank.http.connection import Connection
 from experiential.bank.index import indexed
 from experiential.bank.index.nearest import Nearest
+from experiential.bank.protocol import Bank
 from experiential.bank.search.where import Members, Scope, Where
 from experiential.bank.storage.history import Live, Stored
 from experiential.cli import main
@@ -153,7 +155,7 @@ wheres = st.fixed_dictionaries(
 phrases = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map(" ".join)
 
 
-def fill(bank: xp.ExperienceBank, count: int) -> None:
+def fill(bank: Bank, count: int) -> None:
     """Entries of all sorts, some of them rewritten, some gone."""
     rng = np.random.default_rng(0)
     for i in range(count):
@@ -168,19 +170,19 @@ def fill(bank: xp.ExperienceBank, count: int) -> None:
             bank.update(one.id, f"{one.text} again")
 
 
-class LargeBank(xp.ExperienceBank):
+class LargeBank(FolderBank):
     RESIDENT_LIMIT = 20
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[xp.ExperienceBank]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
     with xp.ExperienceBank(tmp_path_factory.mktemp("small"), embedder="hashing") as bank:
         fill(bank, 80)
         yield bank
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[xp.ExperienceBank]:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
     with LargeBank(tmp_path_factory.mktemp("large"), embedder="hashing") as bank:
         fill(bank, 150)
         bank.flush_index()
@@ -197,7 +199,7 @@ def scores(hits: Sequence[Hit]) -> list[float]:
 
 @given(where=wheres, query=phrases, k=st.integers(1, 40))
 def test_a_filtered_search_is_the_filter_of_the_full_ranking(
-    small: xp.ExperienceBank, where: dict[str, Any], query: str, k: int
+    small: Bank, where: dict[str, Any], query: str, k: int
 ) -> None:
     ranking = [
         hit for hit in small.search(query, k=len(small)) if Where(where).matches(hit.experience)
@@ -212,7 +214,7 @@ def test_a_filtered_search_is_the_filter_of_the_full_ranking(
 @pytest.mark.parametrize(("few", "most"), [(500, 4096), (3, 4096), (0, 8)])
 @given(where=wheres, query=phrases, k=st.integers(1, 20))
 def test_a_filtered_search_of_a_large_bank_misses_nothing(
-    large: xp.ExperienceBank, few: int, most: int, where: dict[str, Any], query: str, k: int
+    large: Bank, few: int, most: int, where: dict[str, Any], query: str, k: int
 ) -> None:
     """By comparing all that pass, by asking Chroma for more, and by asking it for some and
     comparing the rest.
@@ -313,7 +315,7 @@ def test_filters_stay_true_while_entries_come_change_and_go(
 
 
 @pytest.fixture
-def tagged(tmp_path: Path) -> Iterator[xp.ExperienceBank]:
+def tagged(tmp_path: Path) -> Iterator[Bank]:
     with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
         bank.add("Cross the corridor: say go twice.", metadata={"tags": ["corridor"]})
         bank.add(
@@ -329,7 +331,7 @@ def only(hits: Any) -> str:
     return hits[0].experience.text
 
 
-def test_a_manager_filters_what_it_finds_and_what_it_answers(tagged: xp.ExperienceBank) -> None:
+def test_a_manager_filters_what_it_finds_and_what_it_answers(tagged: Bank) -> None:
     with xp.ExperienceManager(tagged) as manager:
         for where, text in (
             ({"tags": "maze"}, "thrice"),
@@ -343,7 +345,7 @@ def test_a_manager_filters_what_it_finds_and_what_it_answers(tagged: xp.Experien
             manager.search("cross the corridor", where={"tags": []})
 
 
-def test_queries_of_one_micro_batch_keep_their_own_filters(tagged: xp.ExperienceBank) -> None:
+def test_queries_of_one_micro_batch_keep_their_own_filters(tagged: Bank) -> None:
     import asyncio
 
     async def both(manager: xp.ExperienceManager) -> Any:
@@ -359,7 +361,7 @@ def test_queries_of_one_micro_batch_keep_their_own_filters(tagged: xp.Experience
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_client_filters_as_the_bank_does(tagged: xp.ExperienceBank, read_only: bool) -> None:
+def test_a_client_filters_as_the_bank_does(tagged: Bank, read_only: bool) -> None:
     with serving(tagged) as url, xp.ExperienceBank(url, read_only=read_only) as client:
         for where in ({"tags": "maze"}, {"kind": ["lesson"]}, {"level": [3, None]}, None):
             wanted = tagged.search("cross the corridor", k=4, where=where)
@@ -373,7 +375,7 @@ def test_a_client_filters_as_the_bank_does(tagged: xp.ExperienceBank, read_only:
             )
 
 
-def test_wrappers_show_only_what_passes(tagged: xp.ExperienceBank) -> None:
+def test_wrappers_show_only_what_passes(tagged: Bank) -> None:
     env = xp.SearchAndAskWrapper(
         xp.ExperienceWrapper(CorridorEnv(), tagged, k=4, where={"tags": "maze"})
     )
@@ -401,9 +403,7 @@ def test_wrappers_show_only_what_passes(tagged: xp.ExperienceBank) -> None:
         (["--where", "level=3"], ["thrice"]),
     ],
 )
-def test_the_command_line_filters(
-    tagged: xp.ExperienceBank, options: list[str], found: list[str]
-) -> None:
+def test_the_command_line_filters(tagged: Bank, options: list[str], found: list[str]) -> None:
     folder = str(tagged.path)
     tagged.close()
     result = CliRunner().invoke(
@@ -414,7 +414,7 @@ def test_the_command_line_filters(
 
 
 def test_the_command_line_says_what_is_wrong_with_a_filter(
-    tagged: xp.ExperienceBank, capsys: pytest.CaptureFixture[str]
+    tagged: Bank, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from experiential.cli.errors import run_app
 
@@ -423,7 +423,7 @@ def test_the_command_line_says_what_is_wrong_with_a_filter(
 
 
 def test_a_manager_over_http_asks_nothing_for_each_candidate(
-    tagged: xp.ExperienceBank, monkeypatch: pytest.MonkeyPatch
+    tagged: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counters come with the candidates; the calls of a search do not grow with them."""
     tagged.add_many([f"Cross the corridor {i} times." for i in range(30)])

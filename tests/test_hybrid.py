@@ -19,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import experiential as xp
+from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import BUNDLED_PACKAGE
 from experiential.bank.index.lexical import Lexical, words_of
 from experiential.bank.index.nearest import Nearest
@@ -43,7 +44,7 @@ HYBRID = {"hybrid": 0.5, "strategy": "nearest"}
 
 
 @pytest.fixture
-def bank(tmp_path: Path) -> Iterator[xp.ExperienceBank]:
+def bank(tmp_path: Path) -> Iterator[FolderBank]:
     with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
         bank.add_many([*OTHERS, CODE])
         yield bank
@@ -150,7 +151,7 @@ def test_words_only_ever_let_more_entries_in(
     assert chosen(hybrid) <= {one.id for one in candidates if max(one.cosine, one.words) >= floor}
 
 
-def test_the_score_of_a_hit_is_what_it_was_ranked_by(bank: xp.ExperienceBank) -> None:
+def test_the_score_of_a_hit_is_what_it_was_ranked_by(bank: FolderBank) -> None:
     cosine, words = next(
         (hit.score, hit.words)
         for hit in bank.nearest(["QX77ZP"], 9, [None], words=True)[0]
@@ -165,7 +166,7 @@ def test_the_score_of_a_hit_is_what_it_was_ranked_by(bank: xp.ExperienceBank) ->
 
 
 @pytest.mark.parametrize("query", ["QX77ZP", "what does qx77zp mean?", "tell me about QX77ZP"])
-def test_an_entry_that_only_words_find_is_found(bank: xp.ExperienceBank, query: str) -> None:
+def test_an_entry_that_only_words_find_is_found(bank: FolderBank, query: str) -> None:
     with xp.ExperienceManager(bank) as manager:
         assert CODE not in [hit.experience.text for hit in manager.search(query, k=2)]
     for strategy in ("diverse", "nearest", "utility"):
@@ -191,7 +192,7 @@ def test_the_default_model_misses_a_code_that_words_find(tmp_path: Path) -> None
 @pytest.mark.parametrize("hybrid", [0.25, 0.5, 1])
 @pytest.mark.parametrize("query", ["QX77ZP", "what does qx77zp mean?", "the guard of the red door"])
 def test_a_search_of_the_bank_ranks_and_scores_as_a_manager_with_the_same_weight(
-    bank: xp.ExperienceBank, query: str, hybrid: float
+    bank: FolderBank, query: str, hybrid: float
 ) -> None:
     def told(hits: list[xp.Hit]) -> list[tuple[str, float, int]]:
         return [(hit.experience.text, pytest.approx(hit.score), hit.rank) for hit in hits]
@@ -207,7 +208,7 @@ def test_a_search_of_the_bank_ranks_and_scores_as_a_manager_with_the_same_weight
     )
 
 
-def test_a_search_finds_by_words_what_is_not_among_the_nearest(bank: xp.ExperienceBank) -> None:
+def test_a_search_finds_by_words_what_is_not_among_the_nearest(bank: FolderBank) -> None:
     bank.add_many(f"what is {number}?" for number in range(100))
     assert CODE not in [hit.experience.text for hit in bank.search("what is QX77ZP?", k=50)]
     assert bank.search("what is QX77ZP?", hybrid=0.5)[0].experience.text == CODE
@@ -218,19 +219,19 @@ def test_a_search_finds_by_words_what_is_not_among_the_nearest(bank: xp.Experien
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan, "0.5", True, None])
-def test_a_weight_outside_its_range_is_refused(bank: xp.ExperienceBank, weight: Any) -> None:
+def test_a_weight_outside_its_range_is_refused(bank: FolderBank, weight: Any) -> None:
     for searched in (bank, bank.snapshot()):
         with pytest.raises(ValueError, match="Expected hybrid to be a number from 0 to 1, got "):
             searched.search("door", hybrid=weight)
 
 
-def test_common_words_do_not_break_abstention(bank: xp.ExperienceBank) -> None:
+def test_common_words_do_not_break_abstention(bank: FolderBank) -> None:
     """One word of six is shared: less than the floor."""
     with xp.ExperienceManager(bank, retrieval={**HYBRID, "floor": 0.6}) as manager:
         assert manager.search("paint seven wooden boats before the guard") == []
 
 
-def test_words_are_indexed_before_somebody_waits(bank: xp.ExperienceBank) -> None:
+def test_words_are_indexed_before_somebody_waits(bank: FolderBank) -> None:
     nearest = bank._state.nearest  # pyright: ignore[reportPrivateUsage]
     with xp.ExperienceManager(bank):
         assert nearest._lexical is None  # pyright: ignore[reportPrivateUsage]
@@ -262,7 +263,7 @@ def test_any_text_is_a_query_and_finds_by_its_words_alone(query: str) -> None:
 # Always the live entries
 
 
-def test_words_follow_updates_removals_and_rollback(bank: xp.ExperienceBank) -> None:
+def test_words_follow_updates_removals_and_rollback(bank: FolderBank) -> None:
     assert found(bank) == [CODE]
     entry = next(one for one in bank if one.text == CODE)
     before = bank.head
@@ -278,7 +279,7 @@ def test_words_follow_updates_removals_and_rollback(bank: xp.ExperienceBank) -> 
 
 
 def test_words_are_there_again_when_a_bank_is_opened_again_and_read_only_changes_nothing(
-    bank: xp.ExperienceBank,
+    bank: FolderBank,
 ) -> None:
     found(bank)
     bank.add("KM12 is the code of the gate.")
@@ -303,7 +304,7 @@ def test_words_are_there_again_when_a_bank_is_opened_again_and_read_only_changes
         assert found(again) == [CODE]
 
 
-def test_words_respect_the_excluded_instance_and_the_filter(bank: xp.ExperienceBank) -> None:
+def test_words_respect_the_excluded_instance_and_the_filter(bank: FolderBank) -> None:
     seen = Experience(
         text="QX77ZP is written on the wall.",
         provenance=Provenance(instance="door#1"),
@@ -362,7 +363,7 @@ def test_every_live_entry_is_found_once_with_its_own_share(
             assert sum(hit.words == 1.0 for hit in row) >= min(2, len(both))
 
 
-class LargeBank(xp.ExperienceBank):
+class LargeBank(FolderBank):
     RESIDENT_LIMIT = 20
 
 
@@ -389,7 +390,7 @@ def test_words_find_what_chroma_holds_and_what_it_does_not_hold_yet(tmp_path: Pa
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_server_finds_by_words_for_its_clients(bank: xp.ExperienceBank, read_only: bool) -> None:
+def test_a_server_finds_by_words_for_its_clients(bank: FolderBank, read_only: bool) -> None:
     with serving(bank) as url, xp.ExperienceBank(url, read_only=read_only) as client:
         wanted = [
             (hit.item.id, hit.score, hit.words)
@@ -405,7 +406,7 @@ def test_a_server_finds_by_words_for_its_clients(bank: xp.ExperienceBank, read_o
             assert manager.search("what is QX77ZP?")[0].experience.text == CODE
 
 
-def test_searches_go_on_while_others_write(bank: xp.ExperienceBank) -> None:
+def test_searches_go_on_while_others_write(bank: FolderBank) -> None:
     def write() -> None:
         for i in range(60):
             entry = bank.add(f"door {i} is open")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import experiential as xp
+from experiential.bank.folder import FolderBank
 from experiential.bank.index import follower
 from experiential.bank.storage.checkup import examine
 from experiential.cli import main
@@ -72,7 +73,7 @@ class Flat:
 FLAT = "foreign_store:Flat"
 
 
-class LargeBank(xp.ExperienceBank):
+class LargeBank(FolderBank):
     """The store answers from the sixth entry on."""
 
     RESIDENT_LIMIT = 5
@@ -93,7 +94,7 @@ def flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 TEXTS = [f"note{i} about door{i}" for i in range(20)]
 
 
-def found(bank: xp.ExperienceBank, query: str) -> str:
+def found(bank: FolderBank, query: str) -> str:
     return bank.search(query)[0].experience.text
 
 

@@ -15,8 +15,10 @@ import pytest
 from pydantic import BaseModel
 
 import experiential as xp
+from experiential.bank.folder import FolderBank
 from experiential.bank.http import service, wire
-from experiential.bank.http.remote import RemoteBank, RemoteQueue, RemoteView
+from experiential.bank.http.client import RemoteBank, RemoteQueue, RemoteView
+from experiential.bank.protocol import Bank, Queue, View
 from experiential.bank.storage.queue import DistillationQueue
 from experiential.bank.view import BankView
 from experiential.errors import BankError
@@ -31,7 +33,6 @@ NOT_OVER_HTTP = {
 }
 NOT_METHODS = {
     "RESIDENT_LIMIT": "a constant of the class, of the process that has the index",
-    "text_limit": "set where the bank is",
 }
 OF_A_FOLDER = {"nearest": "inside search", "counters": "inside search"} | NOT_METHODS
 
@@ -278,6 +279,8 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
         w.bank.get(w.first.id),
     ],
     "submit": _queue,
+    "queue": _queue,
+    "text_limit": lambda w: [w.bank.text_limit, w.bank.namespace],
     "submit_many": lambda w: [
         w.bank.submit_many([w.episodes[0], w.episodes[0]]),
         w.bank.submit_many([episode(w.first, success=False)], distil=False),
@@ -384,7 +387,7 @@ def both(url: str, tmp_path: Path) -> Iterator[tuple[World, World]]:
         xp.ExperienceBank(tmp_path / "local", namespace=name, embedder="hashing") as local,
         xp.ExperienceBank(url, namespace=name) as far,
     ):
-        assert isinstance(far, RemoteBank) and not isinstance(local, RemoteBank)
+        assert isinstance(far, RemoteBank) and isinstance(local, FolderBank)
         yield world(local, tmp_path), world(far, tmp_path)
 
 
@@ -396,8 +399,8 @@ def plain(value: Any) -> Any:
         return plain(value.model_dump())
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items() if key != "time"}
-    if isinstance(value, (BankView, Iterator)):
-        return [plain(one) for one in (value.entries() if isinstance(value, BankView) else value)]
+    if isinstance(value, (BankView, RemoteView, Iterator)):
+        return [plain(one) for one in (value if isinstance(value, Iterator) else value.entries())]
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     if hasattr(value, "tolist"):
@@ -470,44 +473,34 @@ def public(kind: type) -> set[str]:
 
 
 def test_every_public_method_is_told_or_is_excused() -> None:
-    assert set(SCENARIOS) | set(NOT_OVER_HTTP) | set(OF_A_FOLDER) == public(xp.ExperienceBank)
-    assert not set(SCENARIOS) & set(NOT_OVER_HTTP)
+    assert set(SCENARIOS) | set(OF_A_FOLDER) - set(NOT_METHODS) == public(Bank)
+    assert public(RemoteBank) - {"ask"} == public(Bank)
+    assert public(FolderBank) == public(Bank) | set(NOT_OVER_HTTP) | set(NOT_METHODS)
 
 
-@pytest.mark.parametrize("name", NOT_OVER_HTTP)
-def test_what_only_a_folder_can_do_says_so(name: str, both: tuple[World, World]) -> None:
-    method = getattr(both[1].bank, name)
-    wanted = [
-        one
-        for one in inspect.signature(method).parameters.values()
-        if one.default is one.empty and one.kind is not one.KEYWORD_ONLY
-    ]
-    with pytest.raises(BankError, match="Expected a bank folder"):
-        method(*[1] * len(wanted))
+CONTRACTS = [
+    (FolderBank, Bank),
+    (RemoteBank, Bank),
+    (DistillationQueue, Queue),
+    (RemoteQueue, Queue),
+    (BankView, View),
+    (RemoteView, View),
+]
 
 
-@pytest.mark.parametrize(
-    ("own", "base"),
-    [(RemoteBank, xp.ExperienceBank), (RemoteQueue, DistillationQueue), (RemoteView, BankView)],
-)
-def test_the_arguments_are_the_same(own: type, base: type) -> None:
-    for name in public(base):
-        if callable(getattr(base, name)):
-            assert inspect.signature(getattr(base, name)) == inspect.signature(
-                getattr(own, name)
-            ), name
+@pytest.mark.parametrize(("own", "contract"), CONTRACTS)
+def test_every_method_of_the_contract_is_there_with_its_arguments(
+    own: type, contract: type
+) -> None:
+    for name in public(contract):
+        told, made = getattr(contract, name), getattr(own, name)
+        assert made is not told, f"{name} is the stub of the protocol"
+        if callable(told) and name != "search":
+            assert inspect.signature(told).parameters == inspect.signature(made).parameters, name
 
 
-MADE_OF_OTHERS = {"import_", "snapshot", "search", *OF_A_FOLDER}
-
-
-def test_no_method_is_inherited_that_looks_for_a_folder() -> None:
-    inherited = {
-        name
-        for name in public(xp.ExperienceBank)
-        if getattr(RemoteBank, name) is getattr(xp.ExperienceBank, name)
-    }
-    assert inherited <= MADE_OF_OTHERS
+def test_neither_bank_is_a_kind_of_the_other() -> None:
+    assert not issubclass(RemoteBank, FolderBank) and not issubclass(FolderBank, RemoteBank)
 
 
 METHODS = [operation for operation in wire.OPERATIONS if operation not in service._OWN]
@@ -519,7 +512,7 @@ def test_an_operation_that_is_a_method_has_its_arguments_and_its_result(
 ) -> None:
     """A body that lacked an argument would answer as if nobody had passed it."""
     owner, _, name = operation.method.rpartition(".")
-    method = getattr(DistillationQueue if owner else xp.ExperienceBank, name)
+    method = getattr(Queue if owner else Bank, name)
     parameters = {
         one.name: one.default
         for one in inspect.signature(method).parameters.values()

@@ -27,8 +27,9 @@ import uvicorn
 
 import experiential as xp
 from experiential.bank.http import wire
-from experiential.bank.http.remote import RemoteBank
+from experiential.bank.http.client import RemoteBank
 from experiential.bank.http.service import create_app
+from experiential.bank.protocol import Bank
 from experiential.cli import main
 from experiential.cli.errors import run_app
 from experiential.cli.serve import is_loopback
@@ -95,7 +96,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def bank(url: str) -> Iterator[xp.ExperienceBank]:
+def bank(url: str) -> Iterator[Bank]:
     with xp.ExperienceBank(url) as bank:
         yield bank
 
@@ -119,9 +120,7 @@ def trajectory(entry: xp.Experience | None = None, **values: Any) -> xp.Trajecto
 
 
 @pytest.mark.parametrize("value", [5, None, ["a"]])
-def test_wrong_types_are_refused_before_anything_is_sent(
-    bank: xp.ExperienceBank, value: Any
-) -> None:
+def test_wrong_types_are_refused_before_anything_is_sent(bank: Bank, value: Any) -> None:
     for call in (
         lambda: bank.add(value),
         lambda: bank.add("x", task=5),
@@ -133,10 +132,8 @@ def test_wrong_types_are_refused_before_anything_is_sent(
     assert len(bank) == 0
 
 
-def test_a_client_does_not_touch_the_queue_of_all(bank: xp.ExperienceBank) -> None:
-    for call in (bank.queue.clear, lambda: bank.queue.put("x"), lambda: bank.queue.finish("x")):
-        with pytest.raises(xp.BankError, match="Expected"):
-            call()
+def test_a_client_does_not_touch_the_queue_of_all(bank: Bank) -> None:
+    assert not {"clear", "put", "finish"} & set(dir(bank.queue))
 
 
 def test_namespaces_do_not_meet_and_names_may_be_anything(url: str, folder: Path) -> None:
@@ -153,7 +150,7 @@ def test_namespaces_do_not_meet_and_names_may_be_anything(url: str, folder: Path
         xp.ExperienceBank(url, namespace=" ")
 
 
-def test_read_only_keeps_its_picture_and_refuses_writes(bank: xp.ExperienceBank, url: str) -> None:
+def test_read_only_keeps_its_picture_and_refuses_writes(bank: Bank, url: str) -> None:
     entry = bank.add("first")
     with xp.ExperienceBank(url, read_only=True) as picture:
         bank.update(entry.id, "second")
@@ -183,7 +180,7 @@ def test_another_embedder_than_the_servers_is_refused(url: str) -> None:
         xp.ExperienceBank(url, embedder=xp.HashingEmbedder(64))
 
 
-def test_a_listing_shows_one_moment_over_all_its_pages(url: str, bank: xp.ExperienceBank) -> None:
+def test_a_listing_shows_one_moment_over_all_its_pages(url: str, bank: Bank) -> None:
     entries = bank.add_many([f"entry {i}" for i in range(25)])
     page = _post(url, "entries", {"limit": 10})
     bank.remove(entries[0].id)
@@ -198,13 +195,13 @@ def test_a_listing_shows_one_moment_over_all_its_pages(url: str, bank: xp.Experi
         list(bank._caller._following(wire.Page(entries=[], cursor="gone.10")))
 
 
-def test_a_bank_of_more_than_one_page_is_listed_whole(bank: xp.ExperienceBank) -> None:
+def test_a_bank_of_more_than_one_page_is_listed_whole(bank: Bank) -> None:
     wanted = [f"entry {i}" for i in range(wire.LONGEST_PAGE + 5)]
     bank.add_many(wanted)
     assert texts(bank) == wanted == texts(bank.at(bank.head))
 
 
-def test_a_client_survives_pickling_and_a_fork(bank: xp.ExperienceBank) -> None:
+def test_a_client_survives_pickling_and_a_fork(bank: Bank) -> None:
     bank.add("before")
     with pickle.loads(pickle.dumps(bank)) as other, copy.copy(bank) as third:
         assert texts(other) == texts(third) == ["before"] and other.namespace == bank.namespace
@@ -221,7 +218,7 @@ def test_a_client_survives_pickling_and_a_fork(bank: xp.ExperienceBank) -> None:
     assert sorted(texts(bank)) == ["before", "of the child", "of the parent"]
 
 
-def test_a_closed_client_says_so(bank: xp.ExperienceBank) -> None:
+def test_a_closed_client_says_so(bank: Bank) -> None:
     bank.close()
     bank.close()
     assert bank.closed
@@ -252,9 +249,7 @@ def test_banks_that_are_open_already_can_be_served_and_stay_open(folder: Path) -
 # Wrappers and managers
 
 
-def test_the_wrapper_retrieves_from_a_server_and_submits_to_it(
-    url: str, bank: xp.ExperienceBank
-) -> None:
+def test_the_wrapper_retrieves_from_a_server_and_submits_to_it(url: str, bank: Bank) -> None:
     entry = bank.add("Cross the corridor: say go.", task="Cross the corridor.")
     env = xp.ExperienceWrapper(CorridorEnv(), xp.ExperienceBank(url))
     _, info = env.reset(seed=3)
@@ -268,7 +263,7 @@ def test_the_wrapper_retrieves_from_a_server_and_submits_to_it(
 
 
 def test_a_manager_with_an_extractor_distils_through_a_server(
-    url: str, bank: xp.ExperienceBank, folder: Path
+    url: str, bank: Bank, folder: Path
 ) -> None:
     bank.add("Doors open outward.", task="open the door")
     say = xp.ScriptedLLM(['<answer>[{"op": "add", "text": "Pull the door."}]</answer>'])
@@ -286,9 +281,7 @@ def test_a_manager_with_an_extractor_distils_through_a_server(
     assert bank.queue.state(ended.id) == "done"
 
 
-def test_a_manager_over_a_server_holds_back_what_is_not_trusted(
-    url: str, bank: xp.ExperienceBank
-) -> None:
+def test_a_manager_over_a_server_holds_back_what_is_not_trusted(url: str, bank: Bank) -> None:
     proven, new = bank.add_many(
         ["Pull the red door.", "Pull the red door hard."], task="open the red door"
     )
@@ -309,9 +302,7 @@ def test_a_manager_over_a_server_holds_back_what_is_not_trusted(
     ]
 
 
-def test_what_is_set_at_the_server_is_not_taken_by_a_client(
-    url: str, bank: xp.ExperienceBank
-) -> None:
+def test_what_is_set_at_the_server_is_not_taken_by_a_client(url: str, bank: Bank) -> None:
     with pytest.raises(xp.BankError, match="at the server"):
         xp.ExperienceManager(bank, text_limit=10)
     assert bank.redacted == {}
@@ -320,7 +311,7 @@ def test_what_is_set_at_the_server_is_not_taken_by_a_client(
 
 
 def test_what_a_client_submits_waits_at_the_server_for_an_extractor(
-    url: str, bank: xp.ExperienceBank, folder: Path
+    url: str, bank: Bank, folder: Path
 ) -> None:
     ended = trajectory()
     assert bank.submit(ended) and not bank.submit(ended)
@@ -484,7 +475,7 @@ def test_a_key_is_carried_out_once_and_answers_the_same_again(
         assert bank.head == head and list(bank) == listed
 
 
-def test_a_key_is_for_one_request_and_one_namespace(url: str, bank: xp.ExperienceBank) -> None:
+def test_a_key_is_for_one_request_and_one_namespace(url: str, bank: Bank) -> None:
     _post(url, "add", {"text": "one"}, **{"Idempotency-Key": "k"})
     answer = httpx.post(f"{url}/v1/add", json={"text": "two"}, headers={"Idempotency-Key": "k"})
     assert (
@@ -496,7 +487,7 @@ def test_a_key_is_for_one_request_and_one_namespace(url: str, bank: xp.Experienc
     assert texts(bank) == ["one", "free", "free"]
 
 
-def test_a_write_that_failed_leaves_no_receipt(url: str, bank: xp.ExperienceBank) -> None:
+def test_a_write_that_failed_leaves_no_receipt(url: str, bank: Bank) -> None:
     body, key = {"id": "later", "text": "x"}, {"Idempotency-Key": "k"}
     assert httpx.post(f"{url}/v1/update", json=body, headers=key).status_code == 409
     _post(url, "import", {"entries": [{"id": "later", "text": "now it is there"}], "ref": "f"})
@@ -524,7 +515,7 @@ def test_a_receipt_is_in_the_transaction_of_its_write(folder: Path) -> None:
         assert texts(bank) == ["one", "three"]
 
 
-def test_one_key_asked_by_many_at_once_is_one_write(url: str, bank: xp.ExperienceBank) -> None:
+def test_one_key_asked_by_many_at_once_is_one_write(url: str, bank: Bank) -> None:
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         answers = list(
             pool.map(
@@ -540,7 +531,7 @@ def test_one_key_asked_by_many_at_once_is_one_write(url: str, bank: xp.Experienc
 
 def test_a_lost_server_is_named_and_the_same_client_goes_on_when_it_is_back(folder: Path) -> None:
     with serving(folder, embedder="hashing") as url:
-        bank = xp.ExperienceBank(url, patience=0.1)  # pyright: ignore[reportCallIssue]
+        bank = xp.ExperienceBank(url, patience=0.1)
         bank.add("before")
     with pytest.raises(xp.BankError, match=f"{url}.*experiential serve"):
         bank.add("lost")
@@ -553,7 +544,7 @@ def test_a_lost_server_is_named_and_the_same_client_goes_on_when_it_is_back(fold
 
 
 def test_an_answer_lost_on_the_way_is_asked_for_again_with_the_same_key(
-    url: str, bank: xp.ExperienceBank
+    url: str, bank: Bank
 ) -> None:
     """A proxy that carries each first request through and then cuts the line instead of answering."""
     with cutting(int(url.rsplit(":", 1)[1])) as (proxy, cuts), xp.ExperienceBank(proxy) as through:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.protocol import Bank
 from experiential.errors import CheckpointError
 from experiential.types import Trajectory
 
@@ -108,7 +108,7 @@ class BankMemory(ReflectionMemory):
         ValueError: ``k`` is not positive.
     """
 
-    def __init__(self, bank: ExperienceBank, *, k: int = 1) -> None:
+    def __init__(self, bank: Bank, *, k: int = 1) -> None:
         if k < 1:
             raise ValueError(f"Expected k to be positive, got {k}")
         self.bank, self.k = bank, k

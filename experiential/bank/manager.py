@@ -13,20 +13,21 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from experiential.bank.arrivals import Arrivals
-from experiential.bank.bank import ExperienceBank
 from experiential.bank.consolidation.consolidate import merge_group, recent_groups
-from experiential.bank.consolidation.dedupe import Duplicates, Passes
+from experiential.bank.consolidation.dedupe import Passes
 from experiential.bank.evidence.trust import Episodes, checked_episodes, probation_of
 from experiential.bank.extractor import Extractor, judge_of
+from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import EntryKey, texts_to_embed
 from experiential.bank.operations import keys_to_embed
 from experiential.bank.options import bank_settings
+from experiential.bank.protocol import Bank, is_bank
+from experiential.bank.records import DeadLetter, Duplicates
 from experiential.bank.search.gather import Gatherer
 from experiential.bank.search.searchable import checked_queries
 from experiential.bank.search.searcher import Searcher
 from experiential.bank.search.strategies import find_strategy
 from experiential.bank.search.where import Filter, Where
-from experiential.bank.storage.queue import DeadLetter
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import EventLoopThread, awaited
 from experiential.types import Answer, Distillation, Experience, Generation, Hit, Trajectory
@@ -43,6 +44,7 @@ class ExperienceManager:
     counted in ``stats()``, retried, and in the end a dead letter; it never reaches a caller.
 
     >>> import tempfile
+    >>> from experiential.bank.bank import ExperienceBank
     >>> bank = ExperienceBank(tempfile.mkdtemp(), embedder="hashing")
     >>> entry = bank.add("The red door needs the brass key.")
     >>> with ExperienceManager(bank) as manager:
@@ -69,7 +71,7 @@ class ExperienceManager:
 
     def __init__(
         self,
-        bank: ExperienceBank,
+        bank: Bank,
         extractor: Extractor | None = None,
         *,
         seed: int = 0,
@@ -77,7 +79,7 @@ class ExperienceManager:
         backoff: float = 0.5,
         **options: Any,
     ) -> None:
-        if not isinstance(bank, ExperienceBank):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass a path)
+        if not is_bank(bank):  # users may pass a path
             raise ValueError(
                 f"Expected bank to be an ExperienceBank, got {type(bank).__name__}; open one with"
                 " ExperienceBank(path)"
@@ -85,8 +87,13 @@ class ExperienceManager:
         self.bank = bank
         self.extractor = extractor
         self.settings = bank_settings(options)
-        if "text_limit" in options:
-            bank.text_limit = self.settings.text_limit
+        if "text_limit" in options and (limit := self.settings.text_limit) != bank.text_limit:
+            if not isinstance(bank, FolderBank):
+                raise BankError(
+                    "Expected the limit of texts to be set where the bank is written, at the"
+                    f" server of {bank!r}; got {limit} set here, leave it out"
+                )
+            bank.text_limit = limit
         find_strategy(self.settings.retrieval.strategy)
         self.on_distillation: (
             Callable[[Trajectory, Distillation, list[Experience]], None] | None

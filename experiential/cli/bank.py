@@ -20,10 +20,10 @@ from experiential.cli.rows import AsJson, show_json, show_rows
 from experiential.errors import BankError, BankLockedError, ConfigError
 
 if TYPE_CHECKING:
-    from experiential.bank.bank import ExperienceBank
     from experiential.bank.consolidation.dedupe import Duplicates
     from experiential.bank.evidence.explain import Explanation
     from experiential.bank.evidence.trust import Standing
+    from experiential.bank.folder import FolderBank
     from experiential.bank.storage.log import Difference
     from experiential.types import Estimate, Experience
 
@@ -57,7 +57,7 @@ def opened(
     make: bool = False,
     embedder: str | None = None,
     store: str | None = None,
-) -> Generator[ExperienceBank]:
+) -> Generator[FolderBank]:
     """The bank of a folder, read-only unless ``write``; what goes wrong inside is the user's error.
 
     Args:
@@ -572,7 +572,7 @@ def _merge_with(
             return _merged(copy, backend, options)
 
 
-def _merged(bank: ExperienceBank, backend: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+def _merged(bank: FolderBank, backend: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.manager import ExperienceManager
     from experiential.config import ModelSettings

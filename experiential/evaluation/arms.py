@@ -21,6 +21,7 @@ from experiential.agents.actor import run_sync
 from experiential.agents.prompts import entry_text
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.protocol import Bank, ForkableBank
 from experiential.config import Arm
 from experiential.errors import BackendError
 from experiential.evaluation.filler import filler, token_count
@@ -242,7 +243,7 @@ class ArmBank:
 @contextmanager
 def opened_arm(
     arm: Arm,
-    bank: ExperienceBank | None,
+    bank: ForkableBank | None,
     scratch: Path,
     extractor: Any | None,
     options: dict[str, Any],
@@ -285,7 +286,7 @@ def opened_arm(
         yield ArmBank(shown, manager, len(copy))
 
 
-def worlds(bank: ExperienceBank, entry: Experience) -> frozenset[str]:
+def worlds(bank: Bank, entry: Experience) -> frozenset[str]:
     """Return the worlds that an entry was made from, by all its versions and all merged into it."""
     found: set[str] = set()
     for version in range(1, entry.version + 1):

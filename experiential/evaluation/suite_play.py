@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from experiential.agents.actor import ActorAgent
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import EnvSettings
 from experiential.errors import BankError, ConfigError, ExperientialError
@@ -100,7 +100,7 @@ class SuiteBank:
         """Return the name of an arm with this bank."""
         return "frozen" if self.extractor is None else "on"
 
-    def open(self) -> ExperienceBank:
+    def open(self) -> FolderBank:
         """Open the bank, read-only where nothing distils.
 
         Raises:
@@ -108,7 +108,7 @@ class SuiteBank:
         """
         reading = self.extractor is None
         try:
-            return ExperienceBank(
+            return FolderBank(
                 self.path, namespace=self.namespace, embedder=self.embedder, read_only=reading
             )
         except BankError as error:

@@ -19,8 +19,8 @@ from pydantic import Field
 from experiential.agents.actor import ActorAgent
 from experiential.agents.principles import principle_text
 from experiential.agents.prompts import entry_text
-from experiential.bank.bank import ExperienceBank
 from experiential.bank.options import bank_settings
+from experiential.bank.protocol import ForkableBank
 from experiential.config import Arm, Experiment
 from experiential.evaluation.arms import ArmBank, opened_arm
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
@@ -143,7 +143,7 @@ class VisitEvaluator:
         self._worlds = worlds if listed is None else min(worlds, listed)
 
     async def play(
-        self, arm: Arm, step: int, bank: ExperienceBank | None = None, scratch: Path | None = None
+        self, arm: Arm, step: int, bank: ForkableBank | None = None, scratch: Path | None = None
     ) -> Visits:
         """Play one arm.
 

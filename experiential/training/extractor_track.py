@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.protocol import Bank
 from experiential.config import ExtractorSettings
 from experiential.training.buffer import BufferSample, ExtractorBuffer
 from experiential.training.rewards import critic_reward, outcome, relative_rewards, use_reward
@@ -60,7 +60,7 @@ class ExtractorTrack:
     def __init__(
         self,
         runtime: PolicyRuntime,
-        bank: ExperienceBank,
+        bank: Bank,
         settings: ExtractorSettings,
         *,
         buffer_size: int = 512,

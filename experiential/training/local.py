@@ -13,7 +13,7 @@ from typing import Any, cast
 import gymnasium as gym
 import torch
 
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.config import EnvSettings, Experiment, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
@@ -360,9 +360,9 @@ class InProcessRuntime:
             )
         self.actor, self.extractor = policies
 
-    def open_bank(self, folder: Path) -> ExperienceBank:
+    def open_bank(self, folder: Path) -> FolderBank:
         """Open the run's bank in this process."""
-        return ExperienceBank(
+        return FolderBank(
             folder,
             namespace=self._bank.namespace,
             embedder=self._bank.embedder,

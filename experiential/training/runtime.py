@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import gymnasium as gym
 from pydantic import Field
 
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.protocol import ForkableBank
 from experiential.config import EnvSettings, Experiment
 from experiential.errors import ConfigError
 from experiential.llm.base import LLM
@@ -210,7 +210,7 @@ class Runtime(Protocol):
         """Return the policy that distils; the actor itself where they share their weights."""
         ...
 
-    def open_bank(self, folder: Path) -> ExperienceBank:
+    def open_bank(self, folder: Path) -> ForkableBank:
         """Open the run's bank for writing; the caller closes it before the runtime.
 
         Raises:

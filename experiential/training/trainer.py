@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.protocol import ForkableBank
 from experiential.config import Experiment
 from experiential.errors import CheckpointError
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, compare
@@ -191,7 +193,7 @@ class Trainer:
 
     def _open_bank(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.experiment
-        self._bank: ExperienceBank | None = None
+        self._bank: ForkableBank | None = None
         self._manager: ExperienceManager | None = None
         self._track: ExtractorTrack | None = None
         self._upkeep: BankUpkeep | None = None
@@ -202,7 +204,7 @@ class Trainer:
         if self._restored is not None:
             _replace_bank(folder, self._restored[0] / "bank")
         elif settings.bank.path is not None:
-            with ExperienceBank(
+            with FolderBank(
                 settings.bank.path,
                 namespace=settings.bank.namespace,
                 embedder=settings.bank.embedder,

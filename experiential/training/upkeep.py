@@ -6,8 +6,8 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.protocol import Bank
 from experiential.config import BankSettings
 from experiential.training.metrics import Observer
 
@@ -58,7 +58,7 @@ class BankUpkeep:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def prune(bank: ExperienceBank, below: float, step: int, emit: Observer) -> None:
+async def prune(bank: Bank, below: float, step: int, emit: Observer) -> None:
     """Remove the entries with a Laplace score below ``below``, and record how many.
 
     An entry that was never used has a score of 0.5 and stays. At 0.3, the value of EvolveR's

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
-from experiential.bank.bank import ExperienceBank
 from experiential.bank.extractor import Extractor
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.search.where import Filter, Where
 from experiential.errors import BackendError, BankError
 from experiential.types import Answer, Condition, Hit, Trajectory, Turn, Use, new_id
@@ -70,7 +70,7 @@ class ManagerLike(Protocol):
         ...
 
 
-BankOrManager = ExperienceBank | ManagerLike
+BankOrManager = Bank | ManagerLike
 """A bank, or a manager that schedules its reads and writes."""
 
 
@@ -83,7 +83,7 @@ def connect(
         TypeError: neither a bank nor a manager was given.
         ValueError: an extractor was given beside a manager, which has its own.
     """
-    if isinstance(bank_or_manager, ExperienceBank):
+    if is_bank(bank_or_manager):
         return ExperienceManager(bank_or_manager, extractor), True
     if not (hasattr(bank_or_manager, "submit") and hasattr(bank_or_manager, "ask")):
         raise TypeError(
@@ -95,7 +95,7 @@ def connect(
             "Expected no extractor beside a manager, got one; give it to"
             " ExperienceManager(bank, extractor)"
         )
-    return bank_or_manager, False
+    return cast("ManagerLike", bank_or_manager), False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.protocol import Bank
 from experiential.config import BankSettings, ClusterSettings
 from experiential.errors import BankError, BankLockedError
 from experiential.training.metrics import read_events
@@ -45,7 +46,7 @@ def bank(actor: BankActor) -> Iterator[ActorBank]:
         yield client
 
 
-def texts(bank: ExperienceBank) -> list[str]:
+def texts(bank: Bank) -> list[str]:
     return [entry.text for entry in bank.entries()]
 
 
@@ -203,7 +204,7 @@ def test_the_length_of_texts_is_the_one_of_the_settings_after_a_restart_too(
                 bank.add("Much too long for a bank that takes thirty characters.")
             kill(ray_cluster, actor)
         with pytest.raises(BankError, match="limit of texts"):
-            bank.text_limit = 31
+            ExperienceManager(bank, text_limit=31)
 
 
 def test_a_manager_works_on_it(bank: ActorBank) -> None:

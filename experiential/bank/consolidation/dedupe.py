@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -19,15 +19,12 @@ from experiential.bank.extractor import LaterJudge
 from experiential.bank.index.embed import EntryKey, embed_entries
 from experiential.bank.index.vectors import Vector
 from experiential.bank.operations import common_task
+from experiential.bank.protocol import Bank
+from experiential.bank.records import Duplicates, Judge
 from experiential.bank.state import Draft, State
 from experiential.bank.storage.history import History
-from experiential.types import Experience, Record, Statistics
+from experiential.types import Experience, Statistics
 
-if TYPE_CHECKING:
-    from experiential.bank.bank import ExperienceBank
-
-Judge = Callable[[Experience, Experience], bool]
-"""Whether two entries, the older first, teach the same: ``ExtractorAgent.judge`` is one."""
 Embed = Callable[[Sequence[str]], Vector]
 Pair = tuple[Experience, Experience]
 """Two entries that may say the same, the older first."""
@@ -42,13 +39,6 @@ BLOCK = 512
 _COLUMNS = 4096
 _TEXTS_AT_ONCE = 1024
 _ROUNDING = 1e-6  # of a product of float32 unit vectors
-
-
-class Duplicates(Record):
-    """Entries that say the same: the one that stays and those merged into it, oldest first."""
-
-    survivor: Experience
-    merged: tuple[Experience, ...]
 
 
 Write = Callable[[Sequence[Duplicates], str], Awaitable[list[Duplicates]]]
@@ -290,9 +280,7 @@ class Passes:
             task.
     """
 
-    def __init__(
-        self, bank: ExperienceBank, threshold: float, *, across_tasks: bool = False
-    ) -> None:
+    def __init__(self, bank: Bank, threshold: float, *, across_tasks: bool = False) -> None:
         self._bank = bank
         self._threshold = threshold
         self._across_tasks = across_tasks

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
+from experiential.bank.records import Policy
 from experiential.bank.state import Draft
 from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Uplift
 
-Policy = Literal["lru", "fifo", "random", "utility"]
-"""Who is evicted: the least recently used (or written), the oldest, any, or the one with the lowest
-Laplace score.
-"""
 _LAST_USE = """
     SELECT m.experience, t.commit_id FROM (SELECT experience, MAX(rowid) AS last FROM uses WHERE namespace = ?1 GROUP BY experience) m
     JOIN uses u ON u.rowid = m.last
@@ -28,7 +25,7 @@ def prunable(
     uplift_below: float | None,
     min_uses: int,
 ) -> list[Experience]:
-    """The entries to prune, see ``ExperienceBank.prune``.
+    """The entries to prune, see ``Bank.prune``.
 
     Args:
         entries: the live entries with their counters.

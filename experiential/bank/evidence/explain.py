@@ -5,52 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from experiential.bank.evidence.credit import Ancestor
+from experiential.bank.records import Explanation, Shown
 from experiential.types import (
-    Condition,
     Experience,
     Generation,
-    Record,
     Statistics,
     Trajectory,
     Uplift,
     Use,
 )
-
-
-class Shown(Record):
-    """One use in an episode, and how its entry is doing now.
-
-    Attributes:
-        text: the entry at the version used; None when the bank never had it.
-        refined: what was shown in its place when an extractor fitted it to a question.
-        statistics: counters of the entry over all its versions.
-        uplift: counts and estimates of the version used.
-    """
-
-    id: str
-    version: int
-    text: str | None
-    refined: str | None
-    rank: int
-    score: float
-    propensity: float
-    how: str
-    turn: int
-    statistics: Statistics
-    uplift: Uplift
-
-
-class Explanation(Record):
-    """What one episode was shown, how it ended, and the entry versions that were written from it."""
-
-    trajectory: str
-    task: str
-    condition: Condition
-    success: bool
-    reward: float
-    error: str | None
-    shown: tuple[Shown, ...]
-    written: tuple[Experience, ...]
 
 
 class Explainer:

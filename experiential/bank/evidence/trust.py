@@ -32,18 +32,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experiential.bank.evidence.credit import Ancestor, lineage
 from experiential.bank.evidence.uplift import ALWAYS, Evidence, estimate
 from experiential.bank.index.vectors import Scored
 from experiential.bank.options import ManagerOptions
+from experiential.bank.protocol import Bank, TrustBook
+from experiential.bank.records import Standing
 from experiential.bank.storage.journal import Journal
 from experiential.sync import attempted
-from experiential.types import Experience, Hit, Record
-
-if TYPE_CHECKING:
-    from experiential.bank.bank import ExperienceBank
+from experiential.types import Experience, Hit
 
 Row = list[Scored[Experience]]
 """Candidates of one query, best first."""
@@ -66,26 +65,6 @@ _MERGED = """
     SELECT c.seq, v.id, v.version, v.record FROM changes c
     CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version AND v.commit_id = c.commit_id
     WHERE c.seq > ? AND c.namespace = ? AND c.commit_id <= ? AND instr(v.record, '"parents":[[') > 0"""
-
-
-class Standing(Record):
-    """How far one entry version is trusted, and why.
-
-    Attributes:
-        after: independent tasks asked for; 0 trusts everything.
-        tasks: independent tasks with evidence.
-        mean: mean over tasks of the difference of success rates, in [-1, 1]; None without a task.
-        interval: 95 % t-interval of the mean over tasks; None for fewer than two.
-        trusted: whether its lower end is above zero, on at least ``after`` tasks.
-    """
-
-    id: str
-    version: int
-    after: int
-    tasks: int = 0
-    mean: float | None = None
-    interval: tuple[float, float] | None = None
-    trusted: bool
 
 
 def judge(id: str, version: int, by_task: Mapping[str, Sequence[float]], after: int) -> Standing:
@@ -268,7 +247,7 @@ class Probation:
         failures: refreshes that failed, by reason; the next one catches up.
     """
 
-    def __init__(self, book: Book, head: Callable[[], int], share: float, seed: int) -> None:
+    def __init__(self, book: TrustBook, head: Callable[[], int], share: float, seed: int) -> None:
         self.book = book
         self.share = share
         self.failures: Counter[str] = Counter()
@@ -383,7 +362,7 @@ class Probation:
         self._thread.shutdown(wait=True)
 
 
-def probation_of(bank: ExperienceBank, settings: ManagerOptions, seed: int) -> Probation | None:
+def probation_of(bank: Bank, settings: ManagerOptions, seed: int) -> Probation | None:
     """What a manager with these settings shows of provisional entries; None when all entries are trusted.
 
     A writable bank notes ``trust_after``, so that ``experiential bank`` can tell who is

@@ -12,14 +12,13 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-from experiential.bank.bank import ExperienceBank
-from experiential.bank.consolidation.dedupe import Duplicates
+from experiential.bank.folder import FolderBank
 from experiential.bank.http import wire
 from experiential.bank.http.shelf import ServedBank, Shelf
 from experiential.bank.http.wire import Body, Operation
 from experiential.bank.index.embed import Embedder
+from experiential.bank.records import Commit, Duplicates
 from experiential.bank.search.where import Where
-from experiential.bank.storage.history import Commit
 from experiential.errors import (
     BankError,
     BankLockedError,
@@ -48,7 +47,7 @@ Again = Callable[[ServedBank, Any, int], Any]
 
 
 def create_app(
-    source: str | os.PathLike[str] | ExperienceBank | Sequence[ExperienceBank] | Shelf,
+    source: str | os.PathLike[str] | FolderBank | Sequence[FolderBank] | Shelf,
     token: str | None = None,
     *,
     namespaces: Sequence[str] = (),
@@ -327,6 +326,7 @@ def _info(served: ServedBank, body: wire.Reading) -> wire.Info:
         head=head,
         embedder=bank.embedder.id,
         redacted=dict(bank.redacted),
+        text_limit=bank.text_limit,
     )
 
 
@@ -457,7 +457,7 @@ def _set_trust_after(served: ServedBank, body: wire.After) -> None:
     served.bank.trust_after = body.after
 
 
-def _commit(bank: ExperienceBank, id: int) -> Commit:
+def _commit(bank: FolderBank, id: int) -> Commit:
     found = next((commit for commit in bank.commits() if commit.id == id), None)
     if found is None:
         raise BankError(f"Expected commit {id} in this bank, got none")

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from experiential.bank.bank import ExperienceBank
-from experiential.bank.consolidation.dedupe import Duplicates
 from experiential.bank.evidence.trust import Book
+from experiential.bank.folder import FolderBank
 from experiential.bank.http.wire import At, Page
 from experiential.bank.index.embed import Embedder
 from experiential.bank.index.store import checked_store
+from experiential.bank.records import Duplicates
 from experiential.bank.storage.journal import Journal
 from experiential.bank.storage.lock import WriterLock
 from experiential.bank.view import BankView
@@ -60,7 +60,7 @@ class Recent(Generic[T]):
 class ServedBank:
     """One open bank with what serving it needs: earlier states, running listings, and each keyed write at most once."""
 
-    def __init__(self, bank: ExperienceBank) -> None:
+    def __init__(self, bank: FolderBank) -> None:
         self.bank = bank
         self._views: Recent[BankView] = Recent(_VIEWS)
         self._listings: Recent[list[Experience]] = Recent(_LISTINGS)
@@ -68,7 +68,7 @@ class ServedBank:
         self._counted: Recent[bool] = Recent(_KEYS)
         self._stripes = [threading.Lock() for _ in range(64)]
 
-    def reader(self, at: At | None) -> ExperienceBank | BankView:
+    def reader(self, at: At | None) -> FolderBank | BankView:
         """The present bank, or the picture that ``at`` names; a picture made again has the counters of now."""
         if at is None:
             return self.bank
@@ -171,7 +171,7 @@ class Shelf:
             namespaces.
         namespaces: those that may be asked for; none named allows all.
         embedder: for namespaces that were never written.
-        store: where the index of a folder's namespaces is, see ``ExperienceBank``.
+        store: where the index of a folder's namespaces is, see ``FolderBank``.
 
     Raises:
         BankLockedError: another process writes the folder.
@@ -180,7 +180,7 @@ class Shelf:
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | ExperienceBank | Sequence[ExperienceBank],
+        source: str | os.PathLike[str] | FolderBank | Sequence[FolderBank],
         *,
         namespaces: Sequence[str] = (),
         embedder: Embedder | str | None = None,
@@ -198,7 +198,7 @@ class Shelf:
         if isinstance(source, (str, os.PathLike)):
             self._claim_folder(Path(source).expanduser())
             return
-        banks = [source] if isinstance(source, ExperienceBank) else list(source)
+        banks = [source] if isinstance(source, FolderBank) else list(source)
         self._open = {bank.namespace: ServedBank(bank) for bank in banks}
         if len(self._open) < max(1, len(banks)):
             raise ValueError(f"Expected open banks of different namespaces, got {banks!r}")
@@ -236,14 +236,14 @@ class Shelf:
                 known = self._open[namespace] = ServedBank(self._opened(namespace))
             return known
 
-    def _opened(self, namespace: str) -> ExperienceBank:
+    def _opened(self, namespace: str) -> FolderBank:
         if self._folder is None or (self._allowed and namespace not in self._allowed):
             served = ", ".join(map(repr, self.namespaces()))
             raise BankError(
                 f"Expected a namespace served here ({served}), got {namespace!r}; start the server"
                 " with --namespace for it"
             )
-        return ExperienceBank(
+        return FolderBank(
             self._folder,
             namespace=namespace,
             embedder=self._embedder_for(namespace),

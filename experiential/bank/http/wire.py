@@ -12,13 +12,16 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from experiential.bank.consolidation.dedupe import Duplicates
-from experiential.bank.consolidation.forget import Policy
-from experiential.bank.evidence.explain import Explanation
-from experiential.bank.evidence.trust import Standing
-from experiential.bank.storage.history import Commit
-from experiential.bank.storage.log import Difference, Logged
-from experiential.bank.storage.queue import DeadLetter
+from experiential.bank.records import (
+    Commit,
+    DeadLetter,
+    Difference,
+    Duplicates,
+    Explanation,
+    LogEntry,
+    Policy,
+    Standing,
+)
 from experiential.errors import BankError, BankLockedError, ReadOnlyBankError
 from experiential.types import (
     Distillation,
@@ -87,6 +90,7 @@ class Info(Body):
     head: int
     embedder: str
     redacted: dict[str, int]
+    text_limit: int
 
 
 class Named(Reading):
@@ -427,8 +431,8 @@ UPLIFT: Operation[Measured, Uplift] = Operation(
 WHY: Operation[Explained, Explanation] = Operation(
     "why", Explained, Explanation, "What an episode was shown, and what came of it."
 )
-HISTORY: Operation[Chosen, list[Logged]] = Operation(
-    "history", Chosen, list[Logged], "Commits with what each changed."
+HISTORY: Operation[Chosen, list[LogEntry]] = Operation(
+    "history", Chosen, list[LogEntry], "Commits with what each changed."
 )
 DIFF: Operation[Between, Difference] = Operation(
     "diff", Between, Difference, "What differs between two commits."

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import NamedTuple
 
-from experiential.bank.bank import ExperienceBank
 from experiential.bank.evidence.trust import Probation
 from experiential.bank.index.vectors import Scored
 from experiential.bank.options import RetrievalOptions
+from experiential.bank.protocol import Bank
 from experiential.bank.search.strategies import Candidate, Retrievals, candidates_for, select
 from experiential.bank.search.where import Where
 from experiential.errors import BankError
@@ -81,7 +81,7 @@ class Searcher:
 
     def __init__(
         self,
-        bank: ExperienceBank,
+        bank: Bank,
         settings: RetrievalOptions,
         seed: int,
         probation: Probation | None = None,

@@ -9,18 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiential.bank.index.vectors import Vector
+from experiential.bank.records import Commit
 from experiential.bank.storage.journal import Journal
-from experiential.types import Experience, Generation, Record
-
-
-class Commit(Record):
-    """One change of the bank: who made it, why, and what it refers to (a trajectory, a file, another commit)."""
-
-    id: int
-    time: float
-    author: str
-    cause: str
-    ref: str | None = None
+from experiential.types import Experience, Generation
 
 
 class Stored(NamedTuple):

@@ -5,36 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from experiential.bank.evidence.credit import Ancestor
-from experiential.bank.storage.history import Commit
+from experiential.bank.records import Changed, Difference, LogEntry
 from experiential.bank.storage.journal import Journal
-from experiential.types import Experience, Record
-
-
-class Logged(Commit):
-    """One commit and the number of entries that it wrote, rewrote or removed.
-
-    Attributes:
-        version: in the log of one entry, the version at which the commit let it stand; None when it
-            removed it.
-    """
-
-    changes: int
-    version: int | None = None
-
-
-class Changed(Record):
-    """One entry that stands at another version, before and after."""
-
-    old: Experience
-    new: Experience
-
-
-class Difference(Record):
-    """What differs between two states of a bank, in the order of entries."""
-
-    added: tuple[Experience, ...]
-    removed: tuple[Experience, ...]
-    changed: tuple[Changed, ...]
+from experiential.types import Experience
 
 
 class Log:
@@ -44,7 +17,7 @@ class Log:
         self._journal = journal
         self._namespace = namespace
 
-    def commits(self) -> list[Logged]:
+    def commits(self) -> list[LogEntry]:
         """Every commit, oldest first."""
         rows = self._journal.rows(
             "SELECT c.id, c.time, c.author, c.cause, c.ref, COALESCE(n.changes, 0) FROM commits c"
@@ -54,9 +27,9 @@ class Log:
             self._namespace,
         )
         names = ("id", "time", "author", "cause", "ref", "changes")
-        return [Logged(**dict(zip(names, row, strict=True))) for row in rows]
+        return [LogEntry(**dict(zip(names, row, strict=True))) for row in rows]
 
-    def of(self, id: str) -> list[Logged]:
+    def of(self, id: str) -> list[LogEntry]:
         """The commits that changed one entry, oldest first, each with the version at which it left it."""
         rows = self._journal.rows(
             "SELECT commit_id, version FROM changes WHERE namespace = ? AND id = ? ORDER BY seq",

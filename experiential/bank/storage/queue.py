@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
+from experiential.bank.records import DeadLetter
 from experiential.bank.storage.journal import Journal
-from experiential.types import Record
-
-
-class DeadLetter(Record):
-    """A trajectory whose distillation was given up."""
-
-    id: str
-    attempts: int
-    reason: str
 
 
 class DistillationQueue:

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import experience_block
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.protocol import Bank
 from experiential.config import EntropyBonusSettings
 from experiential.training.rewards import Key, entropy_bonus
 from experiential.training.runtime import PolicyRuntime, Sample
@@ -37,7 +37,7 @@ class EntropyBonus:
         self,
         runtime: PolicyRuntime,
         actor: ActorAgent,
-        bank: ExperienceBank,
+        bank: Bank,
         settings: EntropyBonusSettings,
         **shape: float,
     ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiential.agents.reflection_memory import BankMemory, PrivateMemory, ReflectionMemory
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.protocol import Bank
 from experiential.config import ActorSettings, Experiment, ReflectionSettings
 from experiential.rollout.rollout import Episode, Job, Rollout
 from experiential.training.methods.attempt_samples import internalised_samples, reinforced_samples
@@ -51,7 +51,7 @@ class ReflectionTrack:
         roles: Roles,
         policy: PolicyRuntime,
         rollout: Rollout,
-        bank: ExperienceBank | None,
+        bank: Bank | None,
     ) -> ReflectionTrack | None:
         """The track of an experiment; None where one attempt is all.
 
@@ -102,7 +102,7 @@ class ReflectionTrack:
         self._attempts.load_state_dict(state["memory"])
 
 
-def memory_of(settings: ReflectionSettings, bank: ExperienceBank | None) -> ReflectionMemory | None:
+def memory_of(settings: ReflectionSettings, bank: Bank | None) -> ReflectionMemory | None:
     """Where reflections are kept: nowhere without reflections, else as the settings say.
 
     Raises:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.http import wire
-from experiential.bank.http.remote import RemoteBank
+from experiential.bank.http.client import RemoteBank
 from experiential.bank.index.store import CHROMA
 from experiential.config import BankSettings, ClusterSettings
 from experiential.errors import (
@@ -372,12 +372,6 @@ class ActorBank(RemoteBank):
             patience=patience,
         )
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if (
-            name != "text_limit" or value != self._actor.serving.settings.text_limit
-        ):  # the actor was opened with it
-            super().__setattr__(name, value)
-
     def __len__(self) -> int:
         if not self._actor.supervisor.alive:
             raise BankError(
@@ -386,7 +380,7 @@ class ActorBank(RemoteBank):
             )
         return super().__len__()
 
-    def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> ExperienceBank:
+    def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
         """A writable copy in another folder of this node, made where the journal is and then opened here."""
         self._actor.fork(path, keep_queue=keep_queue)
-        return ExperienceBank(path, namespace=self.namespace, store=CHROMA)
+        return FolderBank(path, namespace=self.namespace, store=CHROMA)

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast
 
 import gymnasium as gym
 
-from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
+from experiential.bank.protocol import ForkableBank
 from experiential.config import (
     ClusterSettings,
     EnvSettings,
@@ -457,12 +458,12 @@ class ClusterRuntime:
                 self._make_env = opened.enter_context(EnvWorkers(self._cluster)).make
             self._opened = opened.pop_all()
 
-    def open_bank(self, folder: Path) -> ExperienceBank:
+    def open_bank(self, folder: Path) -> ForkableBank:
         """Open the run's bank in this process, or with ``cluster.remote_bank`` in a Ray actor."""
         if self._cluster.remote_bank:
             actor = self._opened.enter_context(BankActor(folder, self._bank, self._cluster))
             return actor.bank()
-        return ExperienceBank(
+        return FolderBank(
             folder,
             namespace=self._bank.namespace,
             embedder=self._bank.embedder,

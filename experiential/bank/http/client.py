@@ -13,26 +13,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from pydantic import ValidationError
 
-from experiential.bank.bank import ExperienceBank
 from experiential.bank.consolidation import dedupe
-from experiential.bank.consolidation.dedupe import Duplicates, Judge
-from experiential.bank.evidence.trust import Book, Standing
 from experiential.bank.http import wire
 from experiential.bank.http.connection import Connection
 from experiential.bank.http.wire import At, Body, Operation
-from experiential.bank.index.embed import CachedEmbedder, Embedder, embedder_id, resolve_embedder
+from experiential.bank.index.embed import Embedder, embedder_id, resolve_embedder
 from experiential.bank.index.vectors import Scored, Vector
+from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, View
+from experiential.bank.records import Commit, Difference, Duplicates, Judge, LogEntry
+from experiential.bank.search.searchable import Searchable
 from experiential.bank.search.where import Scope, Where
 from experiential.bank.storage import bundle
-from experiential.bank.storage.history import Commit
-from experiential.bank.storage.log import Difference, Logged
-from experiential.bank.storage.queue import DistillationQueue
-from experiential.bank.view import BankView
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import attempted
 from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory
@@ -137,7 +133,7 @@ def _asks(operation: Operation[Any, Any], method: M) -> M:
     return cast("M", ask)
 
 
-class RemoteView(BankView):
+class RemoteView(Searchable, View):
     """A bank behind a server as it stood after one commit; later writes do not change it."""
 
     def __init__(self, caller: Caller, commit: int) -> None:
@@ -147,6 +143,9 @@ class RemoteView(BankView):
     def __len__(self) -> int:
         return self._caller.count()
 
+    def __iter__(self) -> Iterator[Experience]:
+        return self.entries()
+
     def entries(self) -> Iterator[Experience]:
         """Every entry, oldest first."""
         return self._caller.entries()
@@ -155,7 +154,7 @@ class RemoteView(BankView):
         """The result of one operation, of this state."""
         return self._caller.ask(operation, **values)
 
-    get = _asks(wire.GET, BankView.get)
+    get = _asks(wire.GET, View.get)
 
     def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
         return self._caller.search(queries, k, hybrid, scope)
@@ -168,7 +167,7 @@ class RemoteView(BankView):
         where: Sequence[Where | None] = (),
         words: bool = False,
     ) -> list[list[Scored[Experience]]]:
-        """The ``n`` nearest entries of each query, as ``ExperienceBank.nearest`` gives them."""
+        """The ``n`` nearest entries of each query, as ``Bank.nearest`` gives them."""
         return self._caller.nearest(queries, n, exclude, where, words)
 
     def read(self, experience: Experience) -> Experience:
@@ -176,14 +175,14 @@ class RemoteView(BankView):
         return experience
 
 
-class RemoteEmbedder(CachedEmbedder):
+class RemoteEmbedder(TextEmbedder):
     """The embedder of a server; the cache is there, too, so nothing is counted here."""
 
     def __init__(self, caller: Caller, id: str) -> None:
         self.id = id
         self.hits = 0
         self.misses = 0
-        self.wrapped = self._embed
+        self.wrapped: Embedder = self._embed
         self._caller = caller
 
     def __call__(self, texts: Sequence[str]) -> Vector:
@@ -194,44 +193,25 @@ class RemoteEmbedder(CachedEmbedder):
         return np.asarray(self._caller.ask(wire.EMBED, texts=texts), dtype=np.float32)
 
 
-class RemoteQueue(DistillationQueue):
+class RemoteQueue(Queue):
     """The distillation queue of a bank behind a server; items come in by ``submit`` and are finished by ``apply``."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
 
-    def put(self, id: str) -> bool:
-        """Refuse: ``submit`` of the bank queues a trajectory."""
-        raise BankError(
-            "Expected bank.submit(trajectory), which queues it at the server, got queue.put"
-        )
-
-    def finish(self, id: str) -> bool:
-        """Refuse: ``apply(..., item=id)`` of the bank finishes an item."""
-        raise BankError(
-            "Expected bank.apply(..., item=id), which finishes it at the server, got queue.finish"
-        )
-
-    def clear(self) -> None:
-        """Refuse: nobody forgets the items of all clients."""
-        raise BankError(
-            "Expected a bank folder to clear the queue of, got a bank behind a server, where others"
-            " may wait for it"
-        )
-
     def ask(self, operation: Operation[B, R], **values: Any) -> R:
         """The result of one operation on the queue."""
         return self._caller.ask(operation, **values)
 
-    state = _asks(wire.QUEUE_STATE, DistillationQueue.state)
-    waiting = _asks(wire.QUEUE_WAITING, DistillationQueue.waiting)
-    fail = _asks(wire.QUEUE_FAIL, DistillationQueue.fail)
-    attempts = _asks(wire.QUEUE_ATTEMPTS, DistillationQueue.attempts)
-    dead_letters = _asks(wire.QUEUE_DEAD, DistillationQueue.dead_letters)
-    requeue = _asks(wire.QUEUE_REQUEUE, DistillationQueue.requeue)
+    state = _asks(wire.QUEUE_STATE, Queue.state)
+    waiting = _asks(wire.QUEUE_WAITING, Queue.waiting)
+    fail = _asks(wire.QUEUE_FAIL, Queue.fail)
+    attempts = _asks(wire.QUEUE_ATTEMPTS, Queue.attempts)
+    dead_letters = _asks(wire.QUEUE_DEAD, Queue.dead_letters)
+    requeue = _asks(wire.QUEUE_REQUEUE, Queue.requeue)
 
 
-class RemoteBook(Book):
+class RemoteBook(TrustBook):
     """Which entry versions of a bank behind a server are trusted."""
 
     def __init__(self, caller: Caller, after: int) -> None:
@@ -243,19 +223,16 @@ class RemoteBook(Book):
         self.trusted = frozenset()
         self._caller = caller
 
-    def standing(self, id: str, version: int) -> Standing:
-        """Refuse: ``standing`` of the bank judges an entry."""
-        raise BankError(
-            "Expected bank.standing(id), which judges an entry at the server, got standing of its"
-            " book"
-        )
+    def is_trusted(self, experience: Experience) -> bool:
+        """Return whether this version was trusted at the last refresh."""
+        return (experience.id, experience.version) in self.trusted
 
     def refresh(self) -> None:
         """Ask the server anew."""
         self.trusted = frozenset(self._caller.ask(wire.TRUSTED_VERSIONS, after=self.after))
 
 
-class RemoteBank(ExperienceBank):
+class RemoteBank(Searchable, Bank):
     """The bank of ``experiential serve``: what ``ExperienceBank("http://host:port")`` gives.
 
     Arguments, results and errors are those of a folder's bank. A write is on the server's disk when
@@ -304,7 +281,7 @@ class RemoteBank(ExperienceBank):
             if read_only
             else self._present
         )
-        self.queue = RemoteQueue(self._present)
+        self._queue = RemoteQueue(self._present)
 
     def _check_embedder(self, embedder: Embedder | str | None) -> None:
         if (
@@ -320,13 +297,14 @@ class RemoteBank(ExperienceBank):
         options = {**self._again, "namespace": self.namespace, "read_only": self.read_only}
         return _reopened, (self.url, options)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "text_limit":
-            raise BankError(
-                f"Expected the limit of texts to be set at the server of {self.url}, got {value!r}"
-                " set here; leave it out"
-            )
-        super().__setattr__(name, value)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Experience]:
+        return self.entries()
 
     def __len__(self) -> int:
         return self._caller.count()
@@ -344,17 +322,25 @@ class RemoteBank(ExperienceBank):
         )
 
     @property
+    def text_limit(self) -> int:
+        return self._present.ask(wire.INFO).text_limit
+
+    @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._present.connection.closed
 
     @property
-    def embedder(self) -> CachedEmbedder:
+    def embedder(self) -> TextEmbedder:
         """What turns texts into vectors, at the server."""
         return self._embedder
 
     @property
-    def redacted(self) -> Counter[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def queue(self) -> Queue:
+        return self._queue
+
+    @property
+    def redacted(self) -> Counter[str]:
         """Secrets taken out of what all clients wrote since the server opened the bank, by kind."""
         return Counter(self._present.ask(wire.INFO).redacted)
 
@@ -372,16 +358,16 @@ class RemoteBank(ExperienceBank):
 
     # Reading
 
-    get = _asks(wire.GET, ExperienceBank.get)
-    version = _asks(wire.VERSION, ExperienceBank.version)
-    generation = _asks(wire.GENERATION, ExperienceBank.generation)
-    trajectory = _asks(wire.TRAJECTORY, ExperienceBank.trajectory)
-    outcomes = _asks(wire.OUTCOMES, ExperienceBank.outcomes)
-    lineage = _asks(wire.LINEAGE, ExperienceBank.lineage)
-    uplift = _asks(wire.UPLIFT, ExperienceBank.uplift)
-    why = _asks(wire.WHY, ExperienceBank.why)
-    standing = _asks(wire.STANDING, ExperienceBank.standing)
-    trusted = _asks(wire.TRUSTED, ExperienceBank.trusted)
+    get = _asks(wire.GET, Bank.get)
+    version = _asks(wire.VERSION, Bank.version)
+    generation = _asks(wire.GENERATION, Bank.generation)
+    trajectory = _asks(wire.TRAJECTORY, Bank.trajectory)
+    outcomes = _asks(wire.OUTCOMES, Bank.outcomes)
+    lineage = _asks(wire.LINEAGE, Bank.lineage)
+    uplift = _asks(wire.UPLIFT, Bank.uplift)
+    why = _asks(wire.WHY, Bank.why)
+    standing = _asks(wire.STANDING, Bank.standing)
+    trusted = _asks(wire.TRUSTED, Bank.trusted)
 
     @property
     def trust_after(self) -> int:
@@ -392,10 +378,7 @@ class RemoteBank(ExperienceBank):
     def trust_after(self, after: int) -> None:
         self.ask(wire.SET_TRUST_AFTER, after=after)
 
-    def trust_book(self, after: int, *, at: int | None = None) -> Book:
-        """Which entry versions are trusted on the evidence of now; not refreshed yet. Earlier evidence is asked for by ``trusted``."""
-        if at is not None:
-            self._refuse("trust_book(at=...)")
+    def trust_book(self, after: int) -> TrustBook:
         return RemoteBook(self._present, after)
 
     def entries(self) -> Iterator[Experience]:
@@ -432,7 +415,7 @@ class RemoteBank(ExperienceBank):
         """Every commit, oldest first."""
         return self._until_here(self.ask(wire.COMMITS))
 
-    def history(self, id: str | None = None) -> list[Logged]:
+    def history(self, id: str | None = None) -> list[LogEntry]:
         """Every commit with the number of entries that it changed, or those that changed one entry; oldest first."""
         return self._until_here(self.ask(wire.HISTORY, id=id))
 
@@ -444,10 +427,13 @@ class RemoteBank(ExperienceBank):
         """What was added, removed and changed from commit ``a`` to commit ``b``; 0 is before the first."""
         return self.ask(wire.DIFF, a=self._checked_commit(a), b=self._checked_commit(b))
 
-    def at(self, commit: int) -> BankView:
+    def at(self, commit: int) -> View:
         """The bank as it stood after one commit; 0 is before the first."""
         at = self._present.ask(wire.AT, commit=self._checked_commit(commit))
         return RemoteView(Caller(self._present.connection, self.namespace, at), commit)
+
+    def snapshot(self) -> View:
+        return self.at(self.head)
 
     def _checked_commit(self, commit: object) -> int:
         if (
@@ -463,12 +449,12 @@ class RemoteBank(ExperienceBank):
 
     # Writing
 
-    add = _asks(wire.ADD, ExperienceBank.add)
-    add_many = _asks(wire.ADD_MANY, ExperienceBank.add_many)
-    update = _asks(wire.UPDATE, ExperienceBank.update)
-    remove = _asks(wire.REMOVE, ExperienceBank.remove)
-    record = _asks(wire.RECORD, ExperienceBank.record)
-    submit = _asks(wire.SUBMIT, ExperienceBank.submit)
+    add = _asks(wire.ADD, Bank.add)
+    add_many = _asks(wire.ADD_MANY, Bank.add_many)
+    update = _asks(wire.UPDATE, Bank.update)
+    remove = _asks(wire.REMOVE, Bank.remove)
+    record = _asks(wire.RECORD, Bank.record)
+    submit = _asks(wire.SUBMIT, Bank.submit)
 
     def submit_many(
         self, trajectories: Sequence[Trajectory], *, distil: bool = True
@@ -477,11 +463,11 @@ class RemoteBank(ExperienceBank):
         write = self.submit if distil else self.record
         return [attempted(partial(write, trajectory)) for trajectory in trajectories]
 
-    keep_generation = _asks(wire.KEEP_GENERATION, ExperienceBank.keep_generation)
-    save_counters = _asks(wire.SAVE_COUNTERS, ExperienceBank.save_counters)
-    import_entries = _asks(wire.IMPORT, ExperienceBank.import_entries)
-    prune = _asks(wire.PRUNE, ExperienceBank.prune)
-    evict = _asks(wire.EVICT, ExperienceBank.evict)
+    keep_generation = _asks(wire.KEEP_GENERATION, Bank.keep_generation)
+    save_counters = _asks(wire.SAVE_COUNTERS, Bank.save_counters)
+    import_entries = _asks(wire.IMPORT, Bank.import_entries)
+    prune = _asks(wire.PRUNE, Bank.prune)
+    evict = _asks(wire.EVICT, Bank.evict)
 
     def rollback(self, commit: int) -> Commit:
         """Let the bank stand as it stood after ``commit``, by a new commit; nothing is erased, counters stay."""
@@ -586,23 +572,8 @@ class RemoteBank(ExperienceBank):
         """Write every entry with its provenance and counters to a JSON Lines file on this side; gives their number."""
         return bundle.write(Path(file), list(self.entries()), self.namespace, self._embedder.id)
 
-    def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> ExperienceBank:
-        """Refuse: a journal is copied where it is."""
-        self._refuse("fork")
-
-    def rebuild(self) -> int:
-        """Refuse: the index is the server's."""
-        self._refuse("rebuild")
-
-    def flush_index(self) -> None:
-        """Refuse: the index is the server's."""
-        self._refuse("flush_index")
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise BankError(
-            f"Expected a bank folder for {name}(), got the server at {self.url}; open the folder,"
-            " or export() the entries"
-        )
+    def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
+        return self.import_entries(bundle.read(Path(file), edited=edited), Path(file).name)
 
 
 def _reopened(url: str, options: dict[str, Any]) -> RemoteBank:

@@ -1,0 +1,814 @@
+"""Keep experience in a folder: a journal that is the truth, and an index made from it.
+
+The file follows the data: open, read, judge by evidence, write, remove, merge, move, and at the
+end the transaction that every write passes through.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from experiential.bank.checks import checked_folder, checked_text
+from experiential.bank.consolidation import dedupe, forget
+from experiential.bank.evidence import credit, trust
+from experiential.bank.evidence.explain import Explainer
+from experiential.bank.evidence.trust import Book
+from experiential.bank.evidence.uplift import Evidence
+from experiential.bank.index.embed import (
+    CachedEmbedder,
+    Embedder,
+    EntryKey,
+    UnknownEmbedder,
+    embed_entries,
+    embedder_id,
+    recorded_embedder,
+    resolve_embedder,
+)
+from experiential.bank.index.follower import IndexFollower
+from experiential.bank.index.nearest import Nearest
+from experiential.bank.index.store import CHROMA, chosen_site
+from experiential.bank.index.vectors import Scored, Vector
+from experiential.bank.operations import Consolidator, Distiller, keys_to_embed, source_of
+from experiential.bank.protocol import Bank
+from experiential.bank.records import (
+    Commit,
+    Difference,
+    Duplicates,
+    Explanation,
+    Judge,
+    LogEntry,
+    Policy,
+    Standing,
+)
+from experiential.bank.search.searchable import Searchable, scopes_of
+from experiential.bank.search.where import Where
+from experiential.bank.state import Draft, State, origins_of, unknown_entry
+from experiential.bank.storage import bundle
+from experiential.bank.storage.group_commit import Group, GroupCommit
+from experiential.bank.storage.history import History
+from experiential.bank.storage.journal import JOURNAL_NAME, Journal
+from experiential.bank.storage.lock import WriterLock
+from experiential.bank.storage.log import Log, difference
+from experiential.bank.storage.queue import DistillationQueue
+from experiential.bank.storage.receipts import Receipts
+from experiential.bank.text import TEXT_LIMIT, Gate
+from experiential.bank.view import BankView
+from experiential.errors import BankError, ReadOnlyBankError
+from experiential.sync import weakly
+from experiential.types import (
+    Distillation,
+    Experience,
+    Generation,
+    Provenance,
+    Statistics,
+    Trajectory,
+    Uplift,
+    new_id,
+)
+
+T = TypeVar("T")
+
+
+class FolderBank(Searchable, Bank):
+    """Keep a bank in a folder: a journal that is the truth, and an index made from it.
+
+    One process writes a folder at a time; any number may open it with ``read_only=True``, which
+    works on a private copy and changes nothing. All methods may be called from any thread, and
+    searches never wait for writes. The methods are documented in `Bank`.
+
+    Args:
+        path: the folder, made on first use.
+        namespace: entries of different namespaces never meet; each has its own history.
+        embedder: a callable, the name of one ("hashing", an entry point, ``module:attribute``), a
+            sentence-transformers name or folder, or None: the recorded embedder, or the default
+            model for a new bank.
+        read_only: open a copy of the bank as it is now.
+        store: where the index of a large bank is: "chroma" (in the folder), the address of a
+            Chroma server, "exact" (in memory only), an entry point or ``module:attribute``; None
+            leaves it where it is, at first "chroma".
+
+    Raises:
+        BankLockedError: another writer has the folder.
+        BankError: the folder cannot be used, or was made with another embedder.
+    """
+
+    RESIDENT_LIMIT = 100_000
+    """Entries up to which the exact index in memory answers; above it, the index store does."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        namespace: str = "default",
+        embedder: Embedder | str | None = None,
+        read_only: bool = False,
+        store: str | None = None,
+    ) -> None:
+        self.path = checked_folder(path)
+        self.namespace = checked_text(namespace, "namespace")
+        self.read_only = read_only
+        self.refused: Counter[str] = Counter()
+        self._redacted: Counter[str] = Counter()
+        self._text_limit = TEXT_LIMIT
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        if read_only and not (self.path / JOURNAL_NAME).is_file():
+            raise BankError(
+                f"Expected an existing bank in {str(self.path)!r} to open read-only, got none;"
+                " write one first"
+            )
+        if not read_only:
+            self.path.mkdir(parents=True, exist_ok=True)
+        lock = None if read_only else WriterLock(self.path, self.namespace)
+        with ExitStack() as undo:  # what was opened is closed again when a later part fails
+            if lock is not None:
+                undo.callback(lock.release)
+            self._journal = Journal.open_copy(self.path) if read_only else Journal.open(self.path)
+            undo.callback(self._journal.close)
+            self._history = History(self._journal, namespace)
+            self._ledger = credit.Ledger(self._journal, namespace)
+            self._evidence = Evidence(self._journal, namespace)
+            self._log = Log(self._journal, namespace)
+            self._queue = DistillationQueue(self._journal, namespace)
+            self.receipts = Receipts(self._journal, namespace)
+            self._writes = GroupCommit(self._journal, self._transaction)
+            site = None if read_only else chosen_site(self.path, namespace, self._history, store)
+            self._follower = None if site is None else IndexFollower(self._history, site)
+            # A bank that nobody closes is shut when it is collected, without waiting for the index.
+            self._finalizer = weakref.finalize(
+                self, _shut, self._follower, self._journal, lock, False
+            )
+            undo.pop_all()
+            undo.callback(self._finalizer)
+            self._close_arguments = (self._follower, self._journal, lock, True)
+            self._load(embedder)
+            undo.pop_all()
+
+    def _load(self, embedder: Embedder | str | None) -> None:
+        self._embedder = CachedEmbedder(self._chosen_embedder(embedder))
+        self._dimension = int(self._history.meta("dimension") or 0)
+        self._head = self._history.head()
+        entries, follower = self._history.live(self._head), self._follower
+        if follower is None:  # a read-only bank never asks the store, which belongs to the writer
+            nearest = Nearest(entries, limit=len(entries))
+        else:
+            nearest = Nearest(
+                entries,
+                limit=self.RESIDENT_LIMIT,
+                replica=follower.searchable,
+                lost=weakly(self._reside),
+                behind=self._history.last_seq() if follower.is_behind() else None,
+            )
+        self._state = State(entries, self._ledger.statistics(), nearest)
+        if follower is not None:
+            follower.on_advance, follower.patience = weakly(self._settle), nearest.patience
+            if follower.is_behind() or nearest.is_large:
+                follower.wake()
+
+    def _chosen_embedder(self, embedder: Embedder | str | None) -> Embedder:
+        recorded = self._history.meta("embedder")
+        if recorded is not None and embedder is None:
+            return recorded_embedder(recorded, self._history.meta("embedder_name"))
+        chosen = resolve_embedder(embedder)
+        if recorded not in (None, embedder_id(chosen)) and not self._history.is_empty():
+            raise BankError(
+                f"Expected the embedder {recorded!r} that this bank was made with, got"
+                f" {embedder_id(chosen)!r}; pass that one, or export the bank and import it into a"
+                " new one"
+            )
+        if recorded != embedder_id(chosen) and not self.read_only:
+            self._history.set_meta("embedder", embedder_id(chosen))
+        if isinstance(embedder, str) and not self.read_only:
+            self._history.set_meta("embedder_name", embedder)  # so that it is found without asking
+        return chosen
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._state.entries)
+
+    def __iter__(self) -> Iterator[Experience]:
+        return self.entries()
+
+    def __repr__(self) -> str:
+        return (
+            f"ExperienceBank({str(self.path)!r}, namespace={self.namespace!r}, entries={len(self)},"
+            f" head={self.head})"
+        )
+
+    @property
+    def head(self) -> int:
+        return self._head
+
+    @property
+    def text_limit(self) -> int:
+        return self._text_limit
+
+    @text_limit.setter
+    def text_limit(self, limit: int) -> None:
+        self._text_limit = limit
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    @property
+    def embedder(self) -> CachedEmbedder:
+        return self._embedder
+
+    @property
+    def queue(self) -> DistillationQueue:
+        return self._queue
+
+    @property
+    def redacted(self) -> Counter[str]:
+        return self._redacted
+
+    def close(self) -> None:
+        if self._finalizer.alive and os.getpid() == self._pid:
+            try:
+                if not self.read_only:
+                    self.save_counters()
+            finally:
+                self._finalizer.detach()
+                _shut(*self._close_arguments)
+
+    # Reading
+
+    def get(self, id: str) -> Experience | None:
+        live = self._state.entries.get(checked_text(id, "id"))
+        return None if live is None else self._state.read(live.experience)
+
+    def entries(self) -> Iterator[Experience]:
+        state = self._state
+        return (state.read(live.experience) for live in list(state.entries.values()))
+
+    def version(self, id: str, version: int) -> Experience | None:
+        stored = self._history.stored(id, version)
+        return None if stored is None else self._state.read(stored.experience)
+
+    def nearest(
+        self,
+        queries: Sequence[str],
+        n: int,
+        exclude: Sequence[str | None],
+        where: Sequence[Where | None] = (),
+        words: bool = False,
+    ) -> list[list[Scored[Experience]]]:
+        state, scopes = self._state, scopes_of(queries, exclude, where)
+        if words:
+            state.nearest.index_words(lambda: state.entries)
+        if not state.entries or not queries:
+            self._journal_must_be_open()
+            return [[] for _ in queries]
+        return state.nearest.search(
+            self._embed(queries), n, lambda: state.entries, scopes, queries if words else ()
+        )
+
+    def read(self, experience: Experience) -> Experience:
+        return self._state.read(experience)
+
+    def counters(self, experience: Experience) -> Statistics:
+        return self._state.counted(experience.id) or Statistics()
+
+    def commits(self) -> list[Commit]:
+        return self._history.commits()
+
+    def history(self, id: str | None = None) -> list[LogEntry]:
+        if id is None:
+            return self._log.commits()
+        if not (found := self._log.of(id)):
+            raise BankError(
+                f"Expected the id of an entry that this bank ever had, got {id!r}; list them with"
+                " bank.entries()"
+            )
+        return found
+
+    def at(self, commit: int) -> BankView:
+        self._check_commit(commit)
+        # Counters since opening are in memory only; those of entries gone by now are in the table.
+        statistics = {
+            live.experience.id: self.read(live.experience).statistics
+            for live in list(self._state.entries.values())
+        }
+        return BankView(
+            commit,
+            self._history.live(commit),
+            {**self._state.statistics, **statistics},
+            self._embedder,
+        )
+
+    def snapshot(self) -> BankView:
+        return self.at(self.head)
+
+    def diff(self, a: int, b: int) -> Difference:
+        return difference(self.at(a).entries(), self.at(b).entries())
+
+    def generation(self, id: str) -> Generation | None:
+        return self._history.generation(id)
+
+    def trajectory(self, id: str) -> Trajectory | None:
+        return self._ledger.trajectory(id)
+
+    # Evidence
+
+    def outcomes(self, id: str, version: int) -> list[int]:
+        return self._ledger.outcomes(id, version)
+
+    def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
+        def parents(id: str, version: int) -> tuple[tuple[str, int], ...]:
+            experience = self.version(id, version)
+            return () if experience is None else experience.provenance.parents
+
+        return credit.lineage(id, version, parents)
+
+    def uplift(self, id: str, version: int | None = None) -> Uplift:
+        if version is None:
+            live = self.get(id)
+            version = self._history.last_version(id) if live is None else live.version
+        if self.version(id, version) is None:
+            raise BankError(
+                f"Expected an entry version that this bank knows, got {id!r} version {version};"
+                " list them with bank.history()"
+            )
+        return self._evidence.uplift(id, version)
+
+    def why(self, trajectory: Trajectory | str) -> Explanation:
+        known = self.trajectory(trajectory) if isinstance(trajectory, str) else trajectory
+        if known is None:
+            raise BankError(
+                f"Expected the id of a recorded trajectory, got {trajectory!r}; bank.history()"
+                " lists them as refs"
+            )
+        explainer = Explainer(self.version, self.generation, self._evidence.uplift)
+        return explainer.explain(known, self._log.written_from(known.id))
+
+    @property
+    def trust_after(self) -> int:
+        return trust.recorded(self._journal, self.namespace)
+
+    @trust_after.setter
+    def trust_after(self, after: int) -> None:
+        trust.record(self._journal, self.namespace, after)
+
+    def trust_book(self, after: int) -> Book:
+        return Book(self._journal, self.namespace, after)
+
+    def standing(self, id: str, *, after: int | None = None) -> Standing:
+        if (entry := self.get(id)) is None:
+            raise unknown_entry(id)
+        after = self.trust_after if after is None else after
+        return trust.standing(self._journal, self.namespace, entry, after)
+
+    def trusted(self, *, after: int | None = None, at: int | None = None) -> list[Experience]:
+        after = self.trust_after if after is None else after
+        entries = list(self.entries() if at is None else self.at(at).entries())
+        if not after:
+            return entries
+        book = Book(self._journal, self.namespace, after, *(() if at is None else (at,)))
+        book.refresh()
+        return [entry for entry in entries if book.is_trusted(entry)]
+
+    # Writing
+
+    def add(
+        self,
+        text: str,
+        *,
+        task: str | None = None,
+        kind: str = "lesson",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Experience:
+        return self.add_many([text], task=task, kind=kind, metadata=metadata)[0]
+
+    def add_many(
+        self,
+        texts: Iterable[str],
+        *,
+        task: str | None = None,
+        kind: str = "lesson",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> list[Experience]:
+        gate = Gate(self._text_limit)
+        entries = gate.new_entries(texts, task, kind, metadata)
+        self._check_writable()
+        if not entries:
+            return []
+        vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
+        pairs = list(zip(entries, vectors, strict=True))
+        return self._commit(
+            "human",
+            "add",
+            lambda draft: [draft.put(entry, vector, frozenset()) for entry, vector in pairs],
+            gate=gate,
+        )
+
+    def update(self, id: str, text: str) -> Experience:
+        gate = Gate(self._text_limit)
+        text = gate.text(text)
+        self._check_writable()
+        known = self.get(id)
+        if known is None:
+            raise unknown_entry(id)
+        vector = self._embed_entries([EntryKey(text, known.task)])[0]
+        source = Provenance(cause="update")
+        return self.read(
+            self._commit(
+                "human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate
+            )
+        )
+
+    def remove(self, id: str) -> None:
+        checked_text(id, "id")
+        self._commit("human", "remove", lambda draft: draft.remove(id), id)
+
+    def rollback(self, commit: int) -> Commit:
+        self._check_writable()
+        self._check_commit(commit)
+        with self._lock:
+            wanted = {stored.experience.id: stored for stored in self._history.live(commit)}
+            with self._draft("human", "rollback", ref=str(commit)) as draft:
+                for id in [id for id in self._state.entries if id not in wanted]:
+                    draft.remove(id)
+                for id, stored in wanted.items():
+                    live = draft.live(id)
+                    if live is None or live.experience.version != stored.experience.version:
+                        draft.restore(stored)
+            self._state.arrange(wanted)
+            return self.commits()[-1]
+
+    def record(self, trajectory: Trajectory) -> bool:
+        self._check_writable()
+        return self._writes.run(partial(self._submitted, trajectory, False))
+
+    def submit(self, trajectory: Trajectory) -> bool:
+        self._check_writable()
+        return self._writes.run(partial(self._submitted, trajectory, True))
+
+    def submit_many(
+        self, trajectories: Sequence[Trajectory], *, distil: bool = True
+    ) -> list[bool | Exception]:
+        self._check_writable()
+        return self._writes.run_all(
+            [partial(self._submitted, trajectory, distil) for trajectory in trajectories]
+        )
+
+    def _submitted(self, trajectory: Trajectory, distil: bool, group: Group) -> bool:
+        is_recorded = self._ledger.is_recorded(trajectory.id)
+        if self.queue.state(trajectory.id) is not None if distil else is_recorded:
+            return False
+        with group.draft("run", "record", trajectory.id) as draft:
+            if not is_recorded:
+                self._ledger.record(trajectory, draft.commit)
+                for use in credit.counted_uses(trajectory):
+                    draft.credit(use.experience_id, trajectory.success)
+            return not distil or self.queue.put(trajectory.id)
+
+    def apply(
+        self,
+        distillation: Distillation,
+        *,
+        trajectory: Trajectory,
+        shown: Sequence[Experience],
+        item: str | None = None,
+        extractor_version: int | None = None,
+    ) -> list[Experience]:
+        self._check_writable()
+        gate = Gate(self._text_limit)
+        distillation, task = gate.distillation(distillation), gate.task(trajectory.task)
+        vectors = self._vectors(keys_to_embed(distillation, shown, task))
+        source = source_of(distillation, trajectory, extractor_version)
+
+        def write(group: Group) -> list[Experience]:
+            if item is not None and not self.queue.finish(item):
+                return []
+            with group.draft("extractor", "trajectory", trajectory.id, gate) as draft:
+                self._keep(distillation.generation)
+                return Distiller(draft, vectors, source, task, shown).apply(distillation)
+
+        return [self.read(entry) for entry in self._writes.run(write)]
+
+    def consolidate(
+        self,
+        distillation: Distillation,
+        *,
+        shown: Sequence[Experience],
+        extractor_version: int | None = None,
+    ) -> list[Experience]:
+        self._check_writable()
+        gate = Gate(self._text_limit)
+        distillation = gate.distillation(distillation)
+        vectors = self._vectors(keys_to_embed(distillation, shown))
+        source = source_of(distillation, None, extractor_version)
+
+        def merge(draft: Draft) -> list[Experience]:
+            self._keep(distillation.generation)
+            return Consolidator(draft, vectors, source, shown).apply(distillation)
+
+        return [self.read(entry) for entry in self._commit("extractor", "merge", merge, gate=gate)]
+
+    def keep_generation(self, generation: Generation) -> None:
+        self._check_writable()
+        self._writes.run(lambda group: self._keep(generation))
+
+    def _keep(self, generation: Generation | None) -> None:
+        if generation is not None:
+            self._history.keep_generation(generation)
+
+    def note_retrievals(self, ids: Iterable[str]) -> None:
+        if self.read_only:
+            raise ReadOnlyBankError(
+                "Expected a writable bank to count retrievals in, got one opened with"
+                " read_only=True"
+            )
+        self._state.note(ids)
+
+    def save_counters(self) -> None:
+        with self._lock, self._state.unsaved() as counters, self._journal.transaction():
+            self._ledger.save(counters)
+
+    # Removing and merging
+
+    def prune(
+        self,
+        *,
+        score: float | None = None,
+        uplift_below: float | None = None,
+        min_uses: int = 5,
+        dry_run: bool = False,
+        author: str = "human",
+    ) -> list[Experience]:
+        self._may_change("prune", dry_run)
+        doomed = forget.prunable(
+            list(self.entries()),
+            self._evidence.uplift,
+            score=score,
+            uplift_below=uplift_below,
+            min_uses=min_uses,
+        )
+        bounds = {"score": score, "uplift": uplift_below}
+        given = [f"{name} < {bound:g}" for name, bound in bounds.items() if bound is not None]
+        ref = f"{', '.join(given)}, uses >= {min_uses}"
+        return doomed if dry_run else self._remove_all(doomed, author, "prune", ref)
+
+    def evict(
+        self,
+        cap: int,
+        policy: Policy = "utility",
+        *,
+        seed: int = 0,
+        dry_run: bool = False,
+        author: str = "human",
+    ) -> list[Experience]:
+        self._may_change("evict", dry_run)
+        doomed = forget.evictable(
+            list(self.entries()),
+            cap,
+            policy,
+            seed=f"{seed}:{self.head}",
+            last_use=lambda: forget.last_uses(self._journal, self.namespace),
+        )
+        ref = f"{policy} to {cap}"
+        return doomed if dry_run else self._remove_all(doomed, author, "evict", ref)
+
+    def _remove_all(
+        self, doomed: Sequence[Experience], author: str, cause: str, ref: str
+    ) -> list[Experience]:
+        if not doomed:
+            return []
+        with self._draft(author, cause, ref) as draft:
+            return forget.take_out(draft, doomed)
+
+    def deduplicate(
+        self,
+        threshold: float = 0.95,
+        judge: Judge | None = None,
+        *,
+        across_tasks: bool = False,
+        among: Iterable[str] | None = None,
+        dry_run: bool = False,
+    ) -> list[Duplicates]:
+        self._may_change("deduplicate", dry_run)
+        found = dedupe.find(
+            list(self.entries()),
+            self.embedder,
+            threshold,
+            judge,
+            across_tasks=across_tasks,
+            among=among,
+        )
+        return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
+
+    def merge_duplicates(
+        self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"
+    ) -> list[Duplicates]:
+        self._may_change("merge_duplicates", dry_run=False)
+        if not found:
+            return []
+        vectors = dedupe.vectors_needed(found, self.embedder)
+        with self._draft(author, "dedupe", ref) as draft:
+            merger = dedupe.Merger(draft, self._state, self._history, vectors)
+            return [merged for group in found if (merged := merger.merge(group)) is not None]
+
+    def _may_change(self, name: str, dry_run: bool) -> None:
+        if self.read_only and not dry_run:
+            hint = "" if name == "merge_duplicates" else ", or pass dry_run=True"
+            raise ReadOnlyBankError(
+                f"Expected a writable bank for {name}(), got one opened with read_only=True; open"
+                f" it without{hint}"
+            )
+
+    # Moving
+
+    def export(self, file: str | os.PathLike[str]) -> int:
+        return bundle.write(Path(file), list(self.entries()), self.namespace, self._embedder.id)
+
+    def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
+        return self.import_entries(bundle.read(Path(file), edited=edited), Path(file).name)
+
+    def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
+        self._check_writable()
+        gate = Gate(self._text_limit)
+        entries = gate.imported(entries, ref)
+        if not entries:
+            return 0
+        vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
+        added = 0
+        with self._draft("human", "import", ref=ref, gate=gate) as draft:
+            for entry, vector in zip(entries, vectors, strict=True):
+                if draft.twin((entry.task, entry.kind, entry.text)) is not None:
+                    continue
+                if self._history.last_version(entry.id):  # versions are never written twice
+                    entry = entry.model_copy(update={"id": new_id()})
+                draft.put(entry, vector, origins_of(entry.provenance))
+                draft.start_from(entry.id, entry.statistics)
+                added += 1
+        return added
+
+    def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
+        """Return a writable copy in another folder; see ``ForkableBank.fork``."""
+        folder = checked_folder(path)
+        if (folder / JOURNAL_NAME).exists():
+            raise BankError(
+                f"Expected a folder without a bank to fork into, got {str(folder)!r}; choose"
+                " another or remove it"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.read_only:
+            self.save_counters()
+        self._journal.backup(folder)
+        embedder = self._embedder.wrapped
+        embedder = None if isinstance(embedder, UnknownEmbedder) else embedder
+        copy = FolderBank(folder, namespace=self.namespace, embedder=embedder, store=CHROMA)
+        if not keep_queue:
+            copy.queue.clear()
+        return copy
+
+    def rebuild(self) -> int:
+        """Build the index again from the journal; return the number of entries indexed."""
+        self._check_writable()
+        if self._follower is None:  # everything is in memory
+            return len(self)
+        self._reside()
+        return self._follower.rebuild()
+
+    def flush_index(self) -> None:
+        """Wait until the index has caught up with the journal."""
+        self._check_writable()
+        if self._follower is not None:
+            self._follower.flush()
+
+    # The transaction that every write passes through
+
+    def _commit(
+        self,
+        author: str,
+        cause: str,
+        work: Callable[[Draft], T],
+        ref: str | None = None,
+        gate: Gate | None = None,
+    ) -> T:
+        """Make one commit, in one transaction with those that other threads ask for meanwhile."""
+
+        def write(group: Group) -> T:
+            with group.draft(author, cause, ref, gate) as draft:
+                return work(draft)
+
+        self._check_writable()
+        return self._writes.run(write)
+
+    @contextmanager
+    def _draft(
+        self, author: str, cause: str, ref: str | None = None, gate: Gate | None = None
+    ) -> Generator[Draft]:
+        """Make one commit in a transaction of its own."""
+        self._check_writable()
+        with (
+            self._transaction() as group,
+            group.member(),
+            group.draft(author, cause, ref, gate) as draft,
+        ):
+            yield draft
+
+    @contextmanager
+    def _transaction(self) -> Generator[Group]:
+        with self._lock:
+            with self._state.unsaved() as counters, self._journal.transaction():
+                self._ledger.save(counters)
+                group = Group(self._state, self._journal, self._history, self._ledger)
+                yield group
+            # Readers see a commit only now, when it is durable.
+            for draft in group.drafts:
+                self._show(draft)
+
+    def _show(self, draft: Draft) -> None:
+        self._state.publish(draft.changes, draft.statistics)
+        self._head = draft.commit
+        self.refused.update(draft.refused)
+        self._redacted.update(draft.redacted)
+        if self._follower is not None:
+            self._follower.note(len(draft.changes))
+
+    def _reside(self) -> None:
+        """Search a large bank in memory until the index store holds the whole journal."""
+        with self._lock:
+            if self._follower is not None and self._state.nearest.is_large:
+                self._state.nearest.hold_all(
+                    self._history.live(self._head), self._history.last_seq()
+                )
+                self._follower.lose()
+
+    def _settle(self, seq: int) -> None:
+        with self._lock:
+            self._state.nearest.drop_indexed(seq)
+
+    def _vectors(self, keys: Sequence[EntryKey]) -> dict[EntryKey, Vector]:
+        return dict(zip(keys, self._embed_entries(keys), strict=True)) if keys else {}
+
+    def _embed_entries(self, keys: Sequence[EntryKey]) -> Vector:
+        return embed_entries(self._embed, keys)
+
+    def _embed(self, texts: Sequence[str]) -> Vector:
+        self._journal_must_be_open()
+        vectors = self._embedder(texts)
+        if not self._dimension and not self.read_only:
+            self._history.set_meta("dimension", str(vectors.shape[1]))
+            self._dimension = vectors.shape[1]
+        if self._dimension and vectors.shape[1] != self._dimension:
+            raise BankError(
+                f"Expected vectors of length {self._dimension}, got {vectors.shape[1]} from"
+                f" {self._embedder.id!r}"
+            )
+        return vectors
+
+    def _check_commit(self, commit: int) -> None:
+        # `type` and not `isinstance`: users may pass anything, and True is not a commit
+        if type(commit) is not int or not self._history.has_commit(commit):
+            raise BankError(
+                f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them"
+                " with bank.commits()"
+            )
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise ReadOnlyBankError(
+                "Expected a writable bank, got one opened with read_only=True; open it without, or"
+                " bank.fork(path)"
+            )
+        self._journal_must_be_open()
+        # A forked process shares the parent's SQLite connection and file lock: writing would damage.
+        if os.getpid() != self._pid:
+            raise BankError(
+                "Expected the process that opened the bank, got a fork of it; open the bank after"
+                " forking, in one process only"
+            )
+
+    def _journal_must_be_open(self) -> None:
+        if self.closed:
+            raise BankError(
+                "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
+            )
+
+
+def _shut(
+    follower: IndexFollower | None, journal: Journal, lock: WriterLock | None, catch_up: bool
+) -> None:
+    try:
+        if follower is not None:
+            follower.stop(catch_up=catch_up)
+        journal.close()
+    finally:
+        if lock is not None:
+            lock.release()

@@ -1,0 +1,538 @@
+"""Define what a bank can do, wherever its entries are kept.
+
+`FolderBank` keeps them in a folder of this machine, `RemoteBank` asks a server. Code that needs
+"a bank" is typed against `Bank`; the methods are documented here, once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self, TypeGuard, overload
+
+from experiential.bank.index.embed import Embedder
+from experiential.bank.index.vectors import Scored, Vector
+from experiential.bank.records import (
+    Commit,
+    DeadLetter,
+    Difference,
+    Duplicates,
+    Explanation,
+    Judge,
+    LogEntry,
+    Policy,
+    Standing,
+)
+from experiential.bank.search.where import Filter, Where
+from experiential.types import (
+    Distillation,
+    Experience,
+    Generation,
+    Hit,
+    Statistics,
+    Trajectory,
+    Uplift,
+)
+
+
+class TextEmbedder(Protocol):
+    """Turn texts into vectors, with a cache around ``wrapped``."""
+
+    id: str
+    hits: int
+    misses: int
+    wrapped: Embedder
+
+    def __call__(self, texts: Sequence[str]) -> Vector:
+        """Return vectors of unit length, shape (n, d), float32; n must not be 0."""
+        ...
+
+
+class Queue(Protocol):
+    """Hold the trajectories that wait for distillation, durably.
+
+    The id of an item is that of its trajectory. ``Bank.submit`` adds items, ``Bank.apply``
+    finishes them.
+    """
+
+    def state(self, id: str) -> str | None:
+        """Return "queued", "done", "dead", or None for an unknown item."""
+        ...
+
+    def waiting(self) -> list[str]:
+        """Return the ids of queued items, oldest first."""
+        ...
+
+    def fail(self, id: str, reason: str, *, last: bool) -> int:
+        """Count a failed attempt and return the number so far; ``last`` makes a dead letter."""
+        ...
+
+    def attempts(self, id: str) -> int:
+        """Return the number of failed attempts."""
+        ...
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Return the items that were given up, oldest first."""
+        ...
+
+    def requeue(self, id: str) -> bool:
+        """Queue a dead letter again with all its attempts; return False if it is not dead."""
+        ...
+
+
+class TrustBook(Protocol):
+    """Know which entry versions are trusted, as of the last refresh."""
+
+    trusted: frozenset[tuple[str, int]]
+
+    def is_trusted(self, experience: Experience) -> bool:
+        """Return whether this version was trusted at the last refresh."""
+        ...
+
+    def refresh(self) -> None:
+        """Read the evidence recorded since the last refresh."""
+        ...
+
+
+class View(Protocol):
+    """Read and search entries: those of a bank now, or as they stood after one commit."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Experience]: ...
+
+    def entries(self) -> Iterator[Experience]:
+        """Return every entry, oldest first."""
+        ...
+
+    def get(self, id: str) -> Experience | None:
+        """Return the entry with this id, or None."""
+        ...
+
+    def read(self, experience: Experience) -> Experience:
+        """Return the same version with its counters filled in."""
+        ...
+
+    def nearest(
+        self,
+        queries: Sequence[str],
+        n: int,
+        exclude: Sequence[str | None],
+        where: Sequence[Where | None] = (),
+        words: bool = False,
+    ) -> list[list[Scored[Experience]]]:
+        """Return the ``n`` nearest entries of each query with their cosines, nearest first.
+
+        Args:
+            exclude: for each query a task instance to leave out, or None.
+            where: for each query a filter, or None; an empty sequence filters nothing.
+            words: add the ``n`` entries that share the rarest words with the query, and give the
+                share of its words that each entry has, in [0, 1]. The first such call indexes the
+                words, even without queries.
+        """
+        ...
+
+    @overload
+    def search(
+        self,
+        query: str,
+        *,
+        k: int = 1,
+        hybrid: float = 0.0,
+        exclude_instance: str | None = None,
+        where: Filter | None = None,
+    ) -> list[Hit]: ...
+
+    @overload
+    def search(
+        self,
+        query: list[str] | tuple[str, ...],
+        *,
+        k: int = 1,
+        hybrid: float = 0.0,
+        exclude_instance: str | None = None,
+        where: Filter | None = None,
+    ) -> list[list[Hit]]: ...
+
+
+class Bank(View, Protocol):
+    """Keep experience durably: versioned, searchable, with the evidence of every use.
+
+    A write is on the disk when its method returns. All methods may be called from any thread.
+
+    Attributes:
+        namespace: entries of different namespaces never meet; each has its own history.
+        read_only: whether writes raise ``ReadOnlyBankError``.
+        refused: operations of extractors that could not be carried out since opening, by reason.
+    """
+
+    namespace: str
+    read_only: bool
+    refused: Counter[str]
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    @property
+    def head(self) -> int:
+        """Return the id of the last commit; 0 for a bank never written."""
+        ...
+
+    @property
+    def text_limit(self) -> int:
+        """Return the greatest number of characters that the text of an entry may have."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Return whether ``close`` was called."""
+        ...
+
+    @property
+    def embedder(self) -> TextEmbedder:
+        """Return the embedder of this bank, with its cache."""
+        ...
+
+    @property
+    def queue(self) -> Queue:
+        """Return the queue of trajectories that wait for distillation."""
+        ...
+
+    @property
+    def redacted(self) -> Counter[str]:
+        """Return how many secrets were taken out of written texts since opening, by kind."""
+        ...
+
+    def close(self) -> None:
+        """Save counters and release everything that is held; safe to call twice."""
+        ...
+
+    # Reading
+
+    def version(self, id: str, version: int) -> Experience | None:
+        """Return one version of one entry, live or not; None if it never existed."""
+        ...
+
+    def counters(self, experience: Experience) -> Statistics:
+        """Return the present counters of an entry that ``nearest`` returned."""
+        ...
+
+    def commits(self) -> list[Commit]:
+        """Return every commit, oldest first."""
+        ...
+
+    def history(self, id: str | None = None) -> list[LogEntry]:
+        """Return every commit, or those that changed one entry, oldest first.
+
+        Raises:
+            BankError: there never was an entry with this id.
+        """
+        ...
+
+    def at(self, commit: int) -> View:
+        """Return the bank as it stood after one commit; 0 is before the first."""
+        ...
+
+    def snapshot(self) -> View:
+        """Return the bank as it stands now; later writes do not change the result."""
+        ...
+
+    def diff(self, a: int, b: int) -> Difference:
+        """Return the entries added, removed and changed from commit ``a`` to commit ``b``."""
+        ...
+
+    def generation(self, id: str) -> Generation | None:
+        """Return a journalled generation with token ids and log-probabilities, or None."""
+        ...
+
+    def trajectory(self, id: str) -> Trajectory | None:
+        """Return a recorded trajectory, or None."""
+        ...
+
+    # Evidence
+
+    def outcomes(self, id: str, version: int) -> list[int]:
+        """Return 1 or 0 for every recorded use of one entry version, oldest first."""
+        ...
+
+    def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
+        """Return every (id, version) credited for a use of this version: itself and its ancestors.
+
+        Ancestors are the versions that it was merged from, and those that they were merged from.
+        """
+        ...
+
+    def uplift(self, id: str, version: int | None = None) -> Uplift:
+        """Estimate the effect of one entry version against free members of the same groups.
+
+        Args:
+            version: None takes the live version, or the last one of a removed entry.
+
+        Raises:
+            BankError: there is no such entry or version.
+        """
+        ...
+
+    def why(self, trajectory: Trajectory | str) -> Explanation:
+        """Explain an episode: the entries it saw, its outcome, and the entries written from it.
+
+        Raises:
+            BankError: no trajectory with this id was recorded.
+        """
+        ...
+
+    @property
+    def trust_after(self) -> int:
+        """Return ``trust_after`` of the last manager that set it; 0 if none did."""
+        ...
+
+    @trust_after.setter
+    def trust_after(self, after: int) -> None: ...
+
+    def trust_book(self, after: int) -> TrustBook:
+        """Return a book of trusted entry versions; call its ``refresh`` before use.
+
+        Args:
+            after: independent tasks on which an entry must have helped; at least 1.
+        """
+        ...
+
+    def standing(self, id: str, *, after: int | None = None) -> Standing:
+        """Judge the live version of an entry on all evidence.
+
+        Args:
+            after: required number of independent tasks; ``trust_after`` by default.
+
+        Raises:
+            BankError: there is no such entry.
+        """
+        ...
+
+    def trusted(self, *, after: int | None = None, at: int | None = None) -> list[Experience]:
+        """Return the trusted entries, oldest first.
+
+        Args:
+            after: required number of independent tasks; ``trust_after`` by default, 0 trusts all.
+            at: a commit; entries and evidence are then those of that commit.
+        """
+        ...
+
+    # Writing
+
+    def add(
+        self,
+        text: str,
+        *,
+        task: str | None = None,
+        kind: str = "lesson",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Experience:
+        """Write a new entry."""
+        ...
+
+    def add_many(
+        self,
+        texts: Iterable[str],
+        *,
+        task: str | None = None,
+        kind: str = "lesson",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> list[Experience]:
+        """Write several entries in one commit."""
+        ...
+
+    def update(self, id: str, text: str) -> Experience:
+        """Write the next version of an entry; its history keeps the old one."""
+        ...
+
+    def remove(self, id: str) -> None:
+        """Remove an entry; ``at`` and ``rollback`` still know it."""
+        ...
+
+    def rollback(self, commit: int) -> Commit:
+        """Restore the entries of an earlier commit by a new commit; counters stay."""
+        ...
+
+    def record(self, trajectory: Trajectory) -> bool:
+        """Journal the outcome and uses of a trajectory; return False if it was recorded before."""
+        ...
+
+    def submit(self, trajectory: Trajectory) -> bool:
+        """Record a trajectory and queue it in one commit; return False if it was queued before."""
+        ...
+
+    def submit_many(
+        self, trajectories: Sequence[Trajectory], *, distil: bool = True
+    ) -> list[bool | Exception]:
+        """Submit each trajectory, or record it when not ``distil``; return results or errors."""
+        ...
+
+    def apply(
+        self,
+        distillation: Distillation,
+        *,
+        trajectory: Trajectory,
+        shown: Sequence[Experience],
+        item: str | None = None,
+        extractor_version: int | None = None,
+    ) -> list[Experience]:
+        """Write the operations distilled from a trajectory in one commit; return the new versions.
+
+        Args:
+            shown: the entries that ``Update`` counts, from 1. An operation on an entry that is out
+                of range or gone is refused and counted in ``refused``.
+            item: the queue item to finish in the same transaction; nothing is written when it is
+                finished already.
+            extractor_version: recorded when the distillation carries no generation.
+        """
+        ...
+
+    def consolidate(
+        self,
+        distillation: Distillation,
+        *,
+        shown: Sequence[Experience],
+        extractor_version: int | None = None,
+    ) -> list[Experience]:
+        """Write the operations of a merge in one commit; return the merged entries.
+
+        An operation on an entry that changed since it was shown is refused; the others are done.
+        """
+        ...
+
+    def keep_generation(self, generation: Generation) -> None:
+        """Journal a generation that wrote no entry (a refinement), so that it can be trained on."""
+        ...
+
+    def note_retrievals(self, ids: Iterable[str]) -> None:
+        """Count retrievals in memory; the next commit or ``close`` journals them."""
+        ...
+
+    def save_counters(self) -> None:
+        """Journal the retrieval counts now."""
+        ...
+
+    def prune(
+        self,
+        *,
+        score: float | None = None,
+        uplift_below: float | None = None,
+        min_uses: int = 5,
+        dry_run: bool = False,
+        author: str = "human",
+    ) -> list[Experience]:
+        """Remove and return, in one commit, entries that were tried and did not help.
+
+        Args:
+            score: remove entries whose Laplace score (s + 1) / (u + 2) is below this bound.
+            uplift_below: remove entries whose live version has an uplift interval that ends below
+                this bound.
+            min_uses: counted uses that an entry must have had before it may be removed.
+            dry_run: change nothing, only return the entries.
+            author: written into the commit.
+        """
+        ...
+
+    def evict(
+        self,
+        cap: int,
+        policy: Policy = "utility",
+        *,
+        seed: int = 0,
+        dry_run: bool = False,
+        author: str = "human",
+    ) -> list[Experience]:
+        """Remove and return, in one commit, as many entries as there are above ``cap``.
+
+        Args:
+            cap: entries that may stay.
+            policy: order of eviction; among equals the older goes. A new entry has a score of 0.5,
+                so in a bank of better ones "utility" evicts the new.
+            seed: of "random"; the draw depends on it and on the last commit.
+            dry_run: change nothing, only return the entries.
+            author: written into the commit.
+        """
+        ...
+
+    def deduplicate(
+        self,
+        threshold: float = 0.95,
+        judge: Judge | None = None,
+        *,
+        across_tasks: bool = False,
+        among: Iterable[str] | None = None,
+        dry_run: bool = False,
+    ) -> list[Duplicates]:
+        """Merge near-duplicates into the oldest of each group, in one commit; return the groups.
+
+        The survivor's new version has the summed counters and the whole group as parents. Entries
+        of different kinds are never duplicates. Texts are embedded without their tasks, so this
+        may take as long as writing the bank did.
+
+        Args:
+            threshold: least cosine of two texts that may say the same.
+            judge: decides for a pair (older, newer) whether both say the same; None accepts every
+                pair. It runs in this process, so a remote bank sends texts and vectors here.
+            across_tasks: compare entries of different tasks too; a survivor of several tasks has
+                no task.
+            among: ids of new entries, compared with each other first and then with older ones;
+                None compares all.
+            dry_run: change nothing, only return the groups.
+        """
+        ...
+
+    def merge_duplicates(
+        self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"
+    ) -> list[Duplicates]:
+        """Merge groups found by ``deduplicate(dry_run=True)`` in one commit; return those merged.
+
+        An entry that changed since it was found, or is gone, stays out. No entry may be in two
+        groups. ``ref`` and ``author`` are written into the commit.
+        """
+        ...
+
+    # Moving
+
+    def export(self, file: str | os.PathLike[str]) -> int:
+        """Write every entry with provenance and counters to a file; return their number.
+
+        A name ending in .md gives Markdown, any other JSON Lines.
+        """
+        ...
+
+    def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
+        """Add the entries of an exported file in one commit; return the number added.
+
+        An entry that repeats a live one is left out. A file that differs from its hash is refused
+        unless ``edited`` says that it was changed on purpose.
+        """
+        ...
+
+    def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
+        """Add entries as ``import_`` does; the commit refers to ``ref``."""
+        ...
+
+
+class ForkableBank(Bank, Protocol):
+    """Describe a bank whose folder is on this machine, so that its journal can be copied."""
+
+    def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> ForkableBank:
+        """Return a writable copy in another folder, with all history.
+
+        Its distillation queue is empty unless ``keep_queue``.
+
+        Raises:
+            BankError: the folder holds a bank already.
+        """
+        ...
+
+
+def is_bank(value: object) -> TypeGuard[Bank]:
+    """Return whether a value has the methods of a bank.
+
+    The class is asked, not the value: looking at ``head`` of a remote bank would ask its server.
+    """
+    needed = ("add", "search", "nearest", "submit", "apply", "note_retrievals")
+    return all(callable(getattr(type(value), name, None)) for name in needed)
