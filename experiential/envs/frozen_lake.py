@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -176,6 +176,8 @@ class FrozenLakeEnv(GridEnv):
     >>> env.step("<action>up</action>")[4]["feedback"]
     'No valid actions were recorded.'
     """
+
+    presets = {name: asdict(rules) for name, rules in LAKES.items()}
 
     def __init__(
         self,

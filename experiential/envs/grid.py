@@ -110,38 +110,26 @@ class GridEnv(TextEnv):
         name = parse_action(action, MOVES)
         moved = name is not None and self._move(MOVES[name])
         self.turn += 1
-        event = self._event(moved)
+        event: Event = "moved" if moved else "blocked"
+        if self.turn >= self.budget:
+            event = "limit"
+        event = self._ending() or event
         feedback, success = self._wording[event], event == "won"
         info = self._info(feedback, success=success, invalid=name is None)
-        return (
-            self._view(feedback),
-            float(success),
-            event in ("won", "lost"),
-            event == "limit",
-            info,
-        )
+        over = event in ("won", "lost")
+        return self._view(feedback), float(success), over, event == "limit", info
 
     def oracle_action(self) -> str:
         """Return the first move of a shortest solution from here; any move if all is lost."""
         plan = self.plan()
         return plan[0] if plan else next(iter(MOVES))
 
-    def _event(self, moved: bool) -> Event:
-        ending = self._ending()
-        if ending is not None:
-            return ending
-        if self.turn >= self.budget:
-            return "limit"
-        return "moved" if moved else "blocked"
-
     def _view(self, feedback: str) -> str:
         return f"{self._grid()}\n\n{feedback}" if feedback and self._show_feedback else self._grid()
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         name = f"{self._name}-{self.split}-{self.layout}"
-        return self._report(name, feedback, success=success, invalid=invalid) | {
-            "admissible": list(MOVES)
-        }
+        return self._report(name, feedback, success=success, invalid=invalid, admissible=MOVES)
 
     @abstractmethod
     def plan(self) -> list[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -230,6 +230,8 @@ class SokobanEnv(GridEnv):
     >>> reward
     1.0
     """
+
+    presets = {name: asdict(rules) for name, rules in ROOMS.items()}
 
     def __init__(
         self,

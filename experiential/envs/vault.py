@@ -137,7 +137,10 @@ class VaultEnv(TextEnv):
 
     def _turn(self, action: str) -> Step:
         """Pull a lever: ``pull <lever>`` or the bare name; anything else wastes a try."""
-        lever = self._lever(action)
+        text = action.lower().split("<action>")[-1].replace("</action>", " ").replace(".", " ")
+        *before, word = text.split() or [""]
+        said = word in self._shown and (not before or before[-1] == "pull")
+        lever = word if said else None
         self._left -= 1
         success = lever == self._live
         done = success or self._left == 0
@@ -150,13 +153,8 @@ class VaultEnv(TextEnv):
         if done and not success:
             feedback += f" The vault locks. {self._note()}"
         observation = feedback if done else f"{feedback}\n{self._rules()}"
-        return (
-            observation,
-            float(success),
-            done,
-            False,
-            self._info(feedback, success=success, invalid=lever is None),
-        )
+        info = self._info(feedback, success=success, invalid=lever is None)
+        return observation, float(success), done, False, info
 
     def oracle_action(self) -> str:
         """Return the action that opens the vault."""
@@ -166,13 +164,6 @@ class VaultEnv(TextEnv):
     def task(self) -> str:
         """Return the task in words."""
         return f"Open the vault of {self._name}."
-
-    def _lever(self, action: str) -> str | None:
-        words = (
-            action.lower().split("<action>")[-1].replace("</action>", " ").replace(".", " ").split()
-        )
-        name = words[-1] if words else ""
-        return name if name in self._shown and (len(words) == 1 or words[-2] == "pull") else None
 
     def _rules(self) -> str:
         return f"Tries left: {self._left}. Reply: pull <lever>."
@@ -191,11 +182,7 @@ class VaultEnv(TextEnv):
         return f"A clerk notes: {', '.join(remarks)}."
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        known = self._report(
-            f"vault-{self.split}-{self._name}", feedback, success=success, invalid=invalid
-        )
-        instance = f"{known['task_id']}-{self._era}#{self._seed}"
-        return known | {
-            "instance": instance,
-            "admissible": [f"pull {lever}" for lever in self._shown],
-        }
+        name = f"vault-{self.split}-{self._name}"
+        levers = [f"pull {lever}" for lever in self._shown]
+        known = self._report(name, feedback, success=success, invalid=invalid, admissible=levers)
+        return known | {"instance": f"{name}-{self._era}#{self._seed}"}

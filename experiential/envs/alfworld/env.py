@@ -74,6 +74,8 @@ class ALFWorldEnv(TextEnv):
         MissingExtraError: alfworld is not installed.
     """
 
+    presets = PRESETS
+
     def __init__(
         self,
         split: Split = "train",
@@ -107,19 +109,10 @@ class ALFWorldEnv(TextEnv):
                 f"Expected turns with failure={failure}, got none; give turns=40, as the papers do"
             )
         check_installed()
-        self.split, self.turns, self.failure, self.show_actions = (
-            split,
-            turns,
-            failure,
-            show_actions,
-        )
-        self._source = (
-            split,
-            data if data is not None else default_folder(),
-            games,
-            tuple(task_types or ()),
-            generation,
-        )
+        self.split, self.turns, self.failure = split, turns, failure
+        self.show_actions = show_actions
+        folder = data if data is not None else default_folder()
+        self._source = (split, folder, games, tuple(task_types or ()), generation)
         self._playing = (recycle, timeout, in_process, cached)
         self._entries, self._name = _opened(*self._source)
         super().__init__(len(self._entries), render_mode=render_mode)
@@ -222,16 +215,13 @@ class ALFWorldEnv(TextEnv):
         return f"Actions: {'; '.join(self._state['admissible'])}."
 
     def _info(self, feedback: str, *, invalid: bool = False) -> Info:
-        known = self._report(
+        return self._report(
             f"{self._name}-{self.game.id}",
             feedback,
             success=bool(self._state["won"]),
             invalid=invalid,
-        )
-        return known | {
-            "task_type": self.game.task_type,
-            "admissible": list(self._state["admissible"]),
-        }
+            admissible=self._state["admissible"],
+        ) | {"task_type": self.game.task_type}
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("_entries", "_player")

@@ -119,7 +119,17 @@ class WorkerPlayer:
         if self._process is not None and self._games >= self._recycle:
             self.close()
         if self._process is None:
-            self._launch()
+            paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            cache = [] if self._cached else ["--no-cache"]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "experiential.envs.alfworld.worker", *cache],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": paths},
+            )
+            self._games = 0
+            self._end = weakref.finalize(self, _ended, self._process)
         self._games += 1
         return self._asked({"do": "start", "game": game})
 
@@ -144,24 +154,6 @@ class WorkerPlayer:
         if self._end is not None:
             self._end()
         self._process, self._end = None, None
-
-    def _launch(self) -> None:
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        command = [
-            sys.executable,
-            "-m",
-            "experiential.envs.alfworld.worker",
-            *([] if self._cached else ["--no-cache"]),
-        ]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": paths},
-        )
-        self._games = 0
-        self._end = weakref.finalize(self, _ended, self._process)
 
     def _asked(self, request: dict[str, Any]) -> Reply:
         process = self._process

@@ -33,9 +33,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Settings of papers: Experiential RL, B.3, and EvolveR's form of actions."""
 _NONE = "That is no action."
 _PASSAGE = 1200
-_KEPT = 16_384
-"""Paragraphs and offered actions of which is kept what was found out about them."""
 """Characters of a paragraph that are shown."""
+_KEPT = 16_384
+"""Entries of the caches of paragraphs and offered actions."""
 _FORMS: dict[Style, tuple[str, str]] = {
     "brackets": ("search[{}]", "answer[{}]"),
     "tags": ("<search_knowledge>{}</search_knowledge>", "<answer>{}</answer>"),
@@ -87,15 +87,14 @@ def names_in(text: str) -> list[str]:
     >>> names_in("Which river flows through the town where Ana Belo was born?")
     ['Ana Belo']
     """
-    found = (_trimmed(match.group()) for match in _NAME.finditer(text))
-    return list(dict.fromkeys(name for name in found if name))
-
-
-def _trimmed(name: str) -> str:
-    words = name.rstrip("'’-").split()
-    while words and words[0].lower() in _OPENERS:
-        del words[0]
-    return " ".join(words)
+    names: dict[str, None] = {}
+    for match in _NAME.finditer(text):
+        words = match.group().rstrip("'’-").split()
+        while words and words[0].lower() in _OPENERS:
+            del words[0]
+        if words:
+            names[" ".join(words)] = None
+    return list(names)
 
 
 class HotpotQAEnv(TextEnv):
@@ -147,6 +146,8 @@ class HotpotQAEnv(TextEnv):
     (1.0, True)
     """
 
+    presets = PRESETS
+
     def __init__(
         self,
         split: Split = "train",
@@ -168,13 +169,8 @@ class HotpotQAEnv(TextEnv):
         one_of("reward", chosen["reward"], SCORES)
         one_of("style", chosen["style"], _FORMS)
         positive(turns=chosen["turns"], k=k, questions=questions)
-        self.split, self.turns, self.k, self.style, self.choices = (
-            split,
-            int(chosen["turns"]),
-            k,
-            chosen["style"],
-            choices,
-        )
+        self.split, self.k, self.choices = split, k, choices
+        self.turns, self.style = int(chosen["turns"]), chosen["style"]
         self.questions, self._library, self._name = _opened(
             split, data, questions, generation, embedder
         )
@@ -218,13 +214,8 @@ class HotpotQAEnv(TextEnv):
         golds = self._question.answers
         success = exact_match(answer, golds) == 1.0
         feedback = "That is the right answer." if success else "That is not the right answer."
-        return (
-            feedback,
-            self._score(answer, golds),
-            True,
-            False,
-            self._info(feedback, success=success),
-        )
+        info = self._info(feedback, success=success)
+        return feedback, self._score(answer, golds), True, False, info
 
     def _looked_up(self, query: str) -> tuple[str, str]:
         """Search; return the text to show, and the feedback in one line."""
@@ -245,14 +236,8 @@ class HotpotQAEnv(TextEnv):
 
     def _admissible(self) -> list[str]:
         """Return new searches, and answers from the paragraphs read, in the order they were met."""
-        names = list(
-            dict.fromkeys(
-                [
-                    *names_in(self.task),
-                    *(name for passage in self._read for name in _names(passage)),
-                ]
-            )
-        )
+        read = [name for passage in self._read for name in _names(passage)]
+        names = list(dict.fromkeys([*names_in(self.task), *read]))
         asked = {query.casefold() for query in self._asked}
         searches = [
             self._search.format(name)
@@ -275,10 +260,9 @@ class HotpotQAEnv(TextEnv):
         ]
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        known = self._report(
-            f"{self._name}-{self._question.id}", feedback, success=success, invalid=invalid
-        )
-        return known | {"admissible": self._admissible()} if self.choices else known
+        name = f"{self._name}-{self._question.id}"
+        offered = self._admissible() if self.choices else None
+        return self._report(name, feedback, success=success, invalid=invalid, admissible=offered)
 
 
 @lru_cache(maxsize=_KEPT)

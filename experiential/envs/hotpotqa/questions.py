@@ -63,7 +63,15 @@ class _Row(BaseModel):
             return row
         fields = dict(cast("Mapping[str, Any]", row))
         if "context" not in fields and isinstance(fields.get("paragraphs"), list):
-            fields |= _from_musique(fields["paragraphs"])
+            known = [
+                cast("Mapping[str, Any]", one)
+                for one in cast("list[Any]", fields["paragraphs"])
+                if isinstance(one, Mapping)
+            ]
+            fields["context"] = [(one.get("title"), [one.get("paragraph_text")]) for one in known]
+            fields["supporting_facts"] = [
+                (one.get("title"), 0) for one in known if one.get("is_supporting")
+            ]
         for name, (first, second) in {
             "context": ("title", "sentences"),
             "supporting_facts": ("title", "sent_id"),
@@ -96,15 +104,6 @@ class _Row(BaseModel):
         """Yield the paragraphs."""
         for title, sentences in self.context:
             yield Passage(title, " ".join(sentence.strip() for sentence in sentences))
-
-
-def _from_musique(paragraphs: list[Any]) -> dict[str, Any]:
-    known = [cast("Mapping[str, Any]", one) for one in paragraphs if isinstance(one, Mapping)]
-    context = [(one.get("title"), [one.get("paragraph_text")]) for one in known]
-    return {
-        "context": context,
-        "supporting_facts": [(one.get("title"), 0) for one in known if one.get("is_supporting")],
-    }
 
 
 def load_questions(file: str | Path) -> QuestionSet:

@@ -67,6 +67,8 @@ class MiniHackEnv(TextEnv):
         MissingExtraError: minihack or nle is not installed.
     """
 
+    presets = {name: {"env_id": env_id} for name, env_id in PRESETS.items()}
+
     def __init__(
         self,
         split: Split = "train",
@@ -152,7 +154,8 @@ class MiniHackEnv(TextEnv):
         if (
             self._planned is None
             or self._keys[: len(self._planned)] != self._planned
-            or not self._follows()
+            or self._plan[: len(self._keys) - len(self._planned)]
+            != self._keys[len(self._planned) :]
         ):
             self._copy = self._copy or self._new_game()
             self._planned = list(self._keys)
@@ -186,10 +189,6 @@ class MiniHackEnv(TextEnv):
 
     def _new_game(self) -> Game:
         return Game(self.env_id, prompts=self.prompts, limit=self.max_steps)
-
-    def _follows(self) -> bool:
-        played = self._keys[len(self._planned or []) :]
-        return self._plan[: len(played)] == played
 
     def _words(self) -> dict[str, int]:
         return self._screen.words if self._screen.words is not None else self._game.words
@@ -237,13 +236,9 @@ class MiniHackEnv(TextEnv):
         return "\n".join(lines)
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        known = self._report(
-            f"minihack-{self.name}-{self.split}-{self.world}",
-            feedback,
-            success=success,
-            invalid=invalid,
-        )
-        return known | {"admissible": list(self._words())}
+        name = f"minihack-{self.name}-{self.split}-{self.world}"
+        words = self._words()
+        return self._report(name, feedback, success=success, invalid=invalid, admissible=words)
 
 
 def window(screen: Screen, crop: tuple[int, int] | None) -> tuple[list[str], str]:

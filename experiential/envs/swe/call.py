@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 LONGEST = 100_000
@@ -79,19 +78,12 @@ def _from_json(text: str) -> Call | None:
     decoder = json.JSONDecoder(strict=False)
     for start in reversed([match.start() for match in _OBJECT.finditer(text)][-_TRIES:]):
         try:
-            value, _ = decoder.raw_decode(text, start)
+            value: dict[str, Any] = decoder.raw_decode(text, start)[0]
         except (ValueError, RecursionError):
             continue
-        if (call := _called(cast("dict[str, Any]", value))) is not None:
-            return call
+        tool = value.get("name", value.get("tool"))
+        given = value.get("arguments", value.get("parameters", {}))
+        if isinstance(tool, str) and isinstance(given, dict):
+            known = cast("dict[str, Any]", given)
+            return Call(tool.lower(), {key.lower(): entry for key, entry in known.items()})
     return None
-
-
-def _called(value: Mapping[str, Any]) -> Call | None:
-    tool = value.get("name", value.get("tool"))
-    given = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(tool, str) or not isinstance(given, dict):
-        return None
-    return Call(
-        tool.lower(), {key.lower(): entry for key, entry in cast("dict[str, Any]", given).items()}
-    )

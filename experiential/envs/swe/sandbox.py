@@ -105,7 +105,9 @@ class Place:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _kill_group(child)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
     def _entered(self, limits: Limits) -> Sequence[str]:
         layers = "namespaces" if self.isolated else "limits"
@@ -180,12 +182,6 @@ def _refusal() -> str:
         if result.text.strip() == "works"
         else " ".join(result.text.split())[:300] or f"exit status {result.status}"
     )
-
-
-def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def _read(output: int) -> str:

@@ -22,7 +22,7 @@ def pip(*words: str) -> None:
     """Run pip of this interpreter.
 
     Raises:
-        ConfigError: it failed; its last lines are told.
+        ConfigError: it failed; the message has its last lines.
     """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
     try:
@@ -129,7 +129,12 @@ def unpack(archive: Path, target: Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=target.parent) as fresh:
         try:
-            _extract(archive, fresh)
+            if archive.name.endswith(".zip"):
+                with zipfile.ZipFile(archive) as packed:
+                    packed.extractall(fresh)
+            else:
+                with tarfile.open(archive) as packed:
+                    packed.extractall(fresh, filter="data")
         except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
             raise ConfigError(
                 f"Expected a source archive ({', '.join(_ENDINGS)}), got {archive}: {error}"
@@ -137,12 +142,3 @@ def unpack(archive: Path, target: Path) -> None:
         inside = list(Path(fresh).iterdir())
         top = inside[0] if len(inside) == 1 and inside[0].is_dir() else Path(fresh)
         shutil.copytree(top, target, symlinks=True, ignore=shutil.ignore_patterns(".git"))
-
-
-def _extract(archive: Path, folder: str) -> None:
-    if archive.name.endswith(".zip"):
-        with zipfile.ZipFile(archive) as packed:
-            packed.extractall(folder)
-        return
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")

@@ -66,7 +66,9 @@ class Workshop:
             ConfigError: see `prepare`.
         """
         base = self.prepare(task)
-        folder = self._fresh()
+        (self.cache / "work").mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=self.cache / "work"))
+        (folder / "box" / "tmp").mkdir(parents=True)
         shutil.copytree(base / "repo", folder / "box" / "repo", symlinks=True)
         return Workspace(self, task, base, folder)
 
@@ -100,12 +102,6 @@ class Workshop:
             for path in map(Path, (sysconfig.get_path("purelib"), base))
             if not self.cache.is_relative_to(path)
         )
-
-    def _fresh(self) -> Path:
-        (self.cache / "work").mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=self.cache / "work"))
-        (folder / "box" / "tmp").mkdir(parents=True)
-        return folder
 
     @contextmanager
     def _locked(self) -> Generator[None]:

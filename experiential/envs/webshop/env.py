@@ -35,6 +35,7 @@ LONGEST = 100_000
 PRESETS: dict[str, dict[str, Any]] = {"complementary": {"binary": True}}
 """Settings of papers: Complementary RL, C.1."""
 _OPENING = re.compile(r"(?<![\w<])(search|click)\[", re.IGNORECASE)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _INSIDE = re.compile(r"[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\]")
 
 
@@ -53,27 +54,15 @@ def read_call(action: str) -> Call | None:
     >>> read_call("click[") is None
     True
     """
-    if len(action) > LONGEST or not _is_text(action):
+    if len(action) > LONGEST or _SURROGATE.search(action):
         return None
     for match in reversed(list(_OPENING.finditer(action))):
-        held = _INSIDE.match(action, match.end(), _line_end(action, match.end()))
+        line_end = action.find("\n", match.end())
+        held = _INSIDE.match(action, match.end(), line_end if line_end >= 0 else len(action))
         text = " ".join(held.group()[:-1].split()) if held else ""
         if text:
             return Call("search" if match[1].lower() == "search" else "click", text)
     return None
-
-
-def _line_end(text: str, start: int) -> int:
-    end = text.find("\n", start)
-    return len(text) if end < 0 else end
-
-
-def _is_text(action: str) -> bool:
-    try:
-        action.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _words(text: str) -> str:
@@ -114,6 +103,8 @@ class WebShopEnv(TextEnv):
         MissingExtraError: a package of the extra ``webshop`` is missing.
     """
 
+    presets = PRESETS
+
     def __init__(
         self,
         split: Split = "train",
@@ -136,12 +127,8 @@ class WebShopEnv(TextEnv):
         require_fuzzy()
         self._source = data or os.environ.get("WEBSHOP_DATA") or None
         self.split: Split = split
-        self.turns, self.threshold, self.binary, self.generation = (
-            int(chosen["turns"]),
-            threshold,
-            bool(chosen["binary"]),
-            generation,
-        )
+        self.threshold, self.generation = threshold, generation
+        self.turns, self.binary = int(chosen["turns"]), bool(chosen["binary"])
         self._open()
         super().__init__(len(self._goals), render_mode=render_mode)
 
@@ -199,7 +186,12 @@ class WebShopEnv(TextEnv):
         if visit.kind == "search":
             return f"search[{self._best_query()}]"
         if visit.kind == "results":
-            return f"click[{self._towards()}]"
+            if goal.asin in visit.listed:
+                return f"click[{goal.asin}]"
+            if goal.asin not in visit.found:
+                return f"click[{BACK}]"
+            later = visit.found.index(goal.asin) >= visit.page * WINDOW
+            return f"click[{NEXT if later else PREVIOUS}]"
         if visit.kind == "detail" or visit.asin != goal.asin:
             return f"click[{PREVIOUS}]"
         missing = [value for _, value in goal.options if value not in visit.chosen.values()]
@@ -216,14 +208,6 @@ class WebShopEnv(TextEnv):
             if product.asin in (found := self._shop.search(query))
         }
         return min(ranks, key=lambda query: ranks[query]) if ranks else queries[0]
-
-    def _towards(self) -> str:
-        visit, asin = self._visit, self._goal.asin
-        if asin in visit.listed:
-            return asin
-        if asin not in visit.found:
-            return BACK
-        return NEXT if visit.found.index(asin) >= visit.page * WINDOW else PREVIOUS
 
     def _legal_call(self, action: str) -> Call | None:
         """Return the call with the click as the page spells it, or None if it is not legal here."""
@@ -244,26 +228,20 @@ class WebShopEnv(TextEnv):
         elif text == BACK:
             self._visit = Visit()
         elif visit.kind == "results":
-            self._turn_or_open(text)
+            if text in (NEXT, PREVIOUS):
+                visit.page += 1 if text == NEXT else -1
+            else:
+                self._visit = Visit("item", visit.found, visit.page, text)
         elif text == PREVIOUS:
             visit.kind = "results" if visit.kind == "item" else "item"
         elif text in DETAILS:
             visit.kind, visit.detail = "detail", text
         else:
-            self._choose(text)
-
-    def _choose(self, value: str) -> None:
-        """Choose a value; where two options have it, first of one that is still open."""
-        chosen = self._visit.chosen
-        names = [name for name, values in self._product.options if value in values]
-        chosen[next((name for name in names if name not in chosen), names[-1])] = value
-
-    def _turn_or_open(self, text: str) -> None:
-        visit = self._visit
-        if text in (NEXT, PREVIOUS):
-            visit.page += 1 if text == NEXT else -1
-        else:
-            self._visit = Visit("item", visit.found, visit.page, text)
+            # Where two options have the value, it is chosen of one that is still open.
+            names = [name for name, values in self._product.options if text in values]
+            visit.chosen[next((name for name in names if name not in visit.chosen), names[-1])] = (
+                text
+            )
 
     def _buy(self) -> Step:
         wanted, asin = self._shop.products[self._goal.asin], self._visit.asin
@@ -301,16 +279,19 @@ class WebShopEnv(TextEnv):
         )
         return f"Reply: {form}."
 
-    def _admissible(self) -> list[str]:
-        """Return the clicks of this page; on the search page, a search for the instruction."""
-        clicks = [f"click[{one_line(text)}]" for text in self._buttons()]
-        return clicks or [f"search[{_words(self.task.split(', and price lower than')[0])}]"]
-
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        known = self._report(
-            f"{self._shop.name}-{self._goal.index}", feedback, success=success, invalid=invalid
+        # Clicks of this page; on the search page a search for the words of the instruction.
+        clicks = [f"click[{one_line(text)}]" for text in self._buttons()]
+        if not clicks:
+            wish = self.task.split(", and price lower than")[0]
+            clicks = [f"search[{_words(wish)}]"]
+        return self._report(
+            f"{self._shop.name}-{self._goal.index}",
+            feedback,
+            success=success,
+            invalid=invalid,
+            admissible=clicks,
         )
-        return known | {"admissible": self._admissible()}
 
 
 def _plain(text: str) -> str:

@@ -88,10 +88,11 @@ def _results(visit: Visit, products: Mapping[str, Product]) -> str:
 
 
 def _item(visit: Visit, product: Product) -> str:
-    options = [
-        f"{one_line(name)}: {''.join(_option(visit, name, value) for value in values)}"
-        for name, values in product.options
-    ]
+    options: list[str] = []
+    for name, values in product.options:
+        marks = [" (chosen)" if visit.chosen.get(name) == value else "" for value in values]
+        shown = [f"[{one_line(v)}]{mark}" for v, mark in zip(values, marks, strict=True)]
+        options.append(f"{one_line(name)}: {''.join(shown)}")
     return "\n".join(
         [
             f"[{BACK}] [{PREVIOUS}]",
@@ -103,10 +104,6 @@ def _item(visit: Visit, product: Product) -> str:
             f"[{BUY}]",
         ]
     )
-
-
-def _option(visit: Visit, name: str, value: str) -> str:
-    return f"[{one_line(value)}]{' (chosen)' if visit.chosen.get(name) == value else ''}"
 
 
 def _detail(detail: str, product: Product) -> str:

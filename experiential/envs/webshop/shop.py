@@ -73,17 +73,14 @@ def open_shop(split: Split, folder: str | None, generation: int) -> tuple[Shop, 
         shop = _invented(split, generation)
         return shop, shop.goals
     path = Path(folder).expanduser()
-    shop = _read(path, generation, _stamp(path))
+    files = [path / f"{name}{end}" for name in (PRODUCTS, INSTRUCTIONS) for end in ("", ".xz")]
+    stamp = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
+    shop = _read(path, generation, stamp)
     goals = shop.goals[PARTS[split]]
     if not goals:
         have = f"{len(shop.goals)} goals in all; use split='all' for small files"
         raise ConfigError(f"Expected goals of split {split} in {folder}, got {have}")
     return shop, goals
-
-
-def _stamp(folder: Path) -> tuple[int, ...]:
-    files = [folder / f"{name}{end}" for name in (PRODUCTS, INSTRUCTIONS) for end in ("", ".xz")]
-    return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
 
 
 @lru_cache(maxsize=2)
