@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from threading import enumerate as threads
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -338,7 +339,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, ray: Any) -> Gpus:
         parts, "start_ranks", lambda settings, group: Group(next(roles), group, gpus)
     )
     monkeypatch.setattr(parts, "strategy", lambda arguments: arguments)
-    monkeypatch.setattr(parts, "sampling_params", lambda **params: params)
+    monkeypatch.setattr(parts, "sampling_params", lambda *params: {"allowed": params[-1]})
     return gpus
 
 
@@ -598,6 +599,32 @@ def test_the_group_is_freed_when_the_second_policy_is_closed(gpus: Gpus, ray: An
         "actor rank 1",
         "the group",
     ]
+
+
+def test_all_that_was_started_is_ended_when_the_second_policy_does_not_start(
+    gpus: Gpus, ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threads())
+    started = iter([Group("actor", "the group", gpus)])
+
+    def start_ranks(settings: PolicyClusterSettings, group: Any) -> Group:
+        for found in started:
+            return found
+        raise BackendError("Expected a rank, got none")
+
+    monkeypatch.setattr(parts, "start_ranks", start_ranks)
+    with pytest.raises(BackendError, match="Expected a rank"):
+        build_runtimes(experiment())
+    assert ray.killed == [
+        "extractor engine 0",
+        "extractor engine 1",
+        "actor engine 0",
+        "actor engine 1",
+        "actor rank 0",
+        "actor rank 1",
+        "the group",
+    ]
+    assert set(threads()) <= before
 
 
 async def test_without_sharing_no_call_is_added(

@@ -18,6 +18,7 @@ from typing import Any
 
 from experiential.config import OptimSettings, PolicyClusterSettings
 from experiential.errors import BackendError
+from experiential.llm.base import SamplingParams
 from experiential.sync import attempted
 from experiential.training.openrlhf.learner import Learner, RankStats
 from experiential.training.openrlhf.rank_state import load_state, save_state
@@ -209,21 +210,27 @@ def _create_engines(
 
 
 def sampling_params(
-    *,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    max_tokens: int,
-    stop: Sequence[str],
-    seed: int | None,
-    allowed: Sequence[int] | None,
+    sampling: SamplingParams, limit: int, seed: int | None, allowed: Sequence[int] | None
 ) -> Any:
-    """Return vLLM's sampling parameters, with the log-probability of each drawn token."""
+    """Return vLLM's sampling parameters, with the log-probability of each drawn token.
+
+    Args:
+        sampling: temperature, top-p, top-k and stop strings.
+        limit: tokens to draw at most.
+        seed: of the request.
+        allowed: token ids to draw from; None allows all.
+    """
     return import_module("vllm").SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed,
-        stop=list(stop), include_stop_str_in_output=True, logprobs=1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=limit,
+        seed=None if seed is None else seed % 2**63,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        logprobs=1,
         allowed_token_ids=None if allowed is None else list(allowed),
-    )  # fmt: skip
+    )
 
 
 def start_ranks(settings: PolicyClusterSettings, shared: Any | None = None) -> Any:

@@ -108,7 +108,17 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._eos = frozenset({int(tokenizer.eos_token_id)})
         self._stops = StopFinder(tokenizer)
         self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=tokenizer))
-        self._render = lru_cache(maxsize=512)(self._render_now)
+
+        @lru_cache(maxsize=512)  # members of a group share their first prompt
+        def render(messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+            chat = [{"role": role, "content": content} for role, content in messages]
+            return tuple(
+                tokenizer.apply_chat_template(
+                    chat, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            )
+
+        self._render = render
 
         sleeping: list[Any] = []
         if shared is not None:  # OpenRLHF starts all engines of a shared group in one call
@@ -320,15 +330,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         seed: int | None,
         allowed: Sequence[int] | None = None,
     ) -> Any:
-        params = parts.sampling_params(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=limit,
-            stop=sampling.stop,
-            seed=None if seed is None else seed % 2**63,
-            allowed=allowed,
-        )
+        params = parts.sampling_params(sampling, limit, seed, allowed)
         return (await self._engines.generate(ids, params)).outputs[0]
 
     async def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
@@ -412,14 +414,6 @@ class OpenRLHFRuntime(PolicyRuntime):
         await self._all("reconnect", self._engines.handles)
         await self._broadcast()
 
-    def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-        chat = [{"role": role, "content": content} for role, content in messages]
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
-
 
 def _logprobs(output: Any) -> tuple[float, ...]:
     """Return the log-probability of each drawn token under the distribution it was drawn from."""
@@ -499,8 +493,10 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
         failed.callback(thread.close)
         shared = None
         if cluster.share_gpus:
-            shared = SharedGpus(parts.start_group(gpus, seconds=cluster.start_timeout))
-            failed.callback(parts.end_group, shared.group)
+            group = parts.start_group(gpus, seconds=cluster.start_timeout)
+            shared = SharedGpus(group)
+            shared.join("start")  # the last user ends the group: while all start, this is one
+            failed.callback(lambda: parts.end_group(group) if shared.leave("start") else None)
         for name, model, sizes, role, seed in (
             ("actor", experiment.model, cluster.actor, experiment.actor, 0),
             ("extractor", second, cluster.extractor, experiment.extractor, 1000),
@@ -524,6 +520,8 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
         for runtime in runtimes if shared is None else ():
             thread.run(runtime.ready())
         failed.pop_all()
+    if shared is not None:
+        shared.leave("start")
     return runtimes[0], runtimes[1]
 
 
