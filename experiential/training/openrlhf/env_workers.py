@@ -289,14 +289,7 @@ class EnvWorkers:
         *arguments: Any,
         seconds: float | None = None,
     ) -> Any:
-        """Call a method of `EnvHost` in the life in which the environment began.
-
-        Args:
-            worker: from `home`.
-            life: from `home`.
-            method: of the host.
-            arguments: of the method; the first is the environment's number.
-            seconds: time-out; ``cluster.call_timeout`` by default.
+        """Call a method of `EnvHost` in the life of a worker in which the environment began.
 
         Raises:
             EnvError: the environment raised, did not answer in time, or its worker died; the
@@ -404,11 +397,7 @@ class RemoteEnv(gym.Env[str, str]):
         return await self._ask("reset", self._settings, self._kwargs, seed, options)
 
     async def astep(self, action: str) -> Step:
-        """Act.
-
-        Raises:
-            EnvError: the environment or its worker failed, or ``reset`` was not called.
-        """
+        """Act; raise ``EnvError`` where ``reset`` was not called, or as ``areset`` does."""
         observation, reward, terminated, truncated, info = await self._ask("step", action)
         return observation, float(reward), bool(terminated), bool(truncated), info
 

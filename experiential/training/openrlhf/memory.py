@@ -251,14 +251,7 @@ class EngineMemory:
 def rank_memory(
     shape: Shape, settings: PolicyClusterSettings, *, sampled: int, reference: bool
 ) -> RankMemory:
-    """Return the needs of a rank.
-
-    Args:
-        shape: of the model.
-        settings: sizes of the policy.
-        sampled: most tokens of one sequence that were sampled.
-        reference: the first weights are kept for a KL penalty.
-    """
+    """Return the needs of a rank, with at most ``sampled`` sampled tokens in a sequence."""
     ranks, stage = settings.nodes * settings.gpus_per_node, settings.zero_stage
     billions = shape.parameters / 1e9
     of_stage = {least: billions / (ranks if stage >= least else 1) for least in (1, 2, 3)}
@@ -293,13 +286,7 @@ def token_activations(shape: Shape, settings: PolicyClusterSettings) -> int:
 def engine_memory(
     shape: Shape, settings: PolicyClusterSettings, gpu_gb: float | None
 ) -> EngineMemory:
-    """Return the needs of an engine on each of its GPUs.
-
-    Args:
-        shape: of the model.
-        settings: sizes of the policy.
-        gpu_gb: memory of a GPU in units of 1e9 bytes, if it is known.
-    """
+    """Return the needs of an engine on each of its GPUs of ``gpu_gb`` 1e9 bytes, if known."""
     weights = 2 * shape.parameters / 1e9 / settings.tensor_parallel
     heads = max(1, shape.kv_heads // settings.tensor_parallel)
     token_bytes, cache = 4 * shape.layers * heads * shape.head_dim, None

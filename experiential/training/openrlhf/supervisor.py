@@ -93,12 +93,7 @@ def shorten(error: BaseException) -> str:
 
 
 async def answer(reference: Any, who: str, seconds: float) -> Any:
-    """Await the result of a remote call without holding a thread.
-
-    Args:
-        reference: Ray's ``ObjectRef``.
-        who: name of the actor, for errors.
-        seconds: time-out.
+    """Await the result of the remote call ``reference`` without holding a thread.
 
     Raises:
         LostActorError: the actor is dead.
@@ -229,13 +224,7 @@ class Supervisor:
     async def ask(
         self, life: Life, method: str, *arguments: Any, seconds: float | None = None
     ) -> Any:
-        """Call a method in one life; a later one knows nothing of its state.
-
-        Args:
-            life: from `started`.
-            method: of the actor.
-            arguments: of the method.
-            seconds: time-out; ``cluster.call_timeout`` by default.
+        """Call a method in one life, by default within ``cluster.call_timeout`` seconds.
 
         Raises:
             LostActorError: the actor died, now or before.
@@ -275,12 +264,7 @@ class Supervisor:
                 life.end()
 
     async def stop(self, method: str, seconds: float) -> None:
-        """Let a running actor finish by one last call, then kill it for good.
-
-        Args:
-            method: of the actor.
-            seconds: time-out of the call, where ``cluster.call_timeout`` is not shorter.
-        """
+        """Let a running actor finish by one last call of ``method``, then kill it for good."""
         life = self._life
         try:
             if life is not None and life.started:
