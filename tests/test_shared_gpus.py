@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from experiential.config import ClusterSettings, Experiment, PolicyClusterSettings
-from experiential.errors import BackendError, ConfigError
+from experiential.errors import BackendError, ConfigError, EnvError
 from experiential.llm.base import SamplingParams
 from experiential.recipe import load_experiment
 from experiential.training.openrlhf import parts, versions
@@ -624,6 +624,20 @@ def test_all_that_was_started_is_ended_when_the_second_policy_does_not_start(
         "actor rank 1",
         "the group",
     ]
+    assert set(threads()) <= before
+
+
+def test_policies_and_their_thread_are_ended_when_the_environment_workers_do_not_start(
+    gpus: Gpus, ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def workers(settings: ClusterSettings) -> None:
+        raise EnvError("Expected a worker, got none")
+
+    before = set(threads())
+    monkeypatch.setattr(runtimes, "EnvWorkers", workers)
+    with pytest.raises(EnvError, match="Expected a worker"):
+        runtimes.ClusterRuntime(experiment("cluster.env_workers=1"))
+    assert len(ray.killed) == 9 and ray.killed[-1] == "the group"
     assert set(threads()) <= before
 
 
