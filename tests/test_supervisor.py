@@ -1,0 +1,172 @@
+"""The supervisor of Ray actors, without Ray: calls are futures that a test settles."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiential.config import ClusterSettings
+from experiential.training.openrlhf.supervisor import (
+    FailedCallError,
+    Life,
+    LostActorError,
+    SilentActorError,
+    Supervisor,
+)
+
+
+class RayError(Exception):
+    """Stands for Ray's."""
+
+
+class RayActorError(RayError):
+    """Stands for Ray's."""
+
+
+class RayTaskError(RayError):
+    """Stands for Ray's: brings the exception of the method along."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"ray::Host.step()\n  a traceback\n{cause}")
+        self.cause = cause
+
+
+@pytest.fixture(autouse=True)
+def ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub: Any = ModuleType("ray")
+    stub.exceptions = SimpleNamespace(
+        RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
+    )
+    monkeypatch.setitem(sys.modules, "ray", stub)
+
+
+class World:
+    """Starts actors; ``outcomes`` are what their calls end with, in order: none never ends."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.outcomes: list[Any] = []
+        self.lives: list[Life] = []
+        self.killed: list[int] = []
+        cluster = ClusterSettings(**{"restarts": 2, "call_timeout": 5.0} | settings)
+        self.actor = Supervisor("worker 0", self.begin, cluster)
+
+    def call(self) -> Any:
+        future: Future[Any] = Future()
+        outcome = self.outcomes.pop(0) if self.outcomes else "fine"
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        elif outcome is not None:
+            future.set_result(outcome)
+        return SimpleNamespace(future=lambda: future)
+
+    def begin(self) -> Life:
+        number = len(self.lives)
+        handle = SimpleNamespace(work=SimpleNamespace(remote=lambda *_: self.call()))
+        self.lives.append(Life(handle, self.call(), lambda: self.killed.append(number)))
+        return self.lives[-1]
+
+
+async def test_an_actor_starts_when_it_is_asked_for_and_only_once() -> None:
+    world = World()
+    assert not world.lives and world.actor.alive
+    life = await world.actor.started()
+    assert life is await world.actor.started() is world.actor.life
+    assert (life.result, len(world.lives)) == ("fine", 1)
+    assert await world.actor.ask(life, "work", 1) == "fine"
+
+
+async def test_a_dead_actor_is_named_and_the_next_life_begins_when_it_is_needed() -> None:
+    world = World()
+    life = await world.actor.started()
+    world.outcomes = [RayActorError("The actor died.\n\tclass_name: Host\nOut of memory.")]
+    with pytest.raises(LostActorError, match=r"worker 0 to be alive, but it died: The actor died."):
+        await world.actor.ask(life, "work")
+    assert (world.killed, len(world.lives)) == ([0], 1)
+    with pytest.raises(LostActorError, match="Out of memory"):
+        await world.actor.ask(life, "work")
+    assert await world.actor.started() is not life
+    assert world.actor.failures == ["worker 0 died: The actor died. Out of memory."]
+    assert world.actor.restarts == 1
+
+
+async def test_what_a_method_raises_is_no_death() -> None:
+    world = World()
+    life = await world.actor.started()
+    world.outcomes = [RayTaskError(ValueError("no such door"))]
+    with pytest.raises(FailedCallError, match="got: ValueError: no such door") as caught:
+        await world.actor.ask(life, "work")
+    assert isinstance(caught.value.cause, ValueError)
+    assert await world.actor.ask(life, "work") == "fine" and not world.killed
+
+
+async def test_an_engine_whose_process_died_inside_a_living_actor_is_dead() -> None:
+    world = World()
+    life = await world.actor.started()
+    EngineDeadError = type("EngineDeadError", (Exception,), {})
+    world.outcomes = [RayTaskError(EngineDeadError("EngineCore encountered an issue"))]
+    with pytest.raises(LostActorError, match="died: EngineDeadError"):
+        await world.actor.ask(life, "work")
+    assert world.killed == [0]
+
+
+async def test_the_caller_decides_whether_an_actor_that_gives_no_answer_is_lost() -> None:
+    world = World()
+    life = await world.actor.started()
+    world.outcomes = [None]
+    with pytest.raises(SilentActorError, match=r"no answer within 0.01 s; raise cluster.call_tim"):
+        await world.actor.ask(life, "work", seconds=0.01)
+    assert not world.killed and not world.actor.failures
+    world.actor.lose(life, "hangs")
+    world.actor.lose(life, "hangs, and somebody else noticed it too")
+    assert (world.killed, world.actor.failures) == ([0], ["worker 0 hangs"])
+
+
+async def test_an_actor_that_does_not_start_is_lost() -> None:
+    world = World(start_timeout=0.01)
+    world.outcomes = [None, RayTaskError(OSError("port taken"))]
+    with pytest.raises(LostActorError, match="no answer within 0.01 s"):
+        await world.actor.started()
+    with pytest.raises(FailedCallError, match="port taken"):
+        await world.actor.started()
+    assert world.actor.failures[1] == "worker 0 did not start: OSError: port taken"
+    await world.actor.started()
+    assert world.killed == [0, 1]
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+async def test_after_the_last_restart_the_reason_is_told(restarts: int) -> None:
+    world = World(restarts=restarts)
+    for i in range(restarts + 1):
+        world.actor.lose(await world.actor.started(), f"died: cause {i}")
+    assert not world.actor.alive and world.actor.restarts == restarts
+    with pytest.raises(
+        LostActorError, match=rf"died: cause {restarts}; no restart is left of {restarts}"
+    ):
+        await world.actor.started()
+
+
+async def test_an_actor_that_may_not_be_started_again_says_why() -> None:
+    world = World()
+    actor = Supervisor("engine 0", world.begin, ClusterSettings(), fixed="engines share GPUs")
+    actor.lose(actor.life, "died: out of memory")
+    with pytest.raises(LostActorError, match="out of memory; engines share GPUs"):
+        await actor.started()
+    assert actor.restarts == 0
+
+
+async def test_stopping_lets_the_actor_finish_and_starts_nothing() -> None:
+    never, world = World(), World()
+    await never.actor.stop("work", 1.0)
+    assert not never.lives
+    life = await world.actor.started()
+    world.outcomes = [None]
+    await world.actor.stop("work", 0.01)
+    await world.actor.stop("work", 0.01)
+    assert world.killed == [0] and not world.actor.failures
+    for call in (world.actor.started(), world.actor.ask(life, "work")):
+        with pytest.raises(LostActorError, match="was closed"):
+            await call
