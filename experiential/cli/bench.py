@@ -27,7 +27,7 @@ from experiential.llm.base import LLM, open_llm, read_options
 from experiential.plugins import import_from_here, known_names
 
 if TYPE_CHECKING:
-    from experiential.evaluation.suite_play import MakeActor
+    from experiential.evaluation.suite_play import MakeActor, SuiteBank
     from experiential.evaluation.suites import Suite
 
 FOLDER = Path("runs/benchmarks")
@@ -194,15 +194,10 @@ def run(
     Without --bank each task is played once, with --bank twice: on the same worlds and seeds,
     without the bank and with it.
     """
-    from experiential.agents.actor import ActorAgent
-    from experiential.agents.extractor import ExtractorAgent
-    from experiential.config import ModelSettings
-    from experiential.evaluation.players import SEATS, Player, seated_player
+    from experiential.evaluation.players import SEATS
     from experiential.evaluation.results import ResultStore
-    from experiential.evaluation.suite_play import Plan, SuiteBank, SuiteResults, play_suite
+    from experiential.evaluation.suite_play import Plan, SuiteResults, play_suite
     from experiential.evaluation.suites import find_data, find_suite
-    from experiential.llm.metered import Meter, Metered
-    from experiential.training.roles import prompt_set_name
 
     find_data()
     chosen = find_suite(suite, tasks.split(",") if tasks else None)
@@ -223,42 +218,15 @@ def run(
         remedy="use --overwrite or another --results",
         overwrite=overwrite,
     )
+    name = file.name.removesuffix(".json")
     with ExitStack() as stack:
         asks = agent == "llm" or learn
         llm = stack.enter_context(closing(open_backend(context.params))) if asks else None
-        tiny = backend == "local" and (model or "tiny") == "tiny"
-        prompts = prompt_set_name(ModelSettings(name="tiny" if tiny else "other"))
-
-        make_actor: MakeActor = seated_player
-        if agent == "llm":
-            assert llm is not None
-            actor_llm = llm
-            make_actor = lambda: ActorAgent(  # noqa: E731  (one agent for each slot)
-                actor_llm,
-                prompts=prompts,
-                instruction=instruction,
-                temperature=temperature,
-                max_tokens=max_tokens,
-                constrain=constrain or tiny,
-                history=history,
-            )
-        elif agent not in SEATS:
-            function = load_agent(agent)
-            make_actor = lambda: Player(function)  # noqa: E731
-
-        second = None
-        if bank is not None:
-            meter = Meter()
-            extractor = None
-            if learn and llm is not None:
-                extractor = ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=seed)
-            second = SuiteBank(bank, namespace, embedder, extractor, meter)
-
+        make_actor, second = open_agents(context.params, llm)
         settings = settings_of(chosen, context.params, asks=asks)
         if second is not None and second.extractor is None:
             with second.open() as opened:
                 settings["commit"] = opened.head  # a bank that has grown since is another setting
-        name = file.name.removesuffix(".json")
         done = store.find(name, settings) or SuiteResults(settings=settings)
         slots = slots or (8 if agent == "llm" else 1)
         plan = Plan(episodes, visits, seed, split, slots, search_and_ask, SEATS.get(agent))
@@ -280,6 +248,53 @@ def run(
             console.print(line, markup=False, highlight=False)
     console.print(f"results: {store.path(name)}", markup=False, highlight=False, soft_wrap=True)
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
+
+
+def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, SuiteBank | None]:
+    """Return what builds the agent of the command line, and its bank with the extractor.
+
+    Args:
+        options: of the command line.
+        llm: asked by the agent ``llm`` and by the extractor; None where neither is wanted.
+
+    Raises:
+        ConfigError: there is no such agent.
+    """
+    from experiential.agents.actor import ActorAgent
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.config import ModelSettings
+    from experiential.evaluation.players import SEATS, Player, seated_player
+    from experiential.evaluation.suite_play import SuiteBank
+    from experiential.llm.metered import Meter, Metered
+    from experiential.training.roles import prompt_set_name
+
+    # The tiny model knows prompts of its own, and writes no actions: it only chooses.
+    tiny = options["backend"] == "local" and (options["model"] or "tiny") == "tiny"
+    prompts = prompt_set_name(ModelSettings(name="tiny" if tiny else "other"))
+    bank = None
+    if options["bank"] is not None:
+        meter, extractor = Meter(), None
+        if options["learn"] and llm is not None:
+            extractor = ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=options["seed"])
+        bank = SuiteBank(
+            options["bank"], options["namespace"], options["embedder"], extractor, meter
+        )
+    name = options["agent"]
+    if name in SEATS:
+        return seated_player, bank
+    if name != "llm":
+        function = load_agent(name)
+        return lambda: Player(function), bank
+    assert llm is not None
+    settings: dict[str, Any] = {
+        "prompts": prompts,
+        "instruction": options["instruction"],
+        "temperature": options["temperature"],
+        "max_tokens": options["max_tokens"],
+        "constrain": options["constrain"] or tiny,
+        "history": options["history"],
+    }
+    return lambda: ActorAgent(llm, **settings), bank
 
 
 def open_backend(options: dict[str, Any]) -> LLM:

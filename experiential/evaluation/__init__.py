@@ -1,1 +1,1 @@
-"""The fair comparison: cells that were played, the card made of them, its picture and its page."""
+"""Evaluate: arms, visits, intervals and the card of runs; suites of environments for any agent."""
