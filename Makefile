@@ -28,7 +28,7 @@ CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster crash lint docs bench tiny-models clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster crash lint shape docs bench tiny-models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,7 +84,11 @@ crash: install  ## kill the bank's writer KILLS times and look for what is lost;
 
 lint: install  ## ruff and pyright
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
+
+shape: install  ## the figures of the code itself: size, grain, prose, imports, settings, trace
+	@$(BIN)/python -m tools.shape --trace
 
 docs: install  ## build the documentation into site/
 	@$(BIN)/experiential settings --markdown > docs/configuration.md

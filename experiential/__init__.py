@@ -13,179 +13,33 @@ before it is needed.
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from experiential.envs import register as _register
-
-if TYPE_CHECKING:
-    from experiential.agents.actor import ActorAgent
-    from experiential.agents.extractor import ExtractorAgent
-    from experiential.agents.operations import parse_operations
-    from experiential.agents.reflection_memory import BankMemory, PrivateMemory, ReflectionMemory
-    from experiential.agents.reflector import Reflection, Reflector, Retry
-    from experiential.bank.bank import ExperienceBank
-    from experiential.bank.index.embed import HashingEmbedder
-    from experiential.bank.manager import ExperienceManager
-    from experiential.config import Experiment
-    from experiential.envs.check import check_text_env
-    from experiential.errors import (
-        BackendError,
-        BankError,
-        BankLockedError,
-        CheckpointError,
-        ConfigError,
-        EnvError,
-        ExperientialError,
-        MissingExtraError,
-        ModelNotFoundError,
-        ReadOnlyBankError,
-    )
-    from experiential.llm.base import LLM, SamplingParams
-    from experiential.llm.openai import OpenAILLM
-    from experiential.llm.scripted import ScriptedLLM
-    from experiential.llm.transformers import TransformersLLM
-    from experiential.recipe import load_experiment
-    from experiential.training.trainer import Trainer
-    from experiential.types import (
-        Add,
-        Answer,
-        Condition,
-        Discard,
-        Distillation,
-        Experience,
-        FinishReason,
-        Generation,
-        Hit,
-        Keep,
-        Merge,
-        Message,
-        Operation,
-        ParsedOperations,
-        Provenance,
-        Refusal,
-        Return,
-        Statistics,
-        Trajectory,
-        Turn,
-        Update,
-        Use,
-    )
-    from experiential.wrappers.experience import ExperienceWrapper
-    from experiential.wrappers.feedback import FeedbackWrapper
-    from experiential.wrappers.reflection import ReflectionWrapper
-    from experiential.wrappers.search_and_ask import SearchAndAskWrapper
-    from experiential.wrappers.text_observation import TextObservation
-    from experiential.wrappers.vector import ExperienceVectorWrapper
 
 __version__ = "0.1.0"
 
 _register()
 
-__all__ = [
-    "ActorAgent",
-    "Add",
-    "Answer",
-    "BackendError",
-    "BankError",
-    "BankLockedError",
-    "BankMemory",
-    "CheckpointError",
-    "Condition",
-    "ConfigError",
-    "Discard",
-    "Distillation",
-    "EnvError",
-    "Experience",
-    "ExperienceBank",
-    "ExperienceManager",
-    "ExperienceVectorWrapper",
-    "ExperienceWrapper",
-    "ExperientialError",
-    "Experiment",
-    "ExtractorAgent",
-    "FeedbackWrapper",
-    "FinishReason",
-    "Generation",
-    "HashingEmbedder",
-    "Hit",
-    "Keep",
-    "LLM",
-    "Merge",
-    "Message",
-    "MissingExtraError",
-    "ModelNotFoundError",
-    "OpenAILLM",
-    "Operation",
-    "ParsedOperations",
-    "PrivateMemory",
-    "Provenance",
-    "ReadOnlyBankError",
-    "Reflection",
-    "ReflectionMemory",
-    "ReflectionWrapper",
-    "Reflector",
-    "Refusal",
-    "Retry",
-    "Return",
-    "SamplingParams",
-    "ScriptedLLM",
-    "SearchAndAskWrapper",
-    "Statistics",
-    "TextObservation",
-    "Trainer",
-    "Trajectory",
-    "TransformersLLM",
-    "Turn",
-    "Update",
-    "Use",
-    "__version__",
-    "check_text_env",
-    "load_experiment",
-    "parse_operations",
-]
-
-_MODULES: dict[str, str] = {
-    "agents.actor": "ActorAgent",
-    "agents.extractor": "ExtractorAgent",
-    "agents.operations": "parse_operations",
-    "agents.reflection_memory": "BankMemory PrivateMemory ReflectionMemory",
-    "agents.reflector": "Reflection Reflector Retry",
-    "bank.bank": "ExperienceBank",
-    "bank.index.embed": "HashingEmbedder",
-    "bank.manager": "ExperienceManager",
-    "config": "Experiment",
-    "envs.check": "check_text_env",
-    "errors": (
-        "BackendError BankError BankLockedError CheckpointError ConfigError EnvError"
-        " ExperientialError MissingExtraError ModelNotFoundError ReadOnlyBankError"
-    ),
-    "llm.base": "LLM SamplingParams",
-    "llm.openai": "OpenAILLM",
-    "llm.scripted": "ScriptedLLM",
-    "llm.transformers": "TransformersLLM",
-    "recipe": "load_experiment",
-    "training.trainer": "Trainer",
-    "types": (
-        "Add Answer Condition Discard Distillation Experience FinishReason Generation Hit Keep"
-        " Merge Message Operation ParsedOperations Provenance Refusal Return Statistics Trajectory"
-        " Turn Update Use"
-    ),
-    "wrappers.experience": "ExperienceWrapper",
-    "wrappers.feedback": "FeedbackWrapper",
-    "wrappers.reflection": "ReflectionWrapper",
-    "wrappers.search_and_ask": "SearchAndAskWrapper",
-    "wrappers.text_observation": "TextObservation",
-    "wrappers.vector": "ExperienceVectorWrapper",
+# `__init__.pyi` lists every public name once, as an import; editors read it, and so does this.
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text("utf-8"))
+_HOME = {
+    alias.name: node.module
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for alias in node.names
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted([*_HOME, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: Any = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value: Any = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -573,6 +573,13 @@ class RunSettings(Settings):
             "wait for the distillation queue at the end of each step (exactly repeatable runs)"
         ),
     )
+    trackers: tuple[str, ...] = Field(
+        default=("tensorboard",),
+        description=(
+            "receivers of the run's events: tensorboard (if it is installed), an entry point of"
+            " experiential.trackers, or module:attribute"
+        ),
+    )
 
 
 class Experiment(Settings):

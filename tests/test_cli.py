@@ -28,7 +28,7 @@ from experiential.cli.report import (
     show_report,
     summary_table,
 )
-from experiential.cli.sinks import TensorBoardSink
+from experiential.cli.trackers import TensorBoardTracker
 from experiential.cli.view import LiveView, PlainView, make_view
 from experiential.errors import BackendError, BankLockedError, ConfigError
 from experiential.llm import models
@@ -743,14 +743,42 @@ class TestView:
 def test_tensorboard_scalars_can_be_read_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoardSink(tmp_path)
+    tracker = TensorBoardTracker(tmp_path)
     for event in EVENTS:
-        sink.handle(event)
-    sink.close()
-    read = EventAccumulator(str(tmp_path))
+        tracker.handle(event)
+    tracker.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     assert [scalar.value for scalar in read.Scalars("train/success_guided")] == [0.25, 0.75]
     assert read.Scalars("eval/on/visit_2")[-1].value == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.trackers=[tensorbord]", "did you mean 'tensorboard'?"),
+        ("run.trackers=[nowhere:Tracker]", "Expected to import 'nowhere' for trackers"),
+        ("bank.embedder=nowhere:embed", "Expected to import 'nowhere' for embedders"),
+        ("bank.retrieval.strategy=divers", "did you mean 'diverse'?"),
+        ("bank.store=qdrant://x", "Expected store to be one of"),
+        ("extractor.agent=defalt", "did you mean 'default'?"),
+        ("actor.estimator=math:nothing", "Expected an attribute 'nothing' in 'math'"),
+        ("runtime=lokal", "did you mean 'local'?"),
+    ],
+)
+def test_a_part_that_does_not_exist_is_a_user_error(
+    run_train: Train, override: str, said: str
+) -> None:
+    assert_user_error(run_train(override), said)
+
+
+def test_a_module_that_fails_while_it_is_imported_is_a_user_error(
+    run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_part.py").write_text("raise RuntimeError('no licence')\n")
+    monkeypatch.chdir(tmp_path)
+    for override in ("run.trackers=[broken_part:Tracker]", "env.id=broken_part:World-v0"):
+        assert_user_error(run_train(override), "RuntimeError: no licence")
 
 
 class TestMain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import subprocess
 import sys
 import types
@@ -13,7 +13,17 @@ import pytest
 
 import experiential as xp
 
-PLUMBING = {"annotations", "Any", "TYPE_CHECKING", "import_module"}
+PACKAGE = Path(str(xp.__file__)).parent
+PLUMBING = {"annotations", "Any", "Path", "import_module"}
+THREE_LINES = """
+import gymnasium as gym
+import experiential as xp
+
+bank = xp.ExperienceBank("bank")
+env = xp.ExperienceWrapper(gym.make("MyText-v0"), bank)
+env = xp.SearchAndAskWrapper(env, max_calls=2)
+reveal_type(bank.add)
+"""
 PROBE = """
 import sys, time
 start = time.perf_counter()
@@ -53,16 +63,19 @@ def test_nothing_else_is_exported() -> None:
     assert found - PLUMBING == set(xp.__all__) - {"__version__"}
 
 
-def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(str(xp.__file__)).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        alias.name
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert seen == set(xp.__all__) - {"__version__"}
+@pytest.mark.slow
+def test_an_editor_knows_the_types_of_the_three_line_api(tmp_path: Path) -> None:
+    sample = tmp_path / "sample.py"
+    sample.write_text(THREE_LINES)
+    (tmp_path / "pyrightconfig.json").write_text(
+        json.dumps({"typeCheckingMode": "strict", "extraPaths": [str(PACKAGE.parent)]})
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert 'Type of "bank.add" is' in done.stdout and "Experience" in done.stdout
 
 
 def test_names_are_listed_before_they_are_used() -> None:

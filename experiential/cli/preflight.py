@@ -10,10 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiential.config import ClusterSettings, EnvSettings, Experiment, ModelSettings
+from experiential.bank.index.store import checked_store
+from experiential.bank.search.strategies import STRATEGIES
+from experiential.cli.trackers import TRACKERS
+from experiential.config import (
+    ClusterSettings,
+    EnvSettings,
+    Experiment,
+    ExtractorSettings,
+    ModelSettings,
+)
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.llm.models import resolve_model
-from experiential.plugins import Kind, resolve
+from experiential.plugins import Kind, known_names, resolve
 from experiential.training.advantages import ESTIMATORS
 from experiential.training.runtime import LOSSES, RUNTIMES
 
@@ -71,19 +80,27 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
 
 
 def check_names(experiment: Experiment) -> None:
-    """Refuse parts that do not exist; built-in ones are not imported for it.
+    """Refuse names of parts that do not exist; built-in parts are not imported for it.
 
     Raises:
-        ConfigError: a name is none of the built-in parts, of the entry points, or an attribute.
+        ConfigError: a name is neither built in nor an entry point, and cannot be imported.
     """
+    bank, embedder = experiment.bank, experiment.bank.embedder
     named: list[tuple[Kind, str, Mapping[str, object]]] = [
         ("runtimes", experiment.runtime, RUNTIMES),
         ("estimators", experiment.actor.estimator, ESTIMATORS),
         ("losses", experiment.actor.loss, LOSSES),
+        ("extractors", experiment.extractor.agent, {"default": ExtractorSettings}),
+        ("strategies", bank.retrieval.strategy, STRATEGIES),
+        *(("trackers", name, TRACKERS) for name in experiment.run.trackers),
     ]
+    # Any other text is the name of a sentence-transformers model, which may need a download.
+    if embedder is not None and (":" in embedder or embedder in known_names("embedders")):
+        named.append(("embedders", embedder, {}))
     for kind, name, builtins in named:
         if name not in builtins:
             resolve(kind, name, builtins)
+    checked_store(bank.store)
 
 
 def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:

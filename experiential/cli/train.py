@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,16 +19,13 @@ from experiential.config import Experiment
 from experiential.errors import CheckpointError, ConfigError
 from experiential.recipe import dump_experiment, load_experiment
 
-if TYPE_CHECKING:
-    from experiential.training.openrlhf.placement import Placement
-
 DEFAULT_RECIPE = "complementary"
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-"""Environment variables set, where they are not yet, before models are loaded."""
+"""Environment variables that are set before models are loaded, unless the user has."""
 
 app = new_app("Train an actor and an experience extractor together.")
 
@@ -74,9 +72,8 @@ def train(
     """
     named = {"seed": seed, "runtime": runtime}
     chosen = [f"{key}={value}" for key, value in named.items() if value is not None]
-    before = (
-        ["model.dtype=bfloat16"] if runtime == "openrlhf" and not resume else []
-    )  # the only one that it trains in
+    # DeepSpeed trains in bfloat16 only
+    before = ["model.dtype=bfloat16"] if runtime == "openrlhf" and not resume else []
     experiment = resolve(recipe, [*before, *(overrides or []), *chosen], output if resume else None)
     if resume and output is None:
         raise ConfigError(
@@ -84,7 +81,8 @@ def train(
         )
     placement = check_experiment(experiment, dry_run=dry_run)
     if dry_run:
-        show_plan(experiment, placement)
+        sys.stdout.write(dump_experiment(experiment))
+        sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment, placement))
         return
     folder = prepare_output(
         output or default_output(experiment.recipe), resume=resume, overwrite=overwrite
@@ -93,7 +91,7 @@ def train(
 
 
 def resolve(recipe: str | None, overrides: list[str], resumed: Path | None) -> Experiment:
-    """The experiment asked for; a resumed run keeps its own settings unless a recipe is named.
+    """Return the experiment to run; a resumed run keeps its settings unless a recipe is named.
 
     Raises:
         CheckpointError: `resumed` holds no run.
@@ -109,14 +107,8 @@ def resolve(recipe: str | None, overrides: list[str], resumed: Path | None) -> E
 
 
 def default_output(recipe: str) -> Path:
-    """A fresh folder name under `runs/`."""
+    """Return a new folder name under `runs/`."""
     return Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def show_plan(experiment: Experiment, placement: Placement | None) -> None:
-    """Print the resolved settings as YAML, and the expected cost and placement as YAML comments."""
-    sys.stdout.write(dump_experiment(experiment))
-    sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment, placement))
 
 
 def run(experiment: Experiment, folder: Path, *, resume: bool, plain: bool) -> None:
@@ -124,21 +116,23 @@ def run(experiment: Experiment, folder: Path, *, resume: bool, plain: bool) -> N
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     from experiential.cli.report import show_report
-    from experiential.cli.sinks import TensorBoardSink
+    from experiential.cli.trackers import open_trackers
     from experiential.cli.view import make_view
     from experiential.training.trainer import Trainer
 
     (folder / CONFIG_FILE).write_text(dump_experiment(experiment), "utf-8")
     console = Console()
-    view, sink = make_view(console, plain=plain), TensorBoardSink(folder / "tensorboard")
+    with ExitStack() as stack:
+        trackers = open_trackers(experiment.run.trackers, folder)
+        for tracker in trackers:
+            stack.enter_context(closing(tracker))
+        view = stack.enter_context(make_view(console, plain=plain))
 
-    def observe(event: dict[str, Any]) -> None:
-        view.handle(event)
-        sink.handle(event)
+        def observe(event: dict[str, Any]) -> None:
+            for receiver in (view, *trackers):
+                receiver.handle(event)
 
-    with view:
         summary = Trainer(experiment, folder, resume=resume, observer=observe).run()
-    sink.close()
     show_report(console, folder, summary)
 
 
