@@ -1,18 +1,19 @@
-"""From an extractor's answer to operations on the bank: everything good is kept, everything refused is named, nothing raises."""
+"""Read an extractor's answer as operations on the bank.
+
+Good operations are kept, each refusal has a named reason, and nothing raises.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
 
-from experiential.agents.principles import LONGEST, MOST_TRIPLES, Triple, read_triples
+from experiential.agents.principles import LONGEST, MOST_TRIPLES, read_triples
 from experiential.agents.scanner import ScannedObject, scan_objects
-from experiential.bank.text import (
-    TEXT_LIMIT as TEXT_LIMIT,
-)  # what the bank takes unless told otherwise
+from experiential.bank.text import TEXT_LIMIT as TEXT_LIMIT  # the bank's own default
 from experiential.types import (
     Add,
     Discard,
@@ -56,7 +57,7 @@ _ENTRIES_KEYS = ("entries", "indices", "idxs", "targets", "ids", *_ENTRY_KEYS)
 
 
 class Reason(StrEnum):
-    """Why a piece of an answer was refused."""
+    """Name the reason why a piece of an answer was refused."""
 
     NO_OPERATIONS = "no_operations"
     """The answer holds no JSON object at all."""
@@ -67,7 +68,7 @@ class Reason(StrEnum):
     SUPERSEDED = "superseded"
     """An object of an earlier answer; the last answer counts."""
     UNKNOWN_OP = "unknown_op"
-    """No operation is named, or none that exists."""
+    """No known operation is named."""
     UNEXPECTED_OP = "unexpected_op"
     """An operation that this kind of answer may not hold."""
     MISSING_TEXT = "missing_text"
@@ -85,9 +86,7 @@ class Reason(StrEnum):
     TOO_MANY = "too_many"
     """More operations than allowed."""
     WRONG_TRIPLE = "wrong_triple"
-    """A triple that has not three parts of a sensible length, or is one too many; its operation is
-    accepted without it.
-    """
+    """A triple is invalid or one too many; its operation is accepted without it."""
 
 
 def parse_operations(
@@ -100,7 +99,7 @@ def parse_operations(
     """Read the operations of a response.
 
     The wire form is ``<answer>[{"op": "add", "text": "..."}, {"op": "update", "entry": 1, "text":
-    "..."}]</answer>``. What is good in a bad answer is kept; each object that is not accepted gives
+    "..."}]</answer>``. Good parts of a bad answer are kept; each object that is not accepted gives
     one `Refusal` whose reason is a `Reason`.
 
     Args:
@@ -114,9 +113,9 @@ def parse_operations(
         the accepted operations, each with the characters of ``text`` that it was read from, and the
         refusals.
 
-    >>> parsed = parse_operations('<answer>[{"op": "add", "text": "Look before you leap."}, {"op": "fly"}]</answer>')
+    >>> parsed = parse_operations('<answer>[{"op": "add", "text": "Look."}, {"op": "fly"}]</answer>')
     >>> parsed.operations[0].text, parsed.refused[0].reason
-    ('Look before you leap.', 'unknown_op')
+    ('Look.', 'unknown_op')
     """
     objects, superseded = find_objects(text)
     reader = _Reader(text, max_operations, shown, frozenset(kinds))
@@ -130,10 +129,9 @@ def parse_operations(
 
 
 def find_objects(text: str) -> tuple[list[ScannedObject], list[ScannedObject]]:
-    """The JSON objects of the answer that counts, and those of earlier answers."""
-    text = _WRAPPER.sub(
-        lambda wrapper: f" {wrapper.group(1)}", text
-    )  # same length, so that spans stay true
+    """Return the JSON objects of the last answer, and those of earlier answers."""
+    # same length, so that spans stay true
+    text = _WRAPPER.sub(lambda wrapper: f" {wrapper.group(1)}", text)
     answers: list[list[ScannedObject]] = []
     position = 0
     while (opening := _OPEN.search(text, position)) is not None:
@@ -142,12 +140,10 @@ def find_objects(text: str) -> tuple[list[ScannedObject], list[ScannedObject]]:
             answers.append(objects)
     if answers:
         return answers[-1], [one for answer in answers[:-1] for one in answer]
-    return scan_objects(text, _after_thinking(text))[0], []
-
-
-def _after_thinking(text: str) -> int:
-    end = text.lower().rfind("</think>")
-    return end if end >= 0 and "{" in text[end:] else 0
+    # without tags, objects are looked for behind the thinking, unless there are none
+    thought = text.lower().rfind("</think>")
+    start = thought if thought >= 0 and "{" in text[thought:] else 0
+    return scan_objects(text, start)[0], []
 
 
 def operations_schema(
@@ -158,7 +154,7 @@ def operations_schema(
     max_chars: int = TEXT_LIMIT,
     triples: bool = False,
 ) -> dict[str, Any]:
-    """A JSON schema of the answer, for backends that can constrain a response to one.
+    """Return the JSON schema of an answer, for backends that can restrict a response to one.
 
     The root is an object with one list, because some services accept no list at the root;
     `parse_operations` reads both.
@@ -215,7 +211,7 @@ def _variant(op: str, **properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def clean(text: str) -> str:
-    """``text`` without control characters and lone surrogates, stripped: it can be stored, encoded and shown."""
+    """Return ``text`` without control characters and lone surrogates, stripped."""
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return _CONTROL.sub("", joined.replace("\r\n", "\n").replace("\r", "\n")).strip()
 
@@ -227,7 +223,7 @@ class _Refused(Exception):
 
 @dataclass
 class _Reader:
-    """Turns scanned objects into operations, one by one."""
+    """Turn scanned objects into operations, one by one."""
 
     text: str
     max_operations: int
@@ -251,24 +247,45 @@ class _Reader:
             if one.fault is not None:
                 raise _Refused(Reason(one.fault))
             operation = self._build(_flatten(one.fields), (one.start, one.end))
-            self._claim(operation)
+            # an entry may be changed once, a text added once
+            match operation:
+                case Add(text=text):
+                    claims = {" ".join(text.split()).casefold()}
+                case Merge(entries=entries):
+                    claims = set(entries)
+                case Update(entry=entry) | Keep(entry=entry) | Discard(entry=entry):
+                    claims = {entry}
+                case _:
+                    claims = {Return}
+            if claims & self._seen:
+                raise _Refused(Reason.DUPLICATE)
+            if len(self.operations) >= self.max_operations:
+                raise _Refused(Reason.TOO_MANY)
+            self._seen |= claims
         except _Refused as refusal:
             self.refuse(refusal.reason, one)
         else:
             self.operations.append(operation)
 
     def _build(self, fields: dict[str, Any], span: tuple[int, int]) -> Operation:
-        op = _name(fields)
+        """Make the operation that the fields of an object describe."""
+        known = (*DISTILLATION, *CONSOLIDATION)
+        values = (fields.get(key) for key in _OP_KEYS)
+        names = (value.strip().lower() for value in values if isinstance(value, str))
+        op = next((name for name in names if name in known), None)
+        if op is None:
+            raise _Refused(Reason.UNKNOWN_OP)
         if op not in self.kinds:
             raise _Refused(Reason.UNEXPECTED_OP)
         match op:
             case "add":
-                return Add(
-                    text=_text(fields),
-                    kind=_kind(fields),
-                    triples=self._triples(fields, span),
-                    span=span,
-                )
+                text, kind = _text(fields), fields.get("kind")
+                kind = clean(kind) if isinstance(kind, str) else ""
+                triples, wrong = read_triples(_first(fields, _TRIPLE_KEYS))
+                excerpt = clean(self.text[span[0] : min(span[1], span[0] + _EXCERPT)])
+                self.refused += [Refusal(reason=Reason.WRONG_TRIPLE, text=excerpt)] * wrong
+                kind = kind if 0 < len(kind) <= 40 else "lesson"
+                return Add(text=text, kind=kind, triples=triples, span=span)
             case "update":
                 return Update(entry=self._entry(fields), text=_text(fields), span=span)
             case "keep":
@@ -279,12 +296,6 @@ class _Reader:
                 return Merge(entries=self._entries(fields), text=_text(fields), span=span)
             case _:
                 return Return(span=span)
-
-    def _triples(self, fields: dict[str, Any], span: tuple[int, int]) -> tuple[Triple, ...]:
-        triples, wrong = read_triples(_first(fields, _TRIPLE_KEYS))
-        excerpt = clean(self.text[span[0] : min(span[1], span[0] + _EXCERPT)])
-        self.refused += [Refusal(reason=Reason.WRONG_TRIPLE, text=excerpt)] * wrong
-        return triples
 
     def _entry(self, fields: dict[str, Any]) -> int:
         return self._entries(fields, _ENTRY_KEYS)[0]
@@ -299,30 +310,12 @@ class _Reader:
             raise _Refused(Reason.ENTRY_OUT_OF_RANGE)
         return numbers
 
-    def _claim(self, operation: Operation) -> None:
-        claims = set(_claims(operation))
-        if claims & self._seen:
-            raise _Refused(Reason.DUPLICATE)
-        if len(self.operations) >= self.max_operations:
-            raise _Refused(Reason.TOO_MANY)
-        self._seen |= claims
-
-
-def _claims(operation: Operation) -> Iterable[object]:
-    """What an operation takes for itself: an entry may be changed once, a text added once."""
-    match operation:
-        case Add(text=text):
-            return [" ".join(text.split()).casefold()]
-        case Merge(entries=entries):
-            return entries
-        case Update(entry=entry) | Keep(entry=entry) | Discard(entry=entry):
-            return [entry]
-        case _:
-            return [Return]
-
 
 def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
-    """Keys in lower case; nested parameters and the ``{"add": ...}`` form brought to the flat wire form."""
+    """Return fields in the flat wire form, with keys in lower case.
+
+    Nested parameters and the form ``{"add": ...}`` are flattened.
+    """
     flat = _lowered(fields)
     for key in _NESTED_KEYS:
         if isinstance(flat.get(key), dict):
@@ -342,25 +335,8 @@ def _lowered(fields: Any) -> dict[str, Any]:
     return {str(key).strip().lower(): value for key, value in fields.items()}
 
 
-def _kind(fields: dict[str, Any]) -> str:
-    value = fields.get("kind")
-    kind = clean(value) if isinstance(value, str) else ""
-    return kind if 0 < len(kind) <= 40 else "lesson"
-
-
 def _first(fields: dict[str, Any], keys: Sequence[str]) -> Any:
     return next((fields[key] for key in keys if key in fields), None)
-
-
-def _name(fields: dict[str, Any]) -> str:
-    for key in _OP_KEYS:
-        value = fields.get(key)
-        if isinstance(value, str) and (name := value.strip().lower()) in (
-            *DISTILLATION,
-            *CONSOLIDATION,
-        ):
-            return name
-    raise _Refused(Reason.UNKNOWN_OP)
 
 
 def _text(fields: dict[str, Any]) -> str:
@@ -375,7 +351,10 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 def _numbers(value: Any) -> list[int]:
-    """The entry numbers in a scanned value: ``"2"``, ``"2.0"``, ``"entry 2"``, ``"1, 3"`` or a list of such."""
+    """Return the entry numbers in a scanned value such as ``"2"``, ``"entry 2"`` or ``"1, 3"``.
+
+    A negative, fractional or absurdly long number reads as 0, which is out of range.
+    """
     if isinstance(value, list):
         return [number for item in cast("list[Any]", value) for number in _numbers(item)]
     if not isinstance(value, str):

@@ -1,9 +1,9 @@
-"""A small JSON scanner that survives what language models write, and remembers where each object stood.
+"""Scan text of language models for JSON objects, and remember where each object stood.
 
-It walks text left to right once: a failure resumes at or after the place that failed, so the time
-is linear in the length. Beyond strict JSON it accepts raw newlines and unescaped quotes in strings,
-single quotes, bare keys, missing and trailing commas. Numbers stay text, because nobody here
-computes with them and because an absurdly long one must not raise.
+The scanner walks left to right once: a failure resumes at or after the place that failed, so the
+time is linear in the length. Beyond strict JSON it accepts raw newlines and unescaped quotes in
+strings, single quotes, bare keys, missing and trailing commas. Numbers stay text: nothing here
+computes with them, and an absurdly long one must not raise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CLOSES = {
 
 
 class Fault(StrEnum):
-    """Why an object could not be read."""
+    """Name the reason why an object could not be read."""
 
     MALFORMED = "malformed"
     TRUNCATED = "truncated"
@@ -52,7 +52,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True)
 class ScannedObject:
-    """One object found in a text: its fields, or the fault that stopped the scanner, and its characters ``text[start:end]``."""
+    """Hold one object at ``text[start:end]``: its fields, or the fault that stopped the scanner."""
 
     start: int
     end: int
@@ -61,7 +61,7 @@ class ScannedObject:
 
 
 class _Stop(Exception):
-    """The object being read cannot be completed; scanning goes on at ``at``."""
+    """Stop reading an object that cannot be completed; scanning goes on at ``at``."""
 
     def __init__(self, fault: Fault, at: int) -> None:
         self.fault, self.at = fault, at
@@ -70,7 +70,7 @@ class _Stop(Exception):
 def scan_objects(
     text: str, start: int = 0, *, until: re.Pattern[str] | None = None
 ) -> tuple[list[ScannedObject], int]:
-    """The outermost objects of ``text`` from ``start``, up to the first match of ``until`` outside every object.
+    """Return the outermost objects of ``text[start:]`` up to a match of ``until`` outside them.
 
     Returns:
         the objects in order, and the position where the walk ended.
@@ -84,7 +84,12 @@ def scan_objects(
     stops = iter(()) if until is None else (match.start() for match in until.finditer(text, start))
     stop = next(stops, len(text))
     while (opening := _OBJECT.search(text, position, stop)) is not None:
-        one = _read(text, opening.start())
+        begin = opening.start()
+        try:
+            fields, end = _object(text, begin, 0)
+            one = ScannedObject(begin, end, fields)
+        except _Stop as stopped:
+            one = ScannedObject(begin, max(stopped.at, begin + 1), fault=stopped.fault)
         found.append(one)
         position = one.end
         while stop < position:  # this one stood inside the object
@@ -92,15 +97,8 @@ def scan_objects(
     return found, stop
 
 
-def _read(text: str, start: int) -> ScannedObject:
-    try:
-        fields, end = _object(text, start, 0)
-    except _Stop as stop:
-        return ScannedObject(start, max(stop.at, start + 1), fault=stop.fault)
-    return ScannedObject(start, end, fields)
-
-
 def _skip(text: str, position: int) -> int:
+    """Return the position of the next character that is no space."""
     match = _SPACE.match(text, position)
     position = match.end() if match else position
     if position >= len(text):
@@ -109,12 +107,18 @@ def _skip(text: str, position: int) -> int:
 
 
 def _object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
+    """Read the object that opens at ``position``; return its fields and the position behind it."""
     if depth >= MAX_DEPTH:
         raise _Stop(Fault.MALFORMED, position)
     fields: dict[str, Any] = {}
     position = _skip(text, position + 1)
     while text[position] != "}":
-        key, position = _key(text, position)
+        if text[position] in "\"'":
+            key, position = _string(text, position, "key")
+        elif (word := _WORD.match(text, position)) is not None:
+            key, position = word.group(), word.end()
+        else:
+            raise _Stop(Fault.MALFORMED, position)
         position = _skip(text, position)
         if text[position] != ":":
             raise _Stop(Fault.MALFORMED, position)
@@ -127,44 +131,36 @@ def _object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
     return fields, position + 1
 
 
-def _key(text: str, position: int) -> tuple[str, int]:
-    if text[position] in "\"'":
-        return _string(text, position, "key")
-    if (word := _WORD.match(text, position)) is None:
-        raise _Stop(Fault.MALFORMED, position)
-    return word.group(), word.end()
-
-
 def _value(text: str, position: int, depth: int, place: str) -> tuple[Any, int]:
+    """Read the value at ``position`` of an object (``member``) or a list (``item``)."""
     opening = text[position]
     if opening in "\"'":
         return _string(text, position, place)
     if opening == "{":
         return _object(text, position, depth + 1)
     if opening == "[":
-        return _array(text, position, depth + 1)
+        if depth + 1 >= MAX_DEPTH:
+            raise _Stop(Fault.MALFORMED, position)
+        items: list[Any] = []
+        position = _skip(text, position + 1)
+        while text[position] != "]":
+            item, position = _value(text, position, depth + 1, "item")
+            items.append(item)
+            position = _skip(text, position)
+            if text[position] == ",":
+                position = _skip(text, position + 1)
+        return items, position + 1
     if (literal := _LITERAL.match(text, position)) is None:
         raise _Stop(Fault.MALFORMED, position)
     word = literal.group()
     return (None if word.lower() in {"null", "none", "true", "false"} else word), literal.end()
 
 
-def _array(text: str, position: int, depth: int) -> tuple[list[Any], int]:
-    if depth >= MAX_DEPTH:
-        raise _Stop(Fault.MALFORMED, position)
-    items: list[Any] = []
-    position = _skip(text, position + 1)
-    while text[position] != "]":
-        item, position = _value(text, position, depth, "item")
-        items.append(item)
-        position = _skip(text, position)
-        if text[position] == ",":
-            position = _skip(text, position + 1)
-    return items, position + 1
-
-
 def _string(text: str, position: int, place: str) -> tuple[str, int]:
-    """The string opening at ``position``; a quote that nothing of JSON follows is a character of the string."""
+    """Read the string that opens at ``position``.
+
+    A quote counts as a character of the string unless JSON can go on behind it.
+    """
     quote, closes = text[position], _CLOSES[place]
     pieces: list[str] = []
     position += 1
@@ -176,24 +172,17 @@ def _string(text: str, position: int, place: str) -> tuple[str, int]:
         if position >= len(text):
             raise _Stop(Fault.TRUNCATED, len(text))
         if text[position] == "\\":
-            character, position = _escape(text, position)
-            pieces.append(character)
+            escape = _ESCAPE.match(text, position)
+            code, character = escape.groups() if escape else (None, None)
+            position = escape.end() if escape else position + 1
+            if code is not None:
+                pieces.append(chr(int(code, 16)))
+            else:
+                pieces.append(_ESCAPED.get(character or "", f"\\{character or ''}"))
         elif closes.match(text, position + 1):
             return "".join(pieces), position + 1
-        elif piece.rstrip().endswith(
-            "{"
-        ):  # the closing quote was forgotten and another object begins here
+        elif piece.rstrip().endswith("{"):  # a forgotten quote, and another object begins here
             raise _Stop(Fault.MALFORMED, position - (len(piece) - len(piece.rstrip())) - 1)
         else:
             pieces.append(quote)
             position += 1
-
-
-def _escape(text: str, position: int) -> tuple[str, int]:
-    match = _ESCAPE.match(text, position)
-    if match is None:
-        return "\\", position + 1
-    code, character = match.groups()
-    if code is not None:
-        return chr(int(code, 16)), match.end()
-    return _ESCAPED.get(character or "", f"\\{character or ''}"), match.end()
