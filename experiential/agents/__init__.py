@@ -1,1 +1,1 @@
-"""The two roles of the loop: an actor that plays and an extractor that distils, and what they are made of."""
+"""Agents of the loop: an actor that plays, an extractor that distils, and their parts."""

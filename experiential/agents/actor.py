@@ -236,7 +236,7 @@ class ActorAgent:
 
 
 def extract_action(text: str) -> str:
-    r"""Return the action in a response: its last ``<action>`` or tag of ``CALLS``, else its last line.
+    r"""Return the action in a response: its last ``<action>`` or call, else its last line.
 
     A tag of ``CALLS`` is returned whole, for the wrapper that reads it.
 

@@ -142,7 +142,7 @@ class Conversation:
         return 0 if self._history is None else max(0, len(self._exchanges) - self._history)
 
     def _users(self) -> list[Message]:
-        """Return the user messages of the next prompt: one for each exchange, and the current one."""
+        """Return the user messages of the next prompt: one an exchange, and the current one."""
         users = [*(exchange.user for exchange in self._exchanges[self._first :]), self._current()]
         if self._first and self._keep_first:
             goal = self._exchanges[0].user["content"]

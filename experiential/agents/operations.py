@@ -113,7 +113,8 @@ def parse_operations(
         the accepted operations, each with the characters of ``text`` that it was read from, and the
         refusals.
 
-    >>> parsed = parse_operations('<answer>[{"op": "add", "text": "Look."}, {"op": "fly"}]</answer>')
+    >>> answer = '<answer>[{"op": "add", "text": "Look."}, {"op": "fly"}]</answer>'
+    >>> parsed = parse_operations(answer)
     >>> parsed.operations[0].text, parsed.refused[0].reason
     ('Look.', 'unknown_op')
     """

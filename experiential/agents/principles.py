@@ -1,4 +1,4 @@
-"""Read and show principles of EvolveR: a sentence of one of two kinds, and triples that repeat it."""
+"""Read and show principles of EvolveR: a sentence and the triples that repeat it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def principle_text(entry: Experience) -> str:
 
 
 def _triple(item: Any) -> Triple | None:
-    """Return the triple that an item spells, None when it has not three parts of sensible length."""
+    """Return the triple that an item spells, None without three parts of sensible length."""
     parts: Sequence[Any] = ()
     if isinstance(item, str):
         parts = _SEPARATOR.split(item.strip().strip("()[]"))

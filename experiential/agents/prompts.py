@@ -1,4 +1,7 @@
-"""From nouns to chat messages. Text from the bank, from environments and from models is data: it can forge nothing."""
+"""Write chat messages about trajectories and entries.
+
+Text from the bank, from environments and from models is data: it is escaped and can forge nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,17 @@ _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
 
 
 def numbered(entries: Sequence[EntryLike]) -> str:
-    """Entries as an escaped list, ``1. ...``; further lines of an entry are indented, so that it cannot forge a number."""
+    """Return entries as an escaped list, ``1. ...``.
+
+    Further lines of an entry are indented, so that it cannot forge a number.
+    """
     return "\n".join(
         f"{number}. {_indented(entry_text(entry))}" for number, entry in enumerate(entries, 1)
     )
 
 
 def experience_block(entries: Sequence[EntryLike]) -> str:
-    r"""The block that shows entries to an actor, to be put right before the observation; empty when there are none.
+    r"""Return the block that shows entries to an actor before its observation; empty without any.
 
     >>> experience_block(["Pull the red lever."])
     '<experience>\n1. Pull the red lever.\n</experience>\n'
@@ -43,7 +49,7 @@ def experience_block(entries: Sequence[EntryLike]) -> str:
 
 
 def entry_text(entry: EntryLike) -> str:
-    """The raw text of a hit, an experience or a string."""
+    """Return the raw text of a hit, an experience or a string."""
     if isinstance(entry, Hit):
         return entry.experience.text
     return entry.text if isinstance(entry, Experience) else entry
@@ -51,10 +57,10 @@ def entry_text(entry: EntryLike) -> str:
 
 @dataclass(frozen=True)
 class PromptSet:
-    r"""One versioned set of templates.
+    r"""Fill in one versioned set of templates.
 
-    ``structured`` says whether operations are asked for under a JSON schema where the backend has
-    it; the bundled tiny model was taught the tagged form alone.
+    Operations are asked for under a JSON schema if ``structured``; the bundled tiny model was
+    taught the tagged form alone.
 
     >>> prompt_set("brief").judge_messages("Wait for green.", "Go on green.")[1]["content"]
     'A: Wait for green.\nB: Go on green.'
@@ -68,13 +74,12 @@ class PromptSet:
     def actor_system(
         self, instruction: str, experience: str | None = None, *, constrained: bool = False
     ) -> str:
-        """The actor's system message.
+        """Return the actor's system message.
 
         Args:
-            instruction: what the environment's author tells the agent; trusted text, left out in
-                ``brief``.
+            instruction: description by the environment's author; trusted text, unused in ``brief``.
             experience: a block made by `experience_block`, or None.
-            constrained: the reply will be restricted to the admissible actions, so no format is
+            constrained: the reply is restricted to the admissible actions, so no format is
                 explained.
         """
         given = f"{instruction.strip()}\n\n" if instruction.strip() else ""
@@ -89,28 +94,24 @@ class PromptSet:
         *,
         budget: int = DISTILL_BUDGET,
     ) -> list[Message]:
-        """What the extractor is asked about one trajectory; play longer than ``budget`` characters is shortened in the middle."""
+        """Return the question to the extractor about one trajectory.
+
+        Play longer than ``budget`` characters is shortened in the middle.
+        """
         entries = (
             self._fill("entries", numbered=numbered(shown)) if shown else self._fill("no_entries")
         )
-        opening = trajectory.turns[0].observation if trajectory.turns else ""
-        user = self._fill(
-            "distill_user",
-            task=_quoted(cut_middle(trajectory.task, budget)),
-            entries=entries,
-            opening=self._fill("opening", observation=_quoted(cut_middle(opening, budget // 4))),
-            play=self._play(trajectory.turns, budget),
-            outcome=self._outcome(trajectory),
-        )
+        task = _quoted(cut_middle(trajectory.task, budget))
+        record = self._record(trajectory, budget, withheld=False)
+        user = self._fill("distill_user", task=task, entries=entries, **record)
         return _messages(self._fill("distill_system", max_operations=str(max_operations)), user)
 
     def principle_messages(
         self, trajectory: Trajectory, max_operations: int, *, budget: int = DISTILL_BUDGET
     ) -> list[Message]:
-        """What a policy is asked about an episode of its own: a principle, guiding after a success and cautionary after a failure.
+        """Return the question to a policy about an episode of its own: which principle it teaches.
 
-        Of the environment it holds what the actor saw and did and whether it succeeded: no answer
-            that the actor neither saw nor gave.
+        Of the environment it holds only what the actor saw and did, and whether it succeeded.
         """
         kind = principle_kind(trajectory)
         task = _quoted(cut_middle(trajectory.task, budget))
@@ -132,12 +133,12 @@ class PromptSet:
         *,
         budget: int = DISTILL_BUDGET,
     ) -> list[Message]:
-        """What a reflector is asked about a first attempt; what the actor was not shown stands behind each turn.
+        """Return the question to a reflector about a first attempt, withheld comments included.
 
         Args:
             trajectory: the attempt.
             memory: reflections that led to success before.
-            budget: characters of play that are shown; longer play is shortened in the middle.
+            budget: characters of play; longer play is shortened in the middle.
         """
         shown = (
             self._fill("memory", numbered=numbered(memory)) if memory else self._fill("no_memory")
@@ -149,34 +150,38 @@ class PromptSet:
         return _messages(self._fill("reflect_system"), user)
 
     def reflected(self, reflection: str) -> str:
-        """The block that shows a reflection to an actor that plays a second attempt."""
+        """Return the block that shows a reflection to the actor of a second attempt."""
         return self._fill("reflected", block=experience_block([reflection]))
 
     def retry(self, trajectory: Trajectory, *, budget: int = DISTILL_BUDGET) -> str:
-        """The block that shows the raw record of a first attempt instead, with an instruction to do better (table 9 of ERL)."""
+        """Return the block that shows the record of a first attempt instead (table 9 of ERL)."""
         return self._fill("retry", **self._record(trajectory, budget, withheld=False))
 
     def _record(
         self, trajectory: Trajectory, budget: int, *, withheld: bool = True
     ) -> dict[str, str]:
-        """What was played and what came of it, as the templates name it."""
+        """Return play and outcome under the names that the templates use."""
         opening = trajectory.turns[0].observation if trajectory.turns else ""
+        if trajectory.error is not None:
+            outcome = self._fill("error", error=_quoted(trajectory.error))
+        else:
+            outcome = self._fill("success" if trajectory.success else "failure")
         return {
             "opening": self._fill("opening", observation=_quoted(cut_middle(opening, budget // 4))),
             "play": self._play(trajectory.turns, budget, withheld=withheld),
-            "outcome": self._outcome(trajectory),
+            "outcome": outcome,
             "reward": f"{trajectory.reward:g}",
         }
 
     def refine_messages(self, query: str, experience: EntryLike) -> list[Message]:
-        """What the extractor is asked when an agent wants one entry made fit for its question."""
+        """Return the request to the extractor to fit one entry to an agent's question."""
         user = self._fill(
             "refine_user", note=_indented(entry_text(experience)), query=_indented(query)
         )
         return _messages(self._fill("refine_system"), user)
 
     def critic_messages(self, task: str, entry: EntryLike, success_rate: float) -> list[Message]:
-        """What an actor is asked about an entry that was retrieved for its task; ``success_rate`` in [0, 1] is shown in whole percent."""
+        """Return the question to an actor about an entry; ``success_rate`` is in [0, 1]."""
         facts = {
             "task": _quoted(cut_middle(task, DISTILL_BUDGET)),
             "note": _indented(entry_text(entry)),
@@ -187,7 +192,7 @@ class PromptSet:
         )
 
     def adapt_messages(self, task: str, entry: EntryLike) -> list[Message]:
-        """What an actor is asked when it wants to refine an entry by what it knows itself."""
+        """Return the request to an actor to refine an entry by its own knowledge."""
         user = self._fill(
             "adapt_user",
             task=_quoted(cut_middle(task, DISTILL_BUDGET)),
@@ -196,13 +201,13 @@ class PromptSet:
         return _messages(self._fill("adapt_system"), user)
 
     def merge_messages(self, experiences: Sequence[EntryLike]) -> list[Message]:
-        """What the extractor is asked about entries to consolidate."""
+        """Return the request to the extractor to consolidate entries."""
         return _messages(
             self._fill("merge_system"), self._fill("merge_user", numbered=numbered(experiences))
         )
 
     def judge_messages(self, a: EntryLike, b: EntryLike) -> list[Message]:
-        """What the extractor is asked to tell whether two entries teach the same."""
+        """Return the question to the extractor whether two entries teach the same."""
         user = self._fill(
             "judge_user", first=_indented(entry_text(a)), second=_indented(entry_text(b))
         )
@@ -211,42 +216,26 @@ class PromptSet:
     def _fill(self, key: str, **values: str) -> str:
         return Template(self.texts[key]).substitute(values)
 
-    def _outcome(self, trajectory: Trajectory) -> str:
-        if trajectory.error is not None:
-            return self._fill("error", error=_quoted(trajectory.error))
-        return self._fill("success" if trajectory.success else "failure")
-
-    def _play(self, turns: Sequence[Turn], budget: int, *, withheld: bool = False) -> str:
-        """The turns in order; first and last ones are kept, the middle goes when there are more characters than ``budget``."""
-        share = max(budget // 4, 1)
-        shown = [
-            self._turn(turn, share) + (self._withheld(turn, share) if withheld else "")
-            for turn in turns
-        ]
-        head, tail = kept_ends([len(turn) for turn in shown], budget)
-        if head + tail == len(shown):
-            return "".join(shown)
-        left_out = self._fill("left_out", count=str(len(shown) - head - tail))
-        return "".join([*shown[:head], left_out, *shown[len(shown) - tail :]])
-
-    def _turn(self, turn: Turn, limit: int) -> str:
-        return self._fill(
-            "turn",
-            action=_quoted(cut_middle(turn.action, limit)),
-            feedback=_quoted(cut_middle(turn.feedback, limit)),
-        )
-
-    def _withheld(self, turn: Turn, limit: int) -> str:
-        """What the environment said about a turn and the actor was not shown; nothing where there is nothing."""
-        return (
-            self._fill("withheld", comment=_quoted(cut_middle(turn.withheld, limit)))
-            if turn.withheld
-            else ""
-        )
+    def _play(self, turns: Sequence[Turn], budget: int, *, withheld: bool) -> str:
+        """Return the turns in order, without the middle ones beyond ``budget`` characters."""
+        limit = max(budget // 4, 1)
+        texts: list[str] = []
+        for turn in turns:
+            action, feedback = cut_middle(turn.action, limit), cut_middle(turn.feedback, limit)
+            text = self._fill("turn", action=_quoted(action), feedback=_quoted(feedback))
+            if withheld and turn.withheld:  # a comment that the actor was not shown
+                comment = _quoted(cut_middle(turn.withheld, limit))
+                text += self._fill("withheld", comment=comment)
+            texts.append(text)
+        head, tail = kept_ends([len(text) for text in texts], budget)
+        if head + tail == len(texts):
+            return "".join(texts)
+        left_out = self._fill("left_out", count=str(len(texts) - head - tail))
+        return "".join([*texts[:head], left_out, *texts[len(texts) - tail :]])
 
 
 def kept_ends(lengths: Sequence[int], budget: int) -> tuple[int, int]:
-    """How many items to keep at the front and at the back: all if they fit, else from both ends in turn, one each at least.
+    """Return how many items to keep at both ends: all if they fit, else in turn, at least one each.
 
     >>> kept_ends([10, 10, 10, 10, 10], 35)
     (2, 1)
@@ -262,7 +251,7 @@ def kept_ends(lengths: Sequence[int], budget: int) -> tuple[int, int]:
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """``text``, or its two ends and how much is missing between them when it is longer than ``limit`` characters."""
+    """Return ``text``, or its two ends and the number of characters missing beyond ``limit``."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -270,7 +259,7 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def prompt_set(name: str) -> PromptSet:
-    """The prompt set called ``name``: ``full`` for instruct models, ``brief`` for the bundled tiny model.
+    """Return a prompt set: ``full`` for instruct models, ``brief`` for the bundled tiny model.
 
     Raises:
         ValueError: there is no such set.
@@ -291,10 +280,10 @@ def _messages(system: str, user: str) -> list[Message]:
 
 
 def _indented(text: str) -> str:
-    """Escaped, with every line after the first indented: it can begin no line of the prompt."""
+    """Escape a text and indent its further lines, so that it begins no line of the prompt."""
     return disarm(text).replace("\n", "\n   ")
 
 
 def _quoted(text: str) -> str:
-    """Escaped, with the labels that structure a prompt disarmed where they begin a line."""
+    """Escape a text, and the labels that structure a prompt where they begin a line."""
     return _PROMPT_SIGN.sub(r"\1&gt;", _LABEL.sub(r"\1&#58;", disarm(text)))

@@ -1,4 +1,4 @@
-"""The cross-episode memory m of Experiential RL: reflections that led to a successful second attempt."""
+"""Remember reflections that led to a successful second attempt: the memory m of ERL."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from experiential.errors import CheckpointError
 from experiential.types import Trajectory
 
 KIND = "reflection"
-"""The kind of entries that reflections are in a bank."""
+"""Kind of the entries that hold reflections in a bank."""
 
 
 class ReflectionMemory(ABC):
-    """What reflections a reflector is shown, and where those that passed are kept.
+    """Keep the reflections that passed, and show them to a reflector.
 
     Algorithms 1 and 2 write "m <- reflection if r2 > tau" with tau = 1. Rewards do not exceed 1
     there, so that as printed nothing would ever be kept; here, as in the authors' code, a
-    reflection is kept when r2 >= tau. Who plays the attempts compares (`passes`).
+    reflection is kept when r2 >= tau (`passes`).
     """
 
     @abstractmethod
     def recall(self, trajectory: Trajectory) -> Sequence[str]:
-        """The reflections to show when this attempt is reflected on."""
+        """Return the reflections to show when this attempt is reflected on."""
 
     @abstractmethod
     def keep(self, text: str, trajectory: Trajectory) -> None:
         """Keep a reflection that led to success; ``trajectory`` is the second attempt."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON; nothing where the memory lives elsewhere."""
+        """Return the state for a checkpoint, as JSON; empty where the memory lives elsewhere."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` gave.
+        """Restore the state that ``state_dict`` returned.
 
         Raises:
             CheckpointError: the state is of another kind of memory.
@@ -47,16 +47,16 @@ class ReflectionMemory(ABC):
 
 
 def passes(reward: float, threshold: float) -> bool:
-    """Whether a second attempt is good enough for its reflection to be kept: r2 >= tau (see `ReflectionMemory`)."""
+    """Return whether a second attempt earns its reflection a place in the memory: r2 >= tau."""
     return reward >= threshold
 
 
 class PrivateMemory(ReflectionMemory):
-    """One string, as in the paper: the last reflection that passed overwrites the one before.
+    """Keep one string, as in the paper: each reflection that passed overwrites the one before.
 
     >>> memory = PrivateMemory()
-    >>> memory.keep("Check the box first.", Trajectory(task="a")), memory.keep("Never turn back.", Trajectory(task="b"))
-    (None, None)
+    >>> memory.keep("Check the box first.", Trajectory(task="a"))
+    >>> memory.keep("Never turn back.", Trajectory(task="b"))
     >>> memory.recall(Trajectory(task="c"))
     ['Never turn back.']
 
@@ -68,22 +68,22 @@ class PrivateMemory(ReflectionMemory):
         self.text = ""
 
     def recall(self, trajectory: Trajectory) -> list[str]:
-        """The one reflection, whatever the task; none before the first."""
+        """Return the one reflection, whatever the task; none before the first."""
         return [self.text] if self.text else []
 
     def keep(self, text: str, trajectory: Trajectory) -> None:
-        """Overwrite it."""
+        """Overwrite the reflection."""
         self.text = text
 
     def state_dict(self) -> dict[str, Any]:
-        """The string."""
+        """Return the string."""
         return {"text": self.text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the string.
 
         Raises:
-            CheckpointError: the state is not of such a memory.
+            CheckpointError: the state is of another kind of memory.
         """
         text = state.get("text")
         if not isinstance(text, str):
@@ -94,11 +94,10 @@ class PrivateMemory(ReflectionMemory):
 
 
 class BankMemory(ReflectionMemory):
-    """A bank, which the paper names as an extension: reflections are entries of kind ``reflection``, found by the task.
+    """Keep reflections as entries of a bank, found by their task: an extension the paper names.
 
-    Whatever else reads the bank finds them, too. Nothing is overwritten; what two attempts at one
-    task taught are two entries. The bank's own journal makes it durable, and a run's checkpoint
-    holds the bank.
+    Whatever else reads the bank finds them, too. Nothing is overwritten: two attempts at one task
+    give two entries. The bank's own journal makes it durable.
 
     Args:
         bank: where entries are added and searched.
@@ -114,7 +113,7 @@ class BankMemory(ReflectionMemory):
         self.bank, self.k = bank, k
 
     def recall(self, trajectory: Trajectory) -> list[str]:
-        """The reflections of the nearest tasks.
+        """Return the reflections of the nearest tasks.
 
         Raises:
             BankError: the bank failed.
@@ -125,7 +124,7 @@ class BankMemory(ReflectionMemory):
         ]
 
     def keep(self, text: str, trajectory: Trajectory) -> None:
-        """Add it under its task.
+        """Add the reflection under its task.
 
         Raises:
             BankError: the bank failed.

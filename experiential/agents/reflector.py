@@ -1,4 +1,4 @@
-"""The agent that turns a first attempt into guidance for a second one."""
+"""Turn a first attempt into guidance for a second one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSE = re.compile(r"<\s*/\s*reflection\s*>", re.IGNORECASE)
 
 
 class Unread(StrEnum):
-    """Why no reflection could be read from an answer."""
+    """Name the reason why no reflection could be read from an answer."""
 
     NO_REFLECTION = "no_reflection"
     """The answer has neither the tags nor an operation that says something."""
@@ -33,13 +33,13 @@ class Unread(StrEnum):
 
 
 class Reflection(Record):
-    """What a reflector answered about one attempt.
+    """Hold a reflector's answer about one attempt.
 
     Attributes:
-        text: the guidance; None when none could be read, or when the record of the attempt stands
-            in its place (`Retry`).
-        block: what a second attempt is shown in its prompt; None shows nothing.
-        generation: the response, to be rewarded by what the second attempt gets; None where no
+        text: the guidance; None when none could be read, or when the record of the attempt replaces
+            it (`Retry`).
+        block: the text for the prompt of a second attempt; None adds nothing.
+        generation: the response, to be rewarded by the result of the second attempt; None where no
             model was asked.
         reason: why there is no text: an `Unread`, or the failure of the backend.
     """
@@ -51,18 +51,19 @@ class Reflection(Record):
 
 
 class Reflector:
-    """Reflects on a first attempt: what to know and to do differently when the same task is tried again.
+    """Reflect on a first attempt: what to do differently when the same task is tried again.
 
     This is the draw of the reflection, line 9 of algorithm 1 and line 13 of algorithm 2 of
     Experiential RL: from the task, the attempt's turns with the environment's feedback, the reward,
-    and what a memory has kept of earlier reflections.
+    and the memory of earlier reflections.
 
     Caveat: a coroutine raises ``BackendError`` when the backend fails; an answer that cannot be
     read is no error but a `Reflection` without text that says why. No vector version is needed: the
     coroutines may run concurrently.
 
     >>> from experiential.llm.scripted import ScriptedLLM
-    >>> reflector = Reflector(ScriptedLLM(["It stayed shut. <reflection>Pull the jade lever.</reflection>"]))
+    >>> answer = "It stayed shut. <reflection>Pull the jade lever.</reflection>"
+    >>> reflector = Reflector(ScriptedLLM([answer]))
     >>> reflector.reflect(Trajectory(task="Open the vault.")).text
     'Pull the jade lever.'
 
@@ -111,13 +112,13 @@ class Reflector:
         self._asker = Asker(llm, sampling, seed)
 
     def reflect(self, trajectory: Trajectory, memory: Sequence[EntryLike] = ()) -> Reflection:
-        """Guidance for another attempt; see `areflect`."""
+        """Return guidance for another attempt; see `areflect`."""
         return run_sync(self.areflect(trajectory, memory))
 
     async def areflect(
         self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, seed: int | None = None
     ) -> Reflection:
-        """Guidance for another attempt at the task of ``trajectory``.
+        """Return guidance for another attempt at the task of ``trajectory``.
 
         Args:
             trajectory: the attempt that failed.
@@ -137,7 +138,7 @@ class Reflector:
 
 
 class Retry:
-    """Stands where a reflector would in the ablation without reflection: the raw record of the attempt and an instruction to do better.
+    """Replace the reflector in the ablation without reflection: show the attempt's raw record.
 
     It asks no model, so there is nothing to reward and nothing to remember (section 4.4 and table 9
     of Experiential RL).
@@ -163,18 +164,18 @@ class Retry:
         self.prompts, self.max_chars = prompt_set(prompts), max_chars
 
     def reflect(self, trajectory: Trajectory, memory: Sequence[EntryLike] = ()) -> Reflection:
-        """The record of the attempt as a block; ``memory`` is not used."""
+        """Return the record of the attempt as a block; ``memory`` is not used."""
         return Reflection(block=self.prompts.retry(trajectory, budget=self.max_chars))
 
     async def areflect(
         self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, seed: int | None = None
     ) -> Reflection:
-        """Coroutine form of `reflect`; nothing is sampled, so ``seed`` is not used."""
+        """Return the same as `reflect`; nothing is sampled, so ``seed`` is not used."""
         return self.reflect(trajectory, memory)
 
 
 def read_reflection(text: str, *, cut: bool = False) -> tuple[str | None, str | None]:
-    """The guidance in an answer, or why there is none.
+    """Return the guidance in an answer, or the reason why there is none.
 
     It stands in the last ``<reflection>``, whose closing tag may be missing unless the answer was
     cut; the bundled tiny model, which does not know that tag, says it in the text of its first
@@ -192,29 +193,21 @@ def read_reflection(text: str, *, cut: bool = False) -> tuple[str | None, str | 
     (('Go left.', None), (None, <Unread.NO_REFLECTION: 'no_reflection'>))
     """
     openings = list(_OPEN.finditer(text))
-    if not openings:
-        return _from_operations(text)
-    start = openings[-1].end()
-    closing = _CLOSE.search(text, start)
-    if closing is None and cut:
-        return None, Unread.TRUNCATED
-    return _checked(text[start : closing.start() if closing else len(text)])
-
-
-def _from_operations(text: str) -> tuple[str | None, str | None]:
-    parsed = parse_operations(text)
-    said = next(
-        (operation.text for operation in parsed.operations if isinstance(operation, Add | Update)),
-        None,
-    )
-    if said is not None:
-        return _checked(said)
-    nothing = parsed.operations or not parsed.refused or parsed.refused[0].reason == "no_operations"
-    return None, Unread.NO_REFLECTION if nothing else parsed.refused[0].reason
-
-
-def _checked(text: str) -> tuple[str | None, str | None]:
-    cleaned = clean(text).text
+    if openings:
+        start = openings[-1].end()
+        closing = _CLOSE.search(text, start)
+        if closing is None and cut:
+            return None, Unread.TRUNCATED
+        guidance = text[start : closing.start() if closing else len(text)]
+    else:
+        parsed = parse_operations(text)
+        written = [one.text for one in parsed.operations if isinstance(one, Add | Update)]
+        if not written:
+            refused = [] if parsed.operations else [one.reason for one in parsed.refused]
+            unread = not refused or refused[0] == "no_operations"
+            return None, Unread.NO_REFLECTION if unread else refused[0]
+        guidance = written[0]
+    cleaned = clean(guidance).text
     if not cleaned:
         return None, Unread.EMPTY_TEXT
     return (cleaned, None) if len(cleaned) <= TEXT_LIMIT else (None, Unread.TEXT_TOO_LONG)
