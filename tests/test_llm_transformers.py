@@ -49,7 +49,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def reference(generation: Generation) -> list[float]:
-    """Log-probabilities of the response by one plain forward, under its temperature and constraint."""
+    """Return log-probabilities by one plain forward, under temperature and constraint."""
     ids = [*generation.prompt_ids, *generation.response_ids]
     with torch.inference_mode():
         logits = MODEL(torch.tensor([ids])).logits[0] / generation.temperature

@@ -185,7 +185,7 @@ def same(texts: object) -> np.ndarray:
 def test_kinds_are_never_merged_and_the_survivor_gets_the_evidence(
     tmp_path: Path, across: bool, left: int
 ) -> None:
-    """Two of each kind, of two tasks, all judged the same: across tasks one of each kind is left."""
+    """Two of each kind, of two tasks, all judged the same: one of each kind is left."""
     extractor = ExtractorAgent(ScriptedLLM(["yes"]), principles=True)
     with (
         ExperienceBank(tmp_path, embedder=same) as bank,

@@ -60,7 +60,7 @@ def test_walks_spell_exactly_the_choices(choices: list[str]):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text("abc ", min_size=1, max_size=10), min_size=1, max_size=8))
 def test_forced_runs_stop_at_branches_and_ends(choices: list[str]):
-    """Following forced() takes only single-child steps, and after it there is a branch or the end."""
+    """Forced tokens are single-child steps, and after them there is a branch or the end."""
     trie = ChoiceTrie(choices, TOKENIZER)
     for spelling in spellings(trie):
         for cut in range(len(spelling)):

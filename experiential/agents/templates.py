@@ -1,8 +1,8 @@
 """Hold the words of each prompt set, which ``prompts.py`` fills in.
 
 A change of any word raises the set's version. ``$name`` marks a slot. No prompt holds a whole
-lesson as an example, for small models copy it into the bank. The ``brief`` set is fixed: the bundled
-tiny model was pre-trained on exactly these words.
+lesson as an example, for small models copy it into the bank. The ``brief`` set is fixed: the
+bundled tiny model was pre-trained on exactly these words.
 """
 
 from __future__ import annotations
