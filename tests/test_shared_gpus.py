@@ -647,7 +647,7 @@ async def test_without_sharing_no_call_is_added(
     """Engines are held while weights are sent; nobody sleeps and nobody waits for a turn."""
     gpus.apart = True
     numbers = itertools.count()
-    start = lambda *_, **__: parts.engine_life(Engine(f"engine {next(numbers)}", gpus))  # noqa: E731
+    start = lambda *_, **__: parts.watch_engine(Engine(f"engine {next(numbers)}", gpus))  # noqa: E731
     monkeypatch.setattr(parts, "start_engine", start)
     actor, extractor = build_runtimes(experiment("cluster.share_gpus=false"))
     assert gpus.take() == ["rays: join 8", "actor ranks: start", "extractor ranks: start"]

@@ -12,7 +12,7 @@ import pytest
 from experiential.config import ClusterSettings
 from experiential.training.openrlhf.supervisor import (
     FailedCallError,
-    Life,
+    Incarnation,
     LostActorError,
     SilentActorError,
     Supervisor,
@@ -49,7 +49,7 @@ class World:
 
     def __init__(self, **settings: Any) -> None:
         self.outcomes: list[Any] = []
-        self.lives: list[Life] = []
+        self.begun: list[Incarnation] = []
         self.killed: list[int] = []
         cluster = ClusterSettings(**{"restarts": 2, "call_timeout": 5.0} | settings)
         self.actor = Supervisor("worker 0", self.begin, cluster)
@@ -63,19 +63,19 @@ class World:
             future.set_result(outcome)
         return SimpleNamespace(future=lambda: future)
 
-    def begin(self) -> Life:
-        number = len(self.lives)
+    def begin(self) -> Incarnation:
+        number = len(self.begun)
         handle = SimpleNamespace(work=SimpleNamespace(remote=lambda *_: self.call()))
-        self.lives.append(Life(handle, self.call(), lambda: self.killed.append(number)))
-        return self.lives[-1]
+        self.begun.append(Incarnation(handle, self.call(), lambda: self.killed.append(number)))
+        return self.begun[-1]
 
 
 async def test_an_actor_starts_when_it_is_asked_for_and_only_once() -> None:
     world = World()
-    assert not world.lives and world.actor.alive
+    assert not world.begun and world.actor.alive
     life = await world.actor.started()
-    assert life is await world.actor.started() is world.actor.life
-    assert (life.result, len(world.lives)) == ("fine", 1)
+    assert life is await world.actor.started() is world.actor.current
+    assert (life.result, len(world.begun)) == ("fine", 1)
     assert await world.actor.ask(life, "work", 1) == "fine"
 
 
@@ -85,7 +85,7 @@ async def test_a_dead_actor_is_named_and_the_next_life_begins_when_it_is_needed(
     world.outcomes = [RayActorError("The actor died.\n\tclass_name: Host\nOut of memory.")]
     with pytest.raises(LostActorError, match=r"worker 0 to be alive, but it died: The actor died."):
         await world.actor.ask(life, "work")
-    assert (world.killed, len(world.lives)) == ([0], 1)
+    assert (world.killed, len(world.begun)) == ([0], 1)
     with pytest.raises(LostActorError, match="Out of memory"):
         await world.actor.ask(life, "work")
     assert await world.actor.started() is not life
@@ -152,7 +152,7 @@ async def test_after_the_last_restart_the_reason_is_told(restarts: int) -> None:
 async def test_an_actor_that_may_not_be_started_again_says_why() -> None:
     world = World()
     actor = Supervisor("engine 0", world.begin, ClusterSettings(), fixed="engines share GPUs")
-    actor.lose(actor.life, "died: out of memory")
+    actor.lose(actor.current, "died: out of memory")
     with pytest.raises(LostActorError, match="out of memory; engines share GPUs"):
         await actor.started()
     assert actor.restarts == 0
@@ -161,7 +161,7 @@ async def test_an_actor_that_may_not_be_started_again_says_why() -> None:
 async def test_stopping_lets_the_actor_finish_and_starts_nothing() -> None:
     never, world = World(), World()
     await never.actor.stop("work", 1.0)
-    assert not never.lives
+    assert not never.begun
     life = await world.actor.started()
     world.outcomes = [None]
     await world.actor.stop("work", 0.01)

@@ -70,7 +70,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 def kill(ray: Any, actor: BankActor) -> None:
     """Kill the actor, and wait until that is noticed."""
     known = len(actor.supervisor.failures)
-    ray.kill(actor.supervisor.life.handle)
+    ray.kill(actor.supervisor.current.handle)
     wait_until(lambda: len(actor.supervisor.failures) > known)
 
 

@@ -240,7 +240,8 @@ class RemoteBank(Searchable, Bank):
     writes twice. Any number of processes may use one server.
 
     Args:
-        path: the server's address.
+        path: the server's address, or a connection to it; the other arguments then open it again
+            in another process.
         namespace: which of the server's namespaces; opened there when it is first asked for.
         embedder: None, or the embedder that the bank must have; vectors are made at the server.
         read_only: refuse writes here, and read the bank as it is now, whatever others write later.
@@ -254,7 +255,7 @@ class RemoteBank(Searchable, Bank):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Connection,
         *,
         namespace: str = "default",
         embedder: Embedder | str | None = None,
@@ -265,7 +266,9 @@ class RemoteBank(Searchable, Bank):
     ) -> None:
         if not isinstance(namespace, str) or not namespace.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
             raise ValueError(f"Expected namespace to be non-empty text, got {namespace!r}")
-        connection = Connection(os.fspath(path), token, timeout, patience)
+        connection = path
+        if not isinstance(connection, Connection):
+            connection = Connection(os.fspath(connection), token, timeout, patience)
         self.url = connection.url
         self.namespace = namespace
         self.read_only = read_only

@@ -21,7 +21,10 @@ import httpx
 from experiential.bank.folder import FolderBank
 from experiential.bank.http import wire
 from experiential.bank.http.client import RemoteBank
+from experiential.bank.http.connection import Connection
+from experiential.bank.http.wire import Body, Operation
 from experiential.bank.index.store import CHROMA
+from experiential.bank.protocol import ForkableBank
 from experiential.config import BankSettings, ClusterSettings
 from experiential.errors import (
     BackendError,
@@ -33,7 +36,7 @@ from experiential.errors import (
 from experiential.sync import EventLoopThread
 from experiential.training.openrlhf.supervisor import (
     FailedCallError,
-    Life,
+    Incarnation,
     LostActorError,
     Supervisor,
     answer,
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from experiential.bank.http.shelf import Shelf
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+R = TypeVar("R")
 _CALLS = 8
 _CHECK_SECONDS = 10.0
 _CLOSE_SECONDS = 60.0
@@ -258,9 +263,13 @@ class BankActor:
         """
 
         async def fork() -> None:
-            life = await self._started()  # waits for a restart under way
+            actor = await self._started()  # waits for a restart under way
             await self.supervisor.ask(
-                life, "fork", self.serving.settings.namespace, str(Path(path).resolve()), keep_queue
+                actor,
+                "fork",
+                self.serving.settings.namespace,
+                str(Path(path).resolve()),
+                keep_queue,
             )
 
         try:
@@ -282,7 +291,7 @@ class BankActor:
         self._loop.run(stop())
         self._loop.close()
 
-    def _begin(self) -> Life:
+    def _begin(self) -> Incarnation:
         """Start the actor on this node, where the folder is."""
         ray = joined_ray()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -302,31 +311,31 @@ class BankActor:
         # A killed writer may hold lock and port for a moment; at first they must be free.
         patience = 0.0 if self.serving.port == 0 else _LOCK_SECONDS
         begun = handle.serve.remote(self.serving, patience)
-        return Life(handle, begun, partial(ray.kill, handle))
+        return Incarnation(handle, begun, partial(ray.kill, handle))
 
-    async def _started(self) -> Life:
-        life = await self.supervisor.started()
-        node, port = life.result
+    async def _started(self) -> Incarnation:
+        actor = await self.supervisor.started()
+        node, port = actor.result
         self.serving = replace(self.serving, port=port)
         self.url = f"http://[{node}]:{port}" if ":" in node else f"http://{node}:{port}"
         self.supervisor.name = f"bank actor on {node}"
-        return life
+        return actor
 
     async def _watching(self) -> None:
-        """Wait for the end of each life and start the next one, while any restart is left."""
+        """Wait for the end of each actor and start the next one, while any restart is left."""
         while self.supervisor.alive and is_joined():
             with suppress(BackendError):  # the supervisor has noted and logged it
-                life = await self._started()
-                await self._until_lost(life)
+                actor = await self._started()
+                await self._until_lost(actor)
 
-    async def _until_lost(self, life: Life) -> None:
-        """Return once a life is over: its actor died, its server ended, or it does not answer."""
+    async def _until_lost(self, actor: Incarnation) -> None:
+        """Lose an actor once it died, its server ended, or it does not answer."""
         seconds, headers = (
             self._cluster.call_timeout,
             {"Authorization": f"Bearer {self.serving.token}"},
         )
         ended = asyncio.ensure_future(
-            answer(life.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
+            answer(actor.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
         )
         try:
             async with httpx.AsyncClient(headers=headers, timeout=seconds, trust_env=False) as http:
@@ -340,7 +349,7 @@ class BankActor:
             reason = error.reason
         finally:
             ended.cancel()
-        self.supervisor.lose(life, reason)
+        self.supervisor.lose(actor, reason)
 
 
 def _bank_error(error: BaseException) -> BaseException:
@@ -350,11 +359,32 @@ def _bank_error(error: BaseException) -> BaseException:
     return BankError(str(error)) if isinstance(error, BackendError) else error
 
 
-class ActorBank(RemoteBank):
-    """The bank of a ``BankActor``: a drop-in client that can be forked, since its folder is on this node's disk.
+class ActorConnection(Connection):
+    """Call the server of a `BankActor`; once no restart is left, errors say why it was lost."""
+
+    def __init__(self, actor: BankActor, timeout: float, patience: float) -> None:
+        super().__init__(actor.url, actor.serving.token, timeout, patience)
+        self.supervisor = actor.supervisor
+
+    def call(self, operation: Operation[B, R], namespace: str, body: B) -> R:
+        """Return the result of one operation.
+
+        Raises:
+            BankError: the actor is gone for good, or as for any server.
+        """
+        if not self.supervisor.alive:
+            raise BankError(
+                "Expected a bank that is served, got one that is not:"
+                f" {'; '.join(self.supervisor.failures) or 'it was closed'}"
+            )
+        return super().call(operation, namespace, body)
+
+
+class ActorBank(RemoteBank, ForkableBank):
+    """Use the bank of a `BankActor`, which can also be forked: its folder is on this node's disk.
 
     Args:
-        actor: where the bank is written.
+        actor: writer of the bank.
         timeout: seconds to wait for one answer.
         patience: seconds during which a lost connection is tried again; a restart of the actor
             should fit in.
@@ -365,22 +395,14 @@ class ActorBank(RemoteBank):
     ) -> None:
         self._actor = actor
         super().__init__(
-            actor.url,
+            ActorConnection(actor, timeout, patience),
             namespace=actor.serving.settings.namespace,
             token=actor.serving.token,
             timeout=timeout,
             patience=patience,
         )
 
-    def __len__(self) -> int:
-        if not self._actor.supervisor.alive:
-            raise BankError(
-                "Expected a bank that is served, got one that is not:"
-                f" {'; '.join(self._actor.supervisor.failures) or 'it was closed'}"
-            )
-        return super().__len__()
-
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
-        """A writable copy in another folder of this node, made where the journal is and then opened here."""
+        """Return a writable copy in another folder of this node."""
         self._actor.fork(path, keep_queue=keep_queue)
         return FolderBank(path, namespace=self.namespace, store=CHROMA)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from experiential.config import ClusterSettings
-from experiential.training.openrlhf.supervisor import Life, LostActorError, Supervisor
+from experiential.training.openrlhf.supervisor import Incarnation, LostActorError, Supervisor
 
 
 @dataclass(eq=False)
@@ -18,14 +18,14 @@ class Engine:
     """Hold one engine and the number of its requests.
 
     Attributes:
-        actor: starts it, and starts it again.
+        supervisor: starts it, and starts it again.
         running: requests without an answer yet.
-        connected: the life that the ranks are connected with and that has their weights.
+        connected: the actor that the ranks are connected with and that has their weights.
     """
 
-    actor: Supervisor
+    supervisor: Supervisor
     running: int = 0
-    connected: Life | None = None
+    connected: Incarnation | None = None
 
 
 class Engines:
@@ -45,7 +45,7 @@ class Engines:
     def __init__(
         self,
         name: str,
-        begin: Callable[[int], Life],
+        begin: Callable[[int], Incarnation],
         count: int,
         cluster: ClusterSettings,
         *,
@@ -64,12 +64,12 @@ class Engines:
     @property
     def handles(self) -> list[Any]:
         """Return the Ray handles, in order."""
-        return [engine.actor.life.handle for engine in self._engines]
+        return [engine.supervisor.current.handle for engine in self._engines]
 
     @property
     def restarts(self) -> int:
         """Return how often engines were started again."""
-        return sum(engine.actor.restarts for engine in self._engines)
+        return sum(engine.supervisor.restarts for engine in self._engines)
 
     @property
     def busy(self) -> float:
@@ -84,9 +84,9 @@ class Engines:
         Raises:
             LostActorError: one died or took longer than the start time-out.
         """
-        lives = await asyncio.gather(*(engine.actor.started() for engine in self._engines))
-        for engine, life in zip(self._engines, lives, strict=True):
-            engine.connected = life
+        actors = await asyncio.gather(*(engine.supervisor.started() for engine in self._engines))
+        for engine, actor in zip(self._engines, actors, strict=True):
+            engine.connected = actor
 
     async def generate(self, ids: Sequence[int], params: Any) -> Any:
         """Return the finished request of one prompt, made again elsewhere if its engine is lost.
@@ -98,33 +98,33 @@ class Engines:
         while True:
             await self._connect()
             engine = min(self._engines, key=lambda e: e.running)
-            life = engine.actor.life
+            actor = engine.supervisor.current
             self._count(engine, +1)
             try:
-                return await engine.actor.ask(life, "generate", list(ids), params)
+                return await engine.supervisor.ask(actor, "generate", list(ids), params)
             except LostActorError as error:
-                engine.actor.lose(life, error.reason)
+                engine.supervisor.lose(actor, error.reason)
             finally:
                 self._count(engine, -1)
 
     async def mend(self) -> None:
         """Start every engine again that is dead."""
         for engine in self._engines:
-            life = engine.actor.life
+            actor = engine.supervisor.current
             try:
-                await engine.actor.ask(life, "get_num_unfinished_requests")
+                await engine.supervisor.ask(actor, "get_num_unfinished_requests")
             except LostActorError as error:
-                engine.actor.lose(life, error.reason)
+                engine.supervisor.lose(actor, error.reason)
         await self._connect()
 
     async def _connect(self) -> None:
         """Give engines that were started again the weights of now; requests wait meanwhile."""
         async with self._mending:
-            if any(engine.connected is not engine.actor.life for engine in self._engines):
-                lives = await asyncio.gather(*(e.actor.started() for e in self._engines))
+            if any(engine.connected is not engine.supervisor.current for engine in self._engines):
+                actors = await asyncio.gather(*(e.supervisor.started() for e in self._engines))
                 await self._reconnect()
-                for engine, life in zip(self._engines, lives, strict=True):
-                    engine.connected = life
+                for engine, actor in zip(self._engines, actors, strict=True):
+                    engine.connected = actor
 
     async def pause(self) -> None:
         """Hold the engines between two tokens; running requests stay where they are."""
@@ -154,13 +154,13 @@ class Engines:
     def close(self) -> None:
         """Kill the engines and free their GPUs."""
         for engine in self._engines:
-            engine.actor.close()
+            engine.supervisor.close()
 
     async def _each(self, method: str, *arguments: Any) -> None:
-        async def ask(actor: Supervisor) -> None:
-            await actor.ask(actor.life, method, *arguments)
+        async def ask(supervisor: Supervisor) -> None:
+            await supervisor.ask(supervisor.current, method, *arguments)
 
-        await asyncio.gather(*(ask(engine.actor) for engine in self._engines))
+        await asyncio.gather(*(ask(engine.supervisor) for engine in self._engines))
 
     def _count(self, engine: Engine, change: int) -> None:
         """Count a request that begins or ends, and the time in which any is running."""

@@ -21,7 +21,7 @@ from experiential.rollout.rollout import make_env
 from experiential.sync import awaited, shared_loop
 from experiential.training.openrlhf.supervisor import (
     FailedCallError,
-    Life,
+    Incarnation,
     LostActorError,
     SilentActorError,
     Supervisor,
@@ -207,7 +207,7 @@ class EnvWorkers:
             self.close()
             raise
 
-    def _begin(self, index: int) -> Life:
+    def _begin(self, index: int) -> Incarnation:
         ray = joined_ray()
         handle: Any = (
             ray.remote(EnvHost)
@@ -220,7 +220,9 @@ class EnvWorkers:
             )
             .remote(index)
         )
-        return Life(handle, handle.begin.remote(list(self._known)), partial(ray.kill, handle))
+        return Incarnation(
+            handle, handle.begin.remote(list(self._known)), partial(ray.kill, handle)
+        )
 
     def __enter__(self) -> EnvWorkers:
         return self
@@ -246,16 +248,16 @@ class EnvWorkers:
         if kind not in self._spaces:
 
             async def describe() -> Spaces:
-                worker, life = await self.home(0)
+                worker, actor = await self.home(0)
                 return await self.ask(
-                    worker, life, "describe", settings, kwargs, seconds=self.settings.start_timeout
+                    worker, actor, "describe", settings, kwargs, seconds=self.settings.start_timeout
                 )
 
             self._spaces[kind] = shared_loop().run(describe())
             self._known.append((settings, kwargs))
         return RemoteEnv(self, next(self._numbers), settings, kwargs, self._spaces[kind])
 
-    async def home(self, number: int) -> tuple[Supervisor, Life]:
+    async def home(self, number: int) -> tuple[Supervisor, Incarnation]:
         """Return the worker that holds an environment, started: its own, or one that is left.
 
         Raises:
@@ -275,31 +277,31 @@ class EnvWorkers:
             worker = alive[number % len(alive)]
             index = self.workers.index(worker)
         try:
-            life = await worker.started()
+            actor = await worker.started()
         except (LostActorError, FailedCallError) as error:
             raise EnvError(f"{worker.name} {error.reason}", lost=True) from None
-        worker.name = f"env worker {index} on {life.result}"
-        return worker, life
+        worker.name = f"env worker {index} on {actor.result}"
+        return worker, actor
 
     async def ask(
         self,
         worker: Supervisor,
-        life: Life,
+        actor: Incarnation,
         method: str,
         *arguments: Any,
         seconds: float | None = None,
     ) -> Any:
-        """Call a method of `EnvHost` in the life of a worker in which the environment began.
+        """Call a method of `EnvHost` in the actor of a worker that holds the environment.
 
         Raises:
             EnvError: the environment raised, did not answer in time, or its worker died; the
                 message names worker and node.
         """
         try:
-            return await worker.ask(life, method, *arguments, seconds=seconds)
+            return await worker.ask(actor, method, *arguments, seconds=seconds)
         except SilentActorError as error:
-            await self._examine(worker, life, f"{method} {error.reason}", arguments[0])
-            raise EnvError(f"{worker.name} {life.ended}", lost=True) from None
+            await self._examine(worker, actor, f"{method} {error.reason}", arguments[0])
+            raise EnvError(f"{worker.name} {actor.ended}", lost=True) from None
         except LostActorError as error:
             raise EnvError(f"{worker.name} {error.reason}", lost=True) from None
         except FailedCallError as error:
@@ -307,7 +309,7 @@ class EnvWorkers:
             raise EnvError(f"{worker.name}: {method} failed: {reason}") from None
 
     async def _examine(
-        self, worker: Supervisor, life: Life, complaint: str, number: object
+        self, worker: Supervisor, actor: Incarnation, complaint: str, number: object
     ) -> None:
         """End a worker that does not answer at all; where it answers, only the environment hangs.
 
@@ -315,16 +317,16 @@ class EnvWorkers:
             EnvError: only the environment hangs; the worker goes on.
         """
         if not isinstance(number, int):  # `describe`: there is no environment to give up
-            worker.lose(life, complaint)
+            worker.lose(actor, complaint)
             return
         seconds = min(_PING_SECONDS, self.settings.call_timeout)
         try:
-            stuck = await worker.ask(life, "abandon", number, seconds=seconds)
+            stuck = await worker.ask(actor, "abandon", number, seconds=seconds)
         except BackendError:
-            worker.lose(life, f"hangs: {complaint}, and the worker did not answer either")
+            worker.lose(actor, f"hangs: {complaint}, and the worker did not answer either")
             return
         if stuck >= _STUCK:
-            worker.lose(life, f"holds {stuck} environments that hang; of the last one {complaint}")
+            worker.lose(actor, f"holds {stuck} environments that hang; of the last one {complaint}")
             return
         _log.warning("%s: %s; its environment is given up", worker.name, complaint)
         raise EnvError(
@@ -382,7 +384,7 @@ class RemoteEnv(gym.Env[str, str]):
         self.observation_space = deepcopy(spaces.observation)
         self.action_space = deepcopy(spaces.action)
         self.metadata, self.render_mode = dict(spaces.metadata), spaces.render_mode
-        self._home: tuple[Supervisor, Life] | None = None
+        self._home: tuple[Supervisor, Incarnation] | None = None
 
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

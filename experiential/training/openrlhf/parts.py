@@ -22,7 +22,7 @@ from experiential.llm.base import SamplingParams
 from experiential.sync import attempted
 from experiential.training.openrlhf.learner import Learner, RankStats
 from experiential.training.openrlhf.rank_state import load_state, save_state
-from experiential.training.openrlhf.supervisor import Life
+from experiential.training.openrlhf.supervisor import Incarnation
 from experiential.training.runtime import LossSettings, Sample
 
 _FAR = 1_000_000_000
@@ -92,7 +92,7 @@ def strategy(args: Any) -> Any:
     return import_module("openrlhf.utils").get_strategy(args)
 
 
-def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> Life:
+def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> Incarnation:
     """Start one vLLM engine with GPUs of its own; return at once, while it starts.
 
     OpenRLHF makes the placement group inside and keeps it to itself, so it is found as the one that
@@ -103,10 +103,10 @@ def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: in
     [handle] = _create_engines(1, model, settings, seed, None)
     [new] = set(groups.placement_group_table()) - before
     identity = import_module("ray._raylet").PlacementGroupID.from_hex(new)
-    return engine_life(handle, groups.PlacementGroup(identity))
+    return watch_engine(handle, groups.PlacementGroup(identity))
 
 
-def engine_life(handle: Any, group: Any = None) -> Life:
+def watch_engine(handle: Any, group: Any = None) -> Incarnation:
     """Watch over an engine that starts; its end frees the GPUs of ``group``, if it has its own."""
 
     def end() -> None:
@@ -114,7 +114,7 @@ def engine_life(handle: Any, group: Any = None) -> Life:
         if group is not None:
             end_group(group)
 
-    return Life(handle, handle.get_num_unfinished_requests.remote(), end)
+    return Incarnation(handle, handle.get_num_unfinished_requests.remote(), end)
 
 
 def start_group(gpus: int, *, seconds: float) -> Any:

@@ -38,7 +38,7 @@ from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
 from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
-from experiential.training.openrlhf.supervisor import Life, answers, is_joined, joined_ray
+from experiential.training.openrlhf.supervisor import Incarnation, answers, is_joined, joined_ray
 from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
 from experiential.training.runtime import (
     LossSettings,
@@ -128,9 +128,9 @@ class OpenRLHFRuntime(PolicyRuntime):
                 model, settings, shared.group, seed=seed, name=name, seconds=seconds
             )
 
-        def begin(number: int) -> Life:
+        def begin(number: int) -> Incarnation:
             if sleeping:
-                return parts.engine_life(sleeping[number])
+                return parts.watch_engine(sleeping[number])
             return parts.start_engine(model, settings, seed=seed + number)
 
         fixed = None if shared is None else _FIXED

@@ -123,7 +123,7 @@ async def answers(references: Sequence[Any], who: Sequence[str], seconds: float)
 
 
 @dataclass(eq=False)
-class Life:
+class Incarnation:
     """Hold one actor from its start to its death.
 
     Attributes:
@@ -146,7 +146,7 @@ class Life:
 class Supervisor:
     """Keep one Ray actor running: start it when it is needed, and again after it was lost.
 
-    A life begins when somebody asks for it (`life`, `started`) and not when the last one ends: a
+    An actor begins when it is needed (`current`, `started`) and not when the last one ends: a
     pool that is being closed starts nothing. Calls may come from several event loops.
 
     Args:
@@ -162,7 +162,7 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        begin: Callable[[], Life],
+        begin: Callable[[], Incarnation],
         cluster: ClusterSettings,
         *,
         fixed: str | None = None,
@@ -173,7 +173,7 @@ class Supervisor:
         self._final = fixed or f"no restart is left of {cluster.restarts} (cluster.restarts)"
         self._lock = threading.Lock()
         self._closed, self._last = False, ""
-        self._life: Life | None = None
+        self._current: Incarnation | None = None
 
     @property
     def restarts(self) -> int:
@@ -186,8 +186,8 @@ class Supervisor:
         return not self._closed and len(self.failures) <= self._allowed
 
     @property
-    def life(self) -> Life:
-        """Return the present life, begun now if the last one has ended.
+    def current(self) -> Incarnation:
+        """Return the present actor, begun now if the last one has ended.
 
         Raises:
             LostActorError: no restart is left, or the supervisor was closed.
@@ -197,60 +197,60 @@ class Supervisor:
                 raise LostActorError(self.name, "was closed")
             if not self.alive:
                 raise LostActorError(self.name, f"{self._last}; {self._final}")
-            if self._life is None:
-                self._life = self._begin()
-            return self._life
+            if self._current is None:
+                self._current = self._begin()
+            return self._current
 
-    async def started(self) -> Life:
-        """Return the present life once it has answered its first call.
+    async def started(self) -> Incarnation:
+        """Return the present actor once it has answered its first call.
 
         Raises:
             LostActorError: it was lost, or no restart is left.
-            FailedCallError: its first call raised; the life is over.
+            FailedCallError: its first call raised; the actor is over.
         """
-        life = self.life
-        if not life.started:
+        actor = self.current
+        if not actor.started:
             try:
-                life.result = await answer(life.begun, self.name, self._cluster.start_timeout)
+                actor.result = await answer(actor.begun, self.name, self._cluster.start_timeout)
             except LostActorError as error:
-                self.lose(life, error.reason)
+                self.lose(actor, error.reason)
                 raise
             except FailedCallError as error:
-                self.lose(life, f"did not start: {error.reason}")
+                self.lose(actor, f"did not start: {error.reason}")
                 raise
-            life.started = True
-        return life
+            actor.started = True
+        return actor
 
     async def ask(
-        self, life: Life, method: str, *arguments: Any, seconds: float | None = None
+        self, actor: Incarnation, method: str, *arguments: Any, seconds: float | None = None
     ) -> Any:
-        """Call a method in one life, by default within ``cluster.call_timeout`` seconds.
+        """Call a method in one actor, by default within ``cluster.call_timeout`` seconds.
 
         Raises:
             LostActorError: the actor died, now or before.
             SilentActorError: it gave no answer; the caller decides whether it is lost.
             FailedCallError: the method raised.
         """
-        if life.ended:
-            raise LostActorError(self.name, life.ended)
-        reference = getattr(life.handle, method).remote(*arguments)
+        if actor.ended:
+            raise LostActorError(self.name, actor.ended)
+        reference = getattr(actor.handle, method).remote(*arguments)
         try:
             return await answer(reference, self.name, seconds or self._cluster.call_timeout)
         except SilentActorError:
             raise
         except LostActorError as error:
-            self.lose(life, error.reason)
+            self.lose(actor, error.reason)
             raise
 
-    def lose(self, life: Life, reason: str) -> None:
+    def lose(self, actor: Incarnation, reason: str) -> None:
         """Kill an actor that is of no use any more and note why, once."""
         with self._lock:
-            if life.ended:
+            if actor.ended:
                 return
-            life.ended = self._last = reason
-            self._life = None
+            actor.ended = self._last = reason
+            self._current = None
             self.failures.append(f"{self.name} {reason}")
-            life.end()
+            actor.end()
         left = self._allowed - len(self.failures) + 1
         _log.warning("%s; restarts left: %d", self.failures[-1], max(0, left))
 
@@ -258,17 +258,17 @@ class Supervisor:
         """Kill the actor for good; safe to call twice."""
         with self._lock:
             self._closed = True
-            life, self._life = self._life, None
-            if life is not None:
-                life.ended = "was closed"
-                life.end()
+            actor, self._current = self._current, None
+            if actor is not None:
+                actor.ended = "was closed"
+                actor.end()
 
     async def stop(self, method: str, seconds: float) -> None:
         """Let a running actor finish by one last call of ``method``, then kill it for good."""
-        life = self._life
+        actor = self._current
         try:
-            if life is not None and life.started:
-                call = getattr(life.handle, method).remote()
+            if actor is not None and actor.started:
+                call = getattr(actor.handle, method).remote()
                 await answer(call, self.name, min(seconds, self._cluster.call_timeout))
         except BackendError as error:
             _log.warning("%s was not closed cleanly: %s", self.name, error)
