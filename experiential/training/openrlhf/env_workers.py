@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import gymnasium as gym
@@ -227,12 +226,7 @@ class EnvWorkers:
     def __enter__(self) -> EnvWorkers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def make(self, settings: EnvSettings, kwargs: dict[str, Any]) -> RemoteEnv:

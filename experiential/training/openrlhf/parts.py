@@ -159,14 +159,10 @@ def start_sleeping_engines(
     Args:
         model: a folder in Hugging Face format, or a hub name.
         settings: sizes of this policy.
-        group: of `start_group`; engine ``i`` gets bundle ``i``, or the ``tensor_parallel`` bundles
-            from there on.
+        group: from `start_group`; engines take its bundles in order.
         seed: of the first engine; the others have the ones after it.
         name: of the policy, for errors.
         seconds: time-out.
-
-    Returns:
-        Their Ray handles, in order.
 
     Raises:
         BackendError: one did not start, or took longer.
