@@ -28,8 +28,8 @@ PAGES = {
     if path.name != "index.md"
 }
 FORM = (
-    "Source", "Observation", "Actions", "Reward and end", "Splits, worlds and seeds", "Presets and arguments",
-    "Oracle", "Limits", "Licence", "Transcript",
+    "Source", "Observation", "Actions", "Reward and end", "Splits, worlds and seeds",
+    "Presets and arguments", "Oracle", "Limits", "Licence", "Transcript",
 )  # fmt: skip
 
 

@@ -210,9 +210,19 @@ class TestEpisodes(Played):
 
     @pytest.mark.parametrize(
         "kwargs",
-        [{"preset": "rum"}, {"preset": "room", "env_id": "MiniHack-River-v0"}, {"env_id": "CartPole-v1"}, {"env_id": "MiniHack-Nowhere-v0"},
-         {"crop": (4, 9)}, {"crop": (9,)}, {"worlds": 0}, {"max_steps": 0}, {"render_mode": "human"}, {"split": "test"}],
-    )  # fmt: skip
+        [
+            {"preset": "rum"},
+            {"preset": "room", "env_id": "MiniHack-River-v0"},
+            {"env_id": "CartPole-v1"},
+            {"env_id": "MiniHack-Nowhere-v0"},
+            {"crop": (4, 9)},
+            {"crop": (9,)},
+            {"worlds": 0},
+            {"max_steps": 0},
+            {"render_mode": "human"},
+            {"split": "test"},
+        ],
+    )
     def test_bad_arguments_are_refused(self, kwargs: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match="Expected"):
             MiniHackEnv(**kwargs)

@@ -118,9 +118,7 @@ def test_each_finished_episode_is_one_trajectory_with_its_own_turns(mode: Autore
     assert envs.abandoned == 0 and all(len(t.uses) == 1 for t in manager.submitted)
 
 
-def test_episodes_that_start_together_are_searched_for_in_one_call_unless_they_hide_different_instances() -> (
-    None
-):
+def test_episodes_that_start_together_are_searched_for_in_one_call_per_hidden_instance() -> None:
     manager = CountingManager("Say go.")
     envs = twin(manager, count=3, exclude_same_instance=False)
     envs.reset(seed=7)

@@ -71,7 +71,7 @@ def distinct(symbols: str, count: int) -> None:
         )
 
 
-def settled(
+def with_preset(
     preset: str | None,
     presets: Mapping[str, Mapping[str, Any]],
     usual: Mapping[str, Any],
@@ -80,7 +80,7 @@ def settled(
     """Return each argument of ``usual``: the given value, else the preset's, else the usual.
 
     >>> usual = {"turns": 15, "binary": False}
-    >>> settled("paper", {"paper": {"turns": 40}}, usual, turns=None, binary=True)
+    >>> with_preset("paper", {"paper": {"turns": 40}}, usual, turns=None, binary=True)
     {'turns': 40, 'binary': True}
 
     Raises:

@@ -35,8 +35,8 @@ class GridEnv(TextEnv):
 
     A subclass holds the state and says what a move does. The observation is the grid, one row a
     line, symbols separated by blanks, then the feedback on the last move; rules and meanings of
-    symbols are never told. A spent budget truncates the episode. Every reading failure and every
-    move without effect costs one step.
+    symbols are never explained. A spent budget truncates the episode. Every reading failure and
+    every move without effect costs one step.
 
     Args:
         name: start of ``info["task_id"]`` and ``info["instance"]``.

@@ -195,12 +195,12 @@ def _distance(a: Cell, b: Cell) -> int:
 
 
 class SokobanEnv(GridEnv):
-    """Push every box of a text grid onto a goal; what the symbols mean is not told.
+    """Push every box of a text grid onto a goal; symbols are not explained.
 
     The agent pushes one box at a time and never pulls. Reward is 1.0 when all boxes stand on goals,
     else 0.0; the spent budget truncates. Every room is proved solvable by search and belongs to the
-    split that its content decides, so train and eval never share one. ``info["deadlock"]`` tells
-    (to analyses, not to the agent) that a box stands where no goal can be reached any more.
+    split that its content decides, so train and eval never share one. ``info["deadlock"]`` is for
+    analyses, not for the agent: it says that a box stands where no goal can be reached any more.
 
     Caveat: the paper's messages speak of boxes, goals and walls; ``feedback="neutral"`` keeps such
     words from the agent.

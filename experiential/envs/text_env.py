@@ -13,13 +13,13 @@ from experiential.envs.text_space import UnicodeText
 
 Info = dict[str, Any]
 Step = tuple[str, float, bool, bool, Info]
-"""What a turn gives: observation, reward, terminated, truncated, info."""
+"""The answer of a turn: observation, reward, terminated, truncated, info."""
 
 
 class TextEnv(gym.Env[str, str], ABC):
     """Play numbered worlds turn by turn, with text in and out.
 
-    A subclass says what is asked (``task``), begins a world (``_begin``) and plays a turn
+    A subclass states the task (``task``), begins a world (``_begin``) and plays a turn
     (``_turn``). This class keeps the rest: spaces, the world that a reset picks, the last
     observation for ``render``, and the refusal of a step where no episode runs. Where ``_begin`` or
     ``_turn`` raises, the episode is over and a reset begins another.

@@ -27,8 +27,8 @@ class FeedbackWrapper(TextWrapper):
 
     Caveat: an environment that writes its comments into the observation and not into
     ``info["feedback"]`` shows them always. The info itself still has ``feedback``; an agent that
-    reads it is told. Put this wrapper inside ``ExperienceWrapper`` and ``ReflectionWrapper``, so
-    that both record what the agent saw.
+    reads it knows the comment. Put this wrapper inside ``ExperienceWrapper`` and
+    ``ReflectionWrapper``, so that both record what the agent saw.
 
     No vector version: use this wrapper on each environment inside a vector environment.
 

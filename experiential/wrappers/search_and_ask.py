@@ -41,7 +41,7 @@ class SearchAndAskWrapper(TextWrapper):
     too: ``{"name": "search_and_ask", "arguments": {"query": "…"}}``. The observation becomes the
     best entry, refined for the question, escaped inside ``<search_result>``; the reward is 0.
     ``info["search_and_ask"]`` holds ``query``, ``calls_left``, ``hit`` and ``turn`` (environment
-    steps and calls so far). After ``max_calls`` answered calls the agent is told that none are
+    steps and calls so far). After ``max_calls`` answered calls the reply says that none are
     left. In a ``FREE`` episode the reply is a fixed "not available" and the bank is not touched.
     Each answer is a use of its entry and of its refinement, added to the episode's trajectory.
 

@@ -24,7 +24,7 @@ from experiential.envs.alfworld.player import (
     WorkerPlayer,
     check_installed,
 )
-from experiential.envs.arguments import one_of, positive, settled
+from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError, EnvError
 
@@ -41,8 +41,9 @@ class ALFWorldEnv(TextEnv):
     """Do a household task in a room that is described in words.
 
     Each step is one of the commands in ``info["admissible"]``; anything else changes nothing, uses
-    the turn up and is answered with what is legal. The episode ends when the task is done. Nothing
-    else ends it unless ``turns`` is given, so wrap it in a ``TimeLimit`` (the papers use 40 turns).
+    the turn up and is answered with the legal commands. The episode ends when the task is done.
+    Nothing else ends it unless ``turns`` is given, so wrap it in a ``TimeLimit`` (the papers use 40
+    turns).
 
     A game runs in a worker process that is replaced after ``recycle`` games, since TextWorld keeps
     some 4.5 MB of every game. Call ``close()``; a worker also ends with its environment and with
@@ -57,8 +58,8 @@ class ALFWorldEnv(TextEnv):
         games: how many; the first ones of a file's split, by default all; of made games 600 or 150
             by default.
         task_types: only these, of the six in ``TASK_TYPES``.
-        turns: turns after which the episode is truncated; where nothing says so there is no end.
-        failure: reward of the last turn when ``turns`` are spent; 0 if nothing says otherwise.
+        turns: turns after which the episode is truncated; None for no limit.
+        failure: reward of the last turn when ``turns`` are spent; 0 by default.
         show_actions: put the admissible commands into the observation.
         recycle: games per worker process.
         timeout: seconds to wait for a worker's answer.
@@ -94,7 +95,7 @@ class ALFWorldEnv(TextEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        chosen = settled(
+        chosen = with_preset(
             preset, PRESETS, {"turns": None, "failure": 0.0}, turns=turns, failure=failure
         )
         turns, failure = chosen["turns"], float(chosen["failure"])
@@ -142,7 +143,9 @@ class ALFWorldEnv(TextEnv):
         self._game = self._entries[world].load()
         self._commands, self._used = [], 0
         self._state = self._begun()
-        return self._told(self._state["feedback"].replace(_BANNER, "").strip()), self._info("")
+        return self._with_actions(self._state["feedback"].replace(_BANNER, "").strip()), self._info(
+            ""
+        )
 
     def _turn(self, action: str) -> Step:
         """Play a command."""
@@ -155,7 +158,7 @@ class ALFWorldEnv(TextEnv):
         )
         won = bool(self._state["won"])
         spent = not won and self.turns is not None and self._used >= self.turns
-        observation = feedback if won or spent or command is None else self._told(feedback)
+        observation = feedback if won or spent or command is None else self._with_actions(feedback)
         reward = 1.0 if won else self.failure if spent else 0.0
         return observation, reward, won, spent, self._info(feedback, invalid=command is None)
 
@@ -208,7 +211,7 @@ class ALFWorldEnv(TextEnv):
         self._commands.append(command)
         return str(self._state["feedback"])
 
-    def _told(self, text: str) -> str:
+    def _with_actions(self, text: str) -> str:
         return f"{text}\n{self._legal()}" if self.show_actions else text
 
     def _legal(self) -> str:

@@ -44,7 +44,7 @@ class Game:
     Attributes:
         id: stable name.
         task_type: one of ``TASK_TYPES``.
-        goal: what is asked, in words.
+        goal: the task in words.
         walkthrough: commands that win it; empty where none is known.
         data: ``pddl_domain``, ``grammar`` and ``pddl_problem``, as TextWorld takes them.
     """

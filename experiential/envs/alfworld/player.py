@@ -34,7 +34,7 @@ class Player(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back; may be called again."""
+        """Free everything; a second call does nothing."""
         ...
 
 

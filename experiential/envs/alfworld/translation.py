@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 FORMAT = 1
-"""Raised when what is stored changes."""
+"""Version of the stored form; raise it when that changes."""
 
 
 class TranslationCache:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from experiential.bank.text import escape
 from experiential.envs.answers import SCORES, exact_match
-from experiential.envs.arguments import one_of, positive, settled
+from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.hotpotqa.multihop import invented_questions
 from experiential.envs.hotpotqa.passages import Library, Passage
 from experiential.envs.hotpotqa.questions import Question, QuestionSet, load_questions
@@ -103,9 +103,9 @@ class HotpotQAEnv(TextEnv):
     Each step is ``search[words]``, which shows the best paragraphs of the pool, or
     ``answer[text]``, which ends the episode; EvolveR's ``<search_knowledge>`` and ``<answer>`` are
     read too, and shown as the form to use with ``style="tags"``. The last call in an action counts.
-    An action without one uses up a turn, and the reply says what is legal. When the turns are spent
-    the episode is truncated. The right answer is never shown, not even at the end; the reply to an
-    answer says only whether it is right.
+    An action without one uses up a turn, and the reply names the legal calls. When the turns are
+    spent the episode is truncated. The right answer is never shown, not even at the end; the reply
+    to an answer says only whether it is right.
 
     The pool holds the paragraphs of all questions of the file. ``info["instance"]`` is the
     question, so a wrapper never shows an entry made from a question while that question is played.
@@ -117,12 +117,12 @@ class HotpotQAEnv(TextEnv):
             ``HOTPOTQA_DATA`` names, and without that an invented world.
         questions: how many; of a file the first ones of the split, by default all; of the invented
             world 600 or 150 by default.
-        turns: searches and answers allowed; 6 if nothing says otherwise.
+        turns: searches and answers allowed; 6 by default.
         k: paragraphs per search.
         reward: ``em`` (the usual; exact match after SQuAD's normalisation), ``f1`` (of tokens), or
             ``erl`` (1 for an exact match, F1 from 0.3 on, else 0). Success is always the exact
             match.
-        style: which form of action the text tells and ``choices`` offers: ``brackets`` (the usual)
+        style: form of action in the text and in ``choices``: ``brackets`` (the usual)
             or ``tags``.
         embedder: search by this embedder's cosine (a callable or name as a bank takes it); None
             searches by BM25.
@@ -164,7 +164,7 @@ class HotpotQAEnv(TextEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        chosen = settled(preset, PRESETS, USUAL, turns=turns, reward=reward, style=style)
+        chosen = with_preset(preset, PRESETS, USUAL, turns=turns, reward=reward, style=style)
         one_of("split", split, ("train", "eval", "all"))
         one_of("reward", chosen["reward"], SCORES)
         one_of("style", chosen["style"], _FORMS)

@@ -30,8 +30,8 @@ class Dense:
     """Rank texts by the cosine of their embeddings.
 
     Args:
-        texts: what is searched; embedded when the first query comes.
-        embedder: a callable that gives vectors of texts, a sentence-transformers name or folder, or
+        texts: the texts to search; embedded at the first query.
+        embedder: a callable from texts to vectors, a sentence-transformers name or folder, or
             ``hashing``, as a bank takes it.
     """
 

@@ -23,7 +23,7 @@ class Question:
 
     Attributes:
         id: stable name.
-        text: what is asked.
+        text: the question.
         answers: the right answer first, then other forms of it.
         hops: titles of the paragraphs that hold the answer, in the order in which they lead to each
             other where that is known.

@@ -58,7 +58,7 @@ class MiniHackEnv(TextEnv):
         prompts: answer NetHack's questions; False declines them as MiniHack's navigation levels do,
             and lets ``apply`` beside a locked door do all of KeyRoom's unlocking.
         max_steps: turns of an episode; None for the limit of the id.
-        instruction: what is asked, in words; by default to reach the stairs, or to complete the
+        instruction: the task in words; by default to reach the stairs, or to complete the
             task of that name.
         render_mode: ``ansi`` or None.
 

@@ -45,8 +45,8 @@ class Editor:
 
         Raises:
             BadCallError: the command is unknown, or a parameter is missing or of a wrong form.
-            RefusedError: the file is missing, no text, outside the folder, or does not hold what is
-                to be replaced.
+            RefusedError: the file is missing, binary, outside the folder, or lacks the text to
+                replace.
         """
         command = (call.text("command") or "").strip().removesuffix("_edit")
         if command not in COMMANDS:

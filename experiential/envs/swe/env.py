@@ -43,10 +43,10 @@ class SWEEnv(TextEnv):
     """Mend a bug in a real project with a shell, an editor and hidden tests.
 
     Each step is one tool call as text (see `experiential.envs.swe.call.read_call`); the last call
-    in an action counts. An action without a legal one uses up a turn, and the reply says what is
-    legal. The files are a throw-away copy in the cache folder, with a virtual environment for each
-    task, made at the first reset of the task; what isolates commands from the machine and what does
-    not is said in the environment's page. The right change and the hidden tests are never shown.
+    in an action counts. An action without a legal one uses up a turn, and the reply names the legal
+    calls. The files are a throw-away copy in the cache folder, with a virtual environment for each
+    task, made at the first reset of the task; the environment's page describes how far commands are
+    isolated from the machine. The right change and the hidden tests are never shown.
 
     Caveat: making a task ready needs pip and the package index once. POSIX only, and bash and git
     must be installed.

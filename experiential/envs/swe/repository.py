@@ -133,7 +133,7 @@ class WorkTree:
     Args:
         folder: the files.
         store: the repository's data; it is not written to.
-        own: folder for what is found out about ``folder``.
+        own: folder for an index and new objects.
     """
 
     def __init__(self, folder: Path, store: Path, own: Path) -> None:

@@ -56,8 +56,7 @@ def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -
         kept: folder for archives that pip fetches.
 
     Raises:
-        ConfigError: there is none, it cannot be fetched, or it is not the one that the task was
-            made with.
+        ConfigError: it is missing, cannot be fetched, or has another digest than the task names.
     """
     if task.source.startswith("pip:"):
         archive = _fetched(task.source.removeprefix("pip:"), kept)

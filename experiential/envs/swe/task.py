@@ -28,11 +28,11 @@ class Task(BaseModel):
         repo: owner and name of the project.
         base_commit: the commit that the source is at; any stable text where the source is no
             repository.
-        problem_statement: what is asked.
+        problem_statement: the issue as reported.
         patch: the right change, as a diff in git's form. Never shown.
         test_patch: the change of the tests. Never shown.
         version: of the project.
-        FAIL_TO_PASS: names of tests (``file::name``, as pytest gives them) that the change must
+        FAIL_TO_PASS: names of tests (``file::name``, as pytest prints them) that the change must
             make pass.
         PASS_TO_PASS: names of tests that must go on passing.
         source: archive (``.tar.gz``, ``.zip``, …) in the folder of sources or beside the file of

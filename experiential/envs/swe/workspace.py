@@ -161,7 +161,7 @@ class Workspace:
 
     Args:
         shop: made it.
-        task: what is to be done in it.
+        task: the task of the episode.
         base: the base tree and its repository.
         folder: the work folder: ``box`` in it is what commands see.
     """

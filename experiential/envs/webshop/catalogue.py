@@ -38,7 +38,7 @@ class Product:
         bullets: features, one a text.
         prices: one price, or the bounds of a range; in dollars.
         options: names and values of what a buyer chooses, in lower case.
-        attributes: what is known of it beside its text; never shown.
+        attributes: properties beside its text; never shown.
         rating: mean rating in words.
         wish: words of the instruction that asks for it, without options and price; None when nobody
             asks for it.

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from experiential.bank.text import escape
-from experiential.envs.arguments import one_of, positive, settled
+from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.envs.webshop.catalogue import Product
 from experiential.envs.webshop.goals import Goal
@@ -77,7 +77,8 @@ class WebShopEnv(TextEnv):
     ``click[text]`` follows what a page shows in brackets: a product, an option, ``Next >``, ``<
     Prev``, ``Back to Search``, ``Description``, ``Features``, ``Reviews``, or ``Buy Now``, which
     ends the episode. The last call in an action counts. Any other action uses up a turn, and the
-    reply says what is legal. When the turns are spent the episode is truncated and rewards nothing.
+    reply names the legal actions. When the turns are spent the episode is truncated and rewards
+    nothing.
 
     The reward for buying is the one of the WebShop paper, a fraction (see `score`). What the goal
     was made from, its attributes and its product, stands in no observation and no ``info`` but as
@@ -90,7 +91,7 @@ class WebShopEnv(TextEnv):
         data: a folder with ``items_shuffle_1000.json`` and ``items_ins_v2_1000.json`` (``.xz`` may
             follow); by default the one that ``WEBSHOP_DATA`` names, and without that an invented
             shop.
-        turns: actions allowed; 15 if nothing says otherwise.
+        turns: actions allowed; 15 by default.
         threshold: reward from which the episode is a success.
         binary: reward 1 for a success and 0 otherwise, in place of the fraction.
         generation: seed of drawn prices and price bounds, and of the invented shop.
@@ -117,7 +118,7 @@ class WebShopEnv(TextEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        chosen = settled(
+        chosen = with_preset(
             preset, PRESETS, {"turns": 15, "binary": False}, turns=turns, binary=binary
         )
         one_of("split", split, PARTS)

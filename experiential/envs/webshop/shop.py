@@ -23,7 +23,7 @@ from experiential.errors import ConfigError
 Split = Literal["train", "eval", "test", "all"]
 
 FOUND = 50
-"""Most products that a search gives."""
+"""Most products that a search returns."""
 PARTS: dict[Split, slice] = {
     "test": slice(0, 500),
     "eval": slice(500, 1500),
@@ -63,7 +63,7 @@ def open_shop(split: Split, folder: str | None, generation: int) -> tuple[Shop, 
     Args:
         split: of a folder by index, of an invented shop ``train`` or ``eval``.
         folder: where WebShop's two files are; None for an invented shop.
-        generation: seed of drawn prices and bounds, and of what is invented.
+        generation: seed of drawn prices and bounds, and of the invented shop.
 
     Raises:
         ConfigError: the files cannot be used, or there is no goal in that split.
