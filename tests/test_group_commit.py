@@ -50,7 +50,7 @@ def gathering(bank):
     holder.start()
     assert entered.wait(60)
     try:
-        yield lambda: len(bank._writes._waiting)
+        yield lambda: bank._writes.waiting
     finally:
         leave.set()
         holder.join(60)

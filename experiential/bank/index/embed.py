@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.bank.index.vectors import Vector
+from experiential.batching import Batcher
 from experiential.errors import BankError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.plugins import did_you_mean, known_names, resolve
 
@@ -94,24 +95,16 @@ class SentenceEmbedder:
         self._model: Any = None
         # One thread for the model, because torch gives each calling thread its own pool of helpers.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="experiential-embed")
-        self._lock = threading.Lock()
-        self._next: tuple[list[str], Future[Vector]] | None = None
+        self._batcher: Batcher[list[str], Vector] = Batcher(
+            lambda calls: self._thread.submit(self._encode, calls).result()
+        )
 
     def __call__(self, texts: list[str]) -> Vector:
         """Return vectors of unit length, shape (n, d), float32."""
-        with self._lock:
-            gathered, vectors = self._next = self._next or ([], self._thread.submit(self._serve))
-            start = len(gathered)
-            gathered.extend(texts)
-        return vectors.result()[start : start + len(texts)]
+        return self._batcher.run([texts])[0]
 
-    def _serve(self) -> Vector:
-        with self._lock:
-            assert self._next is not None
-            (gathered, _), self._next = self._next, None
-        return self._encode(gathered)
-
-    def _encode(self, texts: list[str]) -> Vector:
+    def _encode(self, calls: list[list[str]]) -> list[Vector]:
+        """Encode the texts of several callers together; on the thread of the model."""
         if self._model is None:
             from sentence_transformers import SentenceTransformer
 
@@ -127,9 +120,13 @@ class SentenceEmbedder:
                     f" sentence-transformers name or folder, got {self.name!r}, which cannot be"
                     f" loaded{did_you_mean(self.name, known)}"
                 ) from error
-        return self._model.encode(
-            texts, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+        vectors: Vector = self._model.encode(
+            [text for texts in calls for text in texts],
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+            show_progress_bar=False,
         )
+        return np.split(vectors, np.cumsum([len(texts) for texts in calls])[:-1])
 
 
 _BUILTINS: dict[str, type[HashingEmbedder]] = {"hashing": HashingEmbedder}

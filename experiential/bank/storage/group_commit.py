@@ -1,12 +1,11 @@
-"""Group commit: writes that come at the same moment share one transaction, and so one wait for the disk."""
+"""Group commit: concurrent writes share one transaction, and so one wait for the disk."""
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar, cast
 
 from experiential.bank.evidence.credit import Ledger
@@ -14,18 +13,17 @@ from experiential.bank.state import Draft, Ground, Overlay
 from experiential.bank.storage.history import History
 from experiential.bank.storage.journal import Footnote, Journal
 from experiential.bank.text import Gate
+from experiential.batching import Batcher, BatchInterruptedError
 from experiential.errors import BankError
-from experiential.sync import attempted
 
 T = TypeVar("T")
-_INTERRUPTED = (
-    "Expected this write to be carried out, but the thread that did it was interrupted; look"
-    " whether it is there, then write again"
-)
 
 
 class Group(Overlay):
-    """The commits of one transaction: each is drafted on those before it, and nobody else sees any before all are durable."""
+    """Collect the commits of one transaction; each is drafted on those before it.
+
+    Readers see none of them before all are durable.
+    """
 
     def __init__(self, ground: Ground, journal: Journal, history: History, ledger: Ledger) -> None:
         super().__init__(ground)
@@ -37,14 +35,14 @@ class Group(Overlay):
 
     @property
     def is_lost(self) -> bool:
-        """Whether SQLite has given up the transaction."""
+        """Return whether SQLite has given up the transaction."""
         return not self._journal.in_transaction
 
     @contextmanager
     def draft(
         self, author: str, cause: str, ref: str | None = None, gate: Gate | None = None
     ) -> Generator[Draft]:
-        """One commit; it counts once the member that makes it has ended well."""
+        """Open one commit; it counts once the member that makes it has succeeded."""
         draft = Draft(self, self._history, self._ledger, self._history.begin(author, cause, ref))
         if gate is not None:
             draft.refused.update(gate.refused)
@@ -54,7 +52,11 @@ class Group(Overlay):
 
     @contextmanager
     def member(self, note: Footnote | None = None) -> Generator[None]:
-        """What one writer does: all of it counts, with its footnote when it made a commit, or nothing of it does."""
+        """Open a savepoint for one writer: all of its commits count, or none.
+
+        Args:
+            note: written with the commits, in the same savepoint; without a commit it is not.
+        """
         self._member = []
         with self._journal.savepoint():
             yield
@@ -66,11 +68,11 @@ class Group(Overlay):
 
 
 class Member(Generic[T]):
-    """One write of one caller, and in the end what it gave or why it failed."""
+    """Hold one write, and once it is durable its result, or its error."""
 
     def __init__(self, work: Callable[[Group], T], note: Footnote | None = None) -> None:
-        self.outcome: T | Exception | None = None
         self.done = False
+        self._outcome: T | Exception | None = None
         self._work = work
         self._note = note
 
@@ -80,62 +82,40 @@ class Member(Generic[T]):
         Raises:
             Exception: SQLite gave up the whole transaction.
         """
-        outcome = attempted(partial(self._write, group))
-        if isinstance(outcome, Exception) and group.is_lost:
-            raise outcome
-        return outcome
-
-    def _write(self, group: Group) -> T:
-        with group.member(self._note):
-            return self._work(group)
+        try:
+            with group.member(self._note):
+                return self._work(group)
+        except Exception as error:
+            if group.is_lost:
+                raise
+            return error
 
     def end(self, outcome: T | Exception) -> None:
-        """Say how it ended; for a success, once it is durable."""
-        self.outcome, self.done = outcome, True
-
-
-class Ticket:
-    """The members of one caller, which waits until they are done or until it is its turn to lead."""
-
-    def __init__(self, members: Sequence[Member[Any]]) -> None:
-        self.members = members
-        self.leads = False
-        self._called = threading.Lock()
-        self._called.acquire()
+        """Keep the result of a write that is durable, or its error."""
+        self._outcome, self.done = outcome, True
 
     @property
-    def done(self) -> bool:
-        """Whether every member has its outcome."""
-        return all(member.done for member in self.members)
-
-    def wait(self) -> None:
-        """Until called."""
-        self._called.acquire()
-
-    def call(self) -> None:
-        """Wake the caller, or let its next wait end at once."""
-        if self._called.locked():
-            self._called.release()
-
-    def end(self) -> None:
-        """Wake the caller for good; what has no outcome was led by a thread that was interrupted."""
-        for member in self.members:
-            if not member.done:
-                member.end(BankError(_INTERRUPTED))
-        self.call()
+    def outcome(self) -> T | Exception:
+        """Return the result or the error; the latter also if nobody came to say which."""
+        if not self.done:
+            return BankError(
+                "Expected this write to be carried out, but the thread that did it was interrupted;"
+                " look whether it is there, then write again"
+            )
+        return cast("T | Exception", self._outcome)
 
 
 class GroupCommit:
-    """Who comes while a transaction is being committed waits, and one of those waiting then commits what all of them wrote.
+    """Commit the writes of concurrent callers together.
 
-    Leader and followers: the first writer leads, carries out every member that waits in a savepoint
-    of its own, commits once, and names the next leader. A writer alone waits for nobody, and there
-    is no thread between a writer and the disk.
+    The first waiting writer becomes the leader and carries out every queued write, each in a
+    savepoint of its own, in one transaction. A writer alone waits for nobody, and there is no
+    thread between a writer and the disk.
 
     Args:
         journal: where footnotes of the calling thread are taken from.
-        transaction: a method that opens a transaction, and shows what was written to readers after
-            it was committed; its object is not kept alive.
+        transaction: a method that opens a transaction, and after its commit shows what was written
+            to readers; its object is not kept alive.
     """
 
     def __init__(
@@ -143,86 +123,51 @@ class GroupCommit:
     ) -> None:
         self._journal = journal
         self._transaction = weakref.WeakMethod(transaction)
-        self._guard = threading.Lock()
-        self._waiting: list[Ticket] = []
-        self._is_led = False
+        self._batcher: Batcher[Member[Any], None] = Batcher(self._carry_out)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of writes that no leader has taken up yet."""
+        return self._batcher.waiting
 
     def run(self, work: Callable[[Group], T]) -> T:
         """Carry out one write; durable when this returns.
 
         Args:
-            work: writes, on the thread of whoever leads; it may be called a second time when the
-                transaction of the first was lost.
+            work: writes, on the thread of the leader; called a second time if the transaction of
+                the first was lost.
         """
-        member = Member(work, self._journal.take_footnote())
-        self._wait_for([member])
-        if isinstance(member.outcome, Exception):
-            raise member.outcome
-        return cast("T", member.outcome)
+        outcome = self._outcomes([Member(work, self._journal.take_footnote())])[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def run_all(self, works: Sequence[Callable[[Group], T]]) -> list[T | Exception]:
-        """Carry out several writes in their order; gives what each gave or raised."""
-        members = [Member(work) for work in works]
-        self._wait_for(members)
-        return [cast("T | Exception", member.outcome) for member in members]
+        """Carry out several writes in their order; return the result or the error of each."""
+        return self._outcomes([Member(work) for work in works])
 
-    def _wait_for(self, members: Sequence[Member[Any]]) -> None:
-        """Until these members have their outcomes; the caller may find itself leading."""
-        ticket = Ticket(members)
-        with self._guard:
-            self._waiting.append(ticket)
-            if not self._is_led:
-                ticket.leads = self._is_led = True
-        if not ticket.leads:
-            with ExitStack() as interrupted:
-                interrupted.callback(self._leave, ticket)
-                ticket.wait()
-                interrupted.pop_all()
-        if not ticket.done:
-            self._lead()
+    def _outcomes(self, members: Sequence[Member[T]]) -> list[T | Exception]:
+        # A leader that is interrupted leaves members of others behind, of which some may be done:
+        # the members know, and the batcher does not.
+        with contextlib.suppress(BatchInterruptedError):
+            self._batcher.run(members)
+        return [member.outcome for member in members]
 
-    def _leave(self, ticket: Ticket) -> None:
-        """A caller that was interrupted while waiting: it writes nothing any more, and somebody else leads in its place."""
-        with self._guard:
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
-            if ticket.leads:
-                self._name_leader()
-
-    def _name_leader(self) -> None:
-        self._is_led = bool(self._waiting)
-        if self._waiting:
-            self._waiting[0].leads = True
-            self._waiting[0].call()
-
-    def _lead(self) -> None:
-        tickets: list[Ticket] = []
-        try:
-            with self._guard:
-                tickets, self._waiting = self._waiting, []
-            self._carry_out([member for ticket in tickets for member in ticket.members])
-        finally:
-            with self._guard:
-                self._name_leader()
-            for ticket in tickets:
-                ticket.end()
-
-    def _carry_out(self, members: Sequence[Member[Any]]) -> None:
-        failure = attempted(partial(self._commit, members))
-        if failure is None:
-            return
-        if (
-            len(members) == 1
-        ):  # the failure was of the transaction: alone in one, each is told its own
-            members[0].end(failure)
-            return
-        for member in members:
-            self._carry_out([member])
-
-    def _commit(self, members: Sequence[Member[Any]]) -> None:
+    def _carry_out(self, members: Sequence[Member[Any]]) -> list[None]:
         transaction = self._transaction()
         assert transaction is not None, "a bank that is gone has no writers"
-        with transaction() as group:
-            outcomes = [member.attempt(group) for member in members]
-        for member, outcome in zip(members, outcomes, strict=True):
-            member.end(outcome)
+        try:
+            with transaction() as group:
+                outcomes = [member.attempt(group) for member in members]
+        except Exception as error:
+            # The failure was of the whole transaction. Each member again in one of its own: a full
+            # disk, for example, fails the large write, and the small ones fit.
+            if len(members) == 1:
+                members[0].end(error)
+            else:
+                for member in members:
+                    self._carry_out([member])
+        else:
+            for member, outcome in zip(members, outcomes, strict=True):
+                member.end(outcome)
+        return [None] * len(members)
