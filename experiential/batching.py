@@ -186,9 +186,7 @@ class Batcher(Generic[A, R]):
                 raise self._closed
             if not items:
                 return
-            self._queue.extend(
-                _Waiting(item, call, place, now) for place, item in enumerate(items)
-            )
+            self._queue.extend(_Waiting(item, call, place, now) for place, item in enumerate(items))
             if not self._workers:
                 if not self._is_led:
                     self._is_led = call.leads = True
@@ -283,9 +281,11 @@ class Batcher(Generic[A, R]):
     ) -> tuple[list[_Waiting], Sequence[Any] | Exception]:
         finish = self._finish
         assert finish is not None
-        if isinstance(outcomes, Exception) or not batch:
+        if isinstance(outcomes, Exception):
             return batch, outcomes
         pairs = [pair for pair in zip(batch, outcomes, strict=True) if not pair[0].call.is_over]
+        if not pairs:
+            return [], []
         left, found = [one for one, _ in pairs], [outcome for _, outcome in pairs]
         return left, attempted(lambda: finish([one.item for one in left], found))
 
@@ -308,4 +308,3 @@ class Batcher(Generic[A, R]):
         for loop, calls in by_loop.items():
             with contextlib.suppress(RuntimeError):  # a loop that has closed has nobody waiting
                 loop.call_soon_threadsafe(lambda calls=calls: [call.resolve() for call in calls])
-

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from experiential.bank.arrivals import Arrivals
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.errors import BankError
@@ -407,20 +406,6 @@ def test_a_cancelled_submission_is_distilled_all_the_same(bank):
 
         asyncio.run(asyncio.wait_for(scene(), 60))
     assert [entry.text for entry in bank.entries()] == ["lesson of t"]
-
-
-async def test_arrivals_give_each_its_own_error_and_all_the_error_of_the_call():
-    async def handle(items):
-        if "down" in items:
-            raise ConnectionError("away")
-        return [ValueError(item) if item == "bad" else item for item in items]
-
-    arrivals = Arrivals(handle)
-    outcomes = await asyncio.gather(*map(arrivals, ["a", "bad", "c"]), return_exceptions=True)
-    assert outcomes[::2] == ["a", "c"] and isinstance(outcomes[1], ValueError)
-    outcomes = await asyncio.gather(arrivals("down"), arrivals("b"), return_exceptions=True)
-    assert all(isinstance(outcome, ConnectionError) for outcome in outcomes)
-    assert await arrivals("after") == "after"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from experiential.bank.arrivals import Arrivals
 from experiential.bank.consolidation.consolidate import merge_group, recent_groups
 from experiential.bank.consolidation.dedupe import Passes
 from experiential.bank.evidence.trust import Episodes, checked_episodes, probation_of
@@ -23,11 +22,11 @@ from experiential.bank.operations import keys_to_embed
 from experiential.bank.options import bank_settings
 from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.records import DeadLetter, Duplicates
-from experiential.bank.search.gather import Gatherer
 from experiential.bank.search.searchable import checked_queries
 from experiential.bank.search.searcher import Searcher
 from experiential.bank.search.strategies import find_strategy
 from experiential.bank.search.where import Filter, Where
+from experiential.batching import Batcher
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import EventLoopThread, awaited
 from experiential.types import Answer, Distillation, Experience, Generation, Hit, Trajectory
@@ -120,8 +119,13 @@ class ExperienceManager:
 
     async def _start(self, seed: int) -> None:
         self._searcher = Searcher(self.bank, self.settings.retrieval, seed, self._probation)
-        self._gather = Gatherer(self.bank.embedder)
-        self._arrivals = Arrivals(self._recorded)
+        # One worker each: what comes while it is busy is embedded, or written, together.
+        self._embedding: Batcher[str, Any] = Batcher(
+            lambda texts: list(self.bank.embedder(texts)), workers=1
+        )
+        self._submitting: Batcher[Trajectory, bool] = Batcher(
+            partial(self.bank.submit_many, distil=self._distils), workers=1
+        )
         self._passes = Passes(
             self.bank,
             self.settings.dedupe_threshold,
@@ -314,7 +318,7 @@ class ExperienceManager:
         if self.bank.read_only:
             return None
         if not self._distils:
-            await self._arrivals(trajectory)
+            await asyncio.shield(self._submitting.arun([trajectory]))
             return None
         async with self._changed:
             await self._changed.wait_for(
@@ -322,21 +326,18 @@ class ExperienceManager:
             )
             self._reserved += 1
         try:
-            await self._arrivals(trajectory)
+            # A trajectory whose submitter is cancelled is distilled all the same.
+            await asyncio.shield(self._queued(trajectory))
         finally:
             self._reserved -= 1
             await self._notify()
         return trajectory.id
 
-    async def _recorded(self, trajectories: list[Trajectory]) -> list[bool | Exception]:
-        """Submit what arrived together in one transaction."""
-        outcomes = await self._write(
-            partial(self.bank.submit_many, trajectories, distil=self._distils)
-        )
-        for trajectory, outcome in zip(trajectories, outcomes, strict=True):
-            if outcome is True and self._distils:
-                self._enqueue(trajectory.id)
-        return outcomes
+    async def _queued(self, trajectory: Trajectory) -> None:
+        """Submit a trajectory, in one transaction with those of other callers."""
+        [is_new] = await self._submitting.arun([trajectory])
+        if is_new:
+            self._enqueue(trajectory.id)
 
     def _enqueue(self, id: str) -> None:
         self._open.add(id)
@@ -636,6 +637,8 @@ class ExperienceManager:
         self._thread.run(self._stop())
         self._thread.close()
         self._passes.close()
+        for batcher in (self._embedding, self._submitting):
+            batcher.close(BankError("Expected an open manager, got a closed one"))
         self._writer.shutdown(wait=True)
         if self._probation is not None:
             self._probation.close()
@@ -676,7 +679,7 @@ class ExperienceManager:
 
     async def _embedded(self, keys: Sequence[EntryKey]) -> None:
         """Wait until the bank's cache holds the vectors of these entries: the writer then embeds none of them one by one."""
-        await self._gather(texts_to_embed(keys))
+        await self._embedding.arun(texts_to_embed(keys))
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -1,4 +1,4 @@
-"""Which entries share words with a query: BM25 by SQLite's full-text index, in memory, and a share of words in [0, 1]."""
+"""Find entries that share words with a query: BM25 by SQLite's full-text index, in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 import sqlite3
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from experiential.bank.search.where import Scope
@@ -18,24 +18,23 @@ from experiential.types import Experience
 _WORD = re.compile(r"[^\W_]+")
 _MATCH = "SELECT rowid FROM entries WHERE entries MATCH ? ORDER BY rank"
 _POSTINGS = 4000
-"""Entries that the words looked up may be in, all words together: the rarest words of a query are
-taken first.
-"""
+"""Entries that the words looked up may be in, all words together, the rarest words first."""
 _MOST_WORDS = 256
-"""Different words of a query that count; those after are left out."""
+"""Different words of a query that count; later ones are left out."""
 _STOP = frozenset(
     """
-    a about after all also an and any are as at be because been before being but by can could did do does doing done for from get
-    got had has have having he her here him his how i if in into is it its just like may me might mine more most must my no nor
-    not of off on once one only or other our out over own same shall she should so some such than that the their them then there
-    these they this those through to too under until up us very was we were what when where which while who whom whose why will
-    with would you your
+    a about after all also an and any are as at be because been before being but by can could did do
+    does doing done for from get got had has have having he her here him his how i if in into is it
+    its just like may me might mine more most must my no nor not of off on once one only or other
+    our out over own same shall she should so some such than that the their them then there these
+    they this those through to too under until up us very was we were what when where which while
+    who whom whose why will with would you your
     """.split()
 )  # noqa: SIM905  (a list of words is easier to read than a list of texts)
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in order: runs of letters and digits, in lower case and without accents.
+    """Split a text into words: runs of letters and digits, in lower case, without accents.
 
     >>> words_of("Café ERR_404: why?")
     ['cafe', 'err', '404', 'why']
@@ -47,15 +46,14 @@ def words_of(text: str) -> list[str]:
 
 
 class Weights(dict[str, float]):
-    """The words of one query that tell something, each with its weight.
+    """Weigh the words of one query, English function words ("what", "the") left out.
 
     The weight of a word is the square of ln(1 + (N - n + 0.5) / (n + 0.5)), for N entries of which
-    n have it; a word that no entry has counts as if one had it. English function words ("what",
-    "the") are left out.
+    n have it; a word that no entry has counts as if one had it.
     """
 
     def share(self, entry: Experience) -> float:
-        """The part of the whole weight that is on words of this entry, in [0, 1]; 1: it has every word that tells something."""
+        """Return the share of the weight that is on words of this entry, in [0, 1]."""
         whole = sum(self.values())
         if not whole:
             return 0.0
@@ -64,18 +62,14 @@ class Weights(dict[str, float]):
 
 
 class Found(NamedTuple):
-    """What the words of a query weigh, and entries that have some of them, best BM25 first."""
+    """Hold the weights of a query's words, and entries with some of them, best BM25 first."""
 
     weights: Weights
     entries: list[Live]
 
 
 class Lexical:
-    """A full-text index of the live entries: their texts and tasks. The caller holds a lock.
-
-    Nothing is on disk: it is made when the first search asks for it, from the entries that live
-    then, and kept up with every write.
-    """
+    """Index the words of the live entries, texts and tasks, in memory; the caller holds a lock."""
 
     def __init__(self, entries: Iterable[Live]) -> None:
         self._database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -100,7 +94,7 @@ class Lexical:
         self.apply({live.experience.id: live for live in entries})
 
     def apply(self, changes: Mapping[str, Live | None]) -> None:
-        """Entries are now these, or gone (None); all at once."""
+        """Put these entries in place of earlier versions, or take them out (None), all at once."""
         run = self._database
         run.execute("BEGIN")
         try:
@@ -119,15 +113,22 @@ class Lexical:
             run.execute("COMMIT")
 
     def search(self, query: str, n: int, scope: Scope) -> Found:
-        """What the words of a query weigh, and the ``n`` entries in ``scope`` that score best by BM25 for the rarest of them."""
-        asked = [word for word in dict.fromkeys(words_of(query)) if word not in _STOP][:_MOST_WORDS]
-        counts = self._counts(asked)
-        weights = Weights((word, _weight(counts.get(word, 1), len(self._live))) for word in asked)
-        return Found(weights, self._matching(_rarest(counts), n, scope))
+        """Return the weights of the query's words, and the ``n`` best entries in ``scope``.
 
-    def _matching(self, words: Sequence[str], n: int, scope: Scope) -> list[Live]:
+        Entries are ranked by BM25 for the rarest of the words.
+        """
+        asked = [word for word in dict.fromkeys(words_of(query)) if word not in _STOP][:_MOST_WORDS]
+        marks = ", ".join("?" * len(asked))
+        statement = f"SELECT term, doc FROM vocabulary WHERE term IN ({marks})"
+        counts: dict[str, int] = dict(self._database.execute(statement, asked).fetchall())
+        weights = Weights()
+        for word in asked:
+            holders = counts.get(word, 1)
+            odds = max(0.0, len(self._live) - holders + 0.5) / (holders + 0.5)
+            weights[word] = math.log1p(odds) ** 2
+        words = _rarest(counts)
         if not words:
-            return []
+            return Found(weights, [])
         # Words are letters and digits only: quoted, none can be read as an operator of the query
         # language.
         match = " OR ".join(f'"{word}"' for word in words)
@@ -138,24 +139,11 @@ class Lexical:
                     break
                 if scope.admits(live := self._live[row]):
                     found.append(live)
-        return found
-
-    def _counts(self, words: Sequence[str]) -> dict[str, int]:
-        """In how many entries each of these words stands, those left out that stand in none."""
-        marks = ", ".join("?" * len(words))
-        return dict(
-            self._database.execute(
-                f"SELECT term, doc FROM vocabulary WHERE term IN ({marks})", tuple(words)
-            ).fetchall()
-        )
-
-
-def _weight(holders: int, total: int) -> float:
-    return math.log1p(max(0.0, total - holders + 0.5) / (holders + 0.5)) ** 2
+        return Found(weights, found)
 
 
 def _rarest(counts: Mapping[str, int]) -> list[str]:
-    """The words to look up, rarest first, until they stand in ``_POSTINGS`` entries; one at least."""
+    """Return words to look up, rarest first, until they are in ``_POSTINGS`` entries; one at least."""
     taken: list[str] = []
     postings = 0
     for word, count in sorted(counts.items(), key=lambda pair: pair[1]):
@@ -167,5 +155,5 @@ def _rarest(counts: Mapping[str, int]) -> list[str]:
 
 
 def searched(entry: Experience) -> str:
-    """The text whose words an entry is found by: its own and its task's, as its vector is made of both."""
+    """Return the text whose words are indexed: the entry's own and its task's, like its vector."""
     return f"{entry.text}\n{entry.task or ''}"

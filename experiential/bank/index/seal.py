@@ -1,9 +1,8 @@
-"""The seal of Chroma's folder: checksums of its vector files, so that a damaged one is never opened.
+"""Seal the folder of an index store: checksums of its vector files, checked before it is opened.
 
 Chroma writes those files in place and trusts them when it reads them. Of 20 damages tried, 6 gave
-wrong hits without a word and 2 ended the process by a segmentation fault. A kill in the middle of
-writing may leave such files too. What does not match its seal is set aside, and the index is made
-again from the journal.
+wrong hits silently and 2 ended the process by a segmentation fault; a kill in the middle of writing
+may leave such files, too.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ _users: Counter[str] = Counter()
 
 
 class Seal:
-    """Guards one Chroma folder; inside ``with`` its files may change, and are sealed at the end.
+    """Seal the files of one folder at the end of each ``with`` block, in which they may change.
 
     Blocks of one process exclude each other, because the namespaces of a bank share the folder. A
-    kill inside leaves a broken seal.
+    kill inside leaves a broken seal. Files one folder below are sealed, where Chroma has its
+    vectors: its database, beside them, checks itself and changes when it is opened.
 
     Args:
-        folder: Chroma's folder; None, when it is not on this machine, guards nothing.
+        folder: of the store; None, if it is elsewhere, seals nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -38,7 +38,10 @@ class Seal:
         self._is_used = False
 
     def is_broken(self) -> bool:
-        """Whether the vector files are not those that were sealed; nobody may have the folder open, or it counts as whole."""
+        """Return whether the files differ from those that were sealed.
+
+        A folder that is open in this process counts as whole.
+        """
         with _lock:
             if self._folder is None or _users[str(self._folder)]:
                 return False
@@ -68,7 +71,7 @@ class Seal:
             _lock.release()
 
     def leave(self) -> None:
-        """The folder is closed here."""
+        """Say that the folder is closed."""
         with _lock:
             if self._is_used:
                 self._is_used = False
@@ -83,7 +86,7 @@ class Seal:
         os.replace(part, folder / SEAL_NAME)
 
     def _fingerprint(self, folder: Path) -> dict[str, list[int]]:
-        """Size and checksum of every file in a folder of the folder; one that did not change since is not read again."""
+        """Return size and checksum of every file; an unchanged one is not read again."""
         now: dict[str, tuple[tuple[int, int], list[int]]] = {}
         for file in sorted(folder.glob("*/*")):
             name, status = file.relative_to(folder).as_posix(), file.stat()

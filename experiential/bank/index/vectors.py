@@ -1,4 +1,4 @@
-"""A resident exact index: normalised float32 rows in one matrix, searched by one product."""
+"""Search vectors exactly: normalised float32 rows in one matrix, compared by one product."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ Mask = npt.NDArray[np.bool_]
 T = TypeVar("T")
 S = TypeVar("S", contravariant=True)
 _SCORES_AT_ONCE = 1 << 24
-"""Cosines of one product, 64 MiB: many queries of a small bank, few of a large one."""
+"""Cosines of one product (64 MiB): many queries of a small bank, few of a large one."""
 _BLOCK = 16
 _MOST_MASKS = 32
 
 
 class Condition(Protocol[S]):
-    """What an item can be asked for; hashable, equal when it asks for the same."""
+    """Test items; hashable, and equal to a condition that tests for the same."""
 
     def __hash__(self) -> int: ...
 
     def matches(self, item: S) -> bool:
-        """Whether an item passes."""
+        """Return whether an item passes."""
         ...
 
 
 class Scored(NamedTuple, Generic[T]):
-    """One item found, with its cosine similarity to the query, and the share of the query's words in it where words were asked for."""
+    """Hold one item found and its cosine similarity to the query.
+
+    Attributes:
+        words: weighted share of the query's words in it, if words were asked for.
+    """
 
     item: T
     score: float
@@ -39,13 +43,13 @@ class Scored(NamedTuple, Generic[T]):
 
 
 _scored: Callable[[Iterable[Any]], Scored[Any]] = partial(cast("Any", tuple).__new__, Scored)
-"""What ``Scored._make`` does, without counting the fields in Python: a batch has thousands."""
+"""Does as ``Scored._make``, without counting the fields in Python: a batch has thousands."""
 
 
 class Masks(Generic[T]):
-    """Which of a growing list of items pass each of the last conditions; an item is looked at once for each.
+    """Remember which of a growing list of items pass each of the last conditions.
 
-    Any thread may ask: what two threads work out at once is the same.
+    Any thread may ask: two threads that test the same items find the same.
     """
 
     def __init__(self, items: list[T]) -> None:
@@ -53,7 +57,7 @@ class Masks(Generic[T]):
         self._known: dict[Condition[T], Mask] = {}
 
     def get(self, condition: Condition[T], count: int) -> Mask:
-        """For each of the first ``count`` items, whether it passes."""
+        """Return for each of the first ``count`` items whether it passes, shape (count,)."""
         known = self._known.get(condition)
         if known is None or len(known) < count:
             start = 0 if known is None else len(known)
@@ -67,7 +71,7 @@ class Masks(Generic[T]):
 
 
 class Snapshot(Generic[T]):
-    """The index at one moment; searching it takes no lock, whatever is written meanwhile."""
+    """Hold the index at one moment; searching it takes no lock, whatever is written meanwhile."""
 
     def __init__(
         self,
@@ -94,7 +98,9 @@ class Snapshot(Generic[T]):
         exclude: Sequence[str | None] = (),
         where: Sequence[Condition[T] | None] = (),
     ) -> list[list[Scored[T]]]:
-        """The ``n`` nearest items of each query, best first; equal scores keep the order in which they were written.
+        """Return the ``n`` nearest items of each query, best first.
+
+        Equal scores keep the order in which the items were written.
 
         Args:
             queries: normalised, shape (m, d), float32.
@@ -110,44 +116,37 @@ class Snapshot(Generic[T]):
                 scores[:, self._dead] = -np.inf
             for row, label in enumerate(exclude[start : start + step]):
                 if label is not None and (hidden := self._labels.get(label)):
-                    self._hide(scores[row], hidden)
+                    # Rows beyond the scores were written after this snapshot.
+                    scores[row, [one for one in hidden if one < scores.shape[1]]] = -np.inf
             for row, condition in enumerate(where[start : start + step]):
                 if condition is not None:
                     scores[row, ~self._masks.get(condition, scores.shape[1])] = -np.inf
-            found.extend(self._best(scores, n))
+            columns, values, counts = best_of_each(scores, n)
+            items = map(self._items.__getitem__, columns.tolist())
+            triples = zip(items, values.tolist(), repeat(0.0), strict=False)
+            hits: list[Scored[T]] = list(map(_scored, triples))
+            edges = [0, *np.cumsum(counts).tolist()]
+            found.extend(hits[begin:end] for begin, end in pairwise(edges))
         return found
 
     def cosines(self, query: Vector, rows: Sequence[int]) -> list[float]:
-        """The cosine of one query, shape (d,), with each of these rows."""
+        """Return the cosine of one query, shape (d,), with each of these rows."""
         return [float(cosine) for cosine in self._matrix[list(rows)] @ query]
-
-    @staticmethod
-    def _hide(scores: Vector, rows: list[int]) -> None:
-        scores[[row for row in rows if row < len(scores)]] = -np.inf
-
-    def _best(self, scores: Vector, n: int) -> list[list[Scored[T]]]:
-        columns, values, counts = best_of_each(scores, n)
-        found = zip(
-            map(self._items.__getitem__, columns.tolist()),
-            values.tolist(),
-            repeat(0.0),
-            strict=False,
-        )
-        hits: list[Scored[T]] = list(map(_scored, found))
-        edges = [0, *np.cumsum(counts).tolist()]
-        return [hits[begin:end] for begin, end in pairwise(edges)]
 
 
 Indices = npt.NDArray[np.intp]
 
 
 def best_of_each(scores: Vector, n: int) -> tuple[Indices, Vector, Indices]:
-    """The ``n`` best finite scores of each row of ``scores``, shape (m, r), best first.
+    """Return the ``n`` best finite scores of each row of ``scores``, shape (m, r), best first.
 
-    Returns the columns and values of all rows, one after the other, and how many each row has.
-    Equal scores keep the order of their columns. Only scores that reach the n-th best maximum of a
-    row's blocks are sorted: at least n do, and few more.
+    Equal scores keep the order of their columns.
+
+    Returns:
+        columns and values of all rows, one after the other, and the number of each row.
     """
+    # Sort few of the scores: those that reach the n-th best maximum of a row's blocks. At least n
+    # do, because n blocks have such a maximum.
     m, width = scores.shape
     least = _nth_best_block(scores, n)
     flat = np.flatnonzero(scores >= np.maximum(least, np.finfo(np.float32).min)[:, None])
@@ -167,7 +166,7 @@ def best_of_each(scores: Vector, n: int) -> tuple[Indices, Vector, Indices]:
 
 
 def _nth_best_block(scores: Vector, n: int) -> Vector:
-    """Per row a number that at least ``n`` of its scores reach, if it has as many; -inf where it has not."""
+    """Return per row a number that at least ``n`` of its scores reach; -inf if it has fewer."""
     m, width = scores.shape
     if n >= width:
         return np.full(m, -np.inf, dtype=np.float32)  # pyright: ignore[reportUnknownVariableType]
@@ -181,9 +180,9 @@ def _nth_best_block(scores: Vector, n: int) -> Vector:
 
 
 class VectorIndex(Generic[T]):
-    """Keyed vectors with their items, growing in place; rows are never rewritten, so snapshots stay true.
+    """Keep vectors with their items by key; rows are never rewritten, so snapshots stay true.
 
-    One thread writes at a time; any number read snapshots.
+    One thread writes at a time; any number search snapshots.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -203,11 +202,13 @@ class VectorIndex(Generic[T]):
         return len(self._rows)
 
     def put(self, key: str, vector: Vector, item: T, labels: frozenset[str] = frozenset()) -> None:
-        """Write an item under ``key``, instead of what was there."""
+        """Write an item under ``key``, in place of an earlier one."""
         self.remove(key)
         row = len(self._items)
-        if row == len(self._alive):
-            self._grow()
+        if row == len(self._alive):  # twice the room; snapshots keep the old arrays
+            self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
+            self._alive = np.concatenate([self._alive, np.zeros_like(self._alive)])
+            self._shared = False
         self._matrix[row] = vector
         self._alive[row] = True
         self._items.append(item)
@@ -227,31 +228,20 @@ class VectorIndex(Generic[T]):
             self._compact()
 
     def row(self, key: str) -> int | None:
-        """The row of ``key`` in the next snapshot, or None."""
+        """Return the row of ``key`` in the next snapshot, or None."""
         return self._rows.get(key)
 
     def snapshot(self) -> Snapshot[T]:
-        """The present state, fixed."""
+        """Return the present state, fixed."""
         self._shared = True
         count = len(self._items)
         return Snapshot(
             self._matrix[:count], self._alive[:count], self._items, self._labels, self._masks
         )
 
-    def _grow(self) -> None:
-        capacity = 2 * len(self._alive)
-        matrix = np.zeros((capacity, self.dimension), dtype=np.float32)
-        matrix[: len(self._matrix)] = self._matrix
-        alive = np.zeros(capacity, dtype=np.bool_)
-        alive[: len(self._alive)] = self._alive
-        self._matrix, self._alive, self._shared = matrix, alive, False
-
     def _compact(self) -> None:
-        matrix, items, kept = (
-            self._matrix,
-            self._items,
-            sorted(self._rows.items(), key=lambda pair: pair[1]),
-        )
+        matrix, items = self._matrix, self._items
+        kept = sorted(self._rows.items(), key=lambda pair: pair[1])
         labels: dict[int, list[str]] = {}
         for label, rows in self._labels.items():
             for row in rows:

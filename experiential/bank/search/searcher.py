@@ -1,4 +1,4 @@
-"""Micro-batched, diversified retrieval: queries of many threads and event loops, served in order."""
+"""Micro-batched, diversified retrieval: queries of threads and event loops, served in order."""
 
 from __future__ import annotations
 
