@@ -1,4 +1,4 @@
-"""Between threads and event loops: one background loop for synchronous callers, outcomes as values, calls that keep nothing alive."""
+"""Bridge threads and event loops: a background loop, outcomes as values, weak callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 class EventLoopThread:
-    """An asyncio event loop running in a daemon thread.
+    """Run an asyncio event loop in a daemon thread.
 
     >>> async def double(x: int) -> int:
     ...     return 2 * x
@@ -62,7 +62,7 @@ _lock = threading.Lock()
 
 
 def shared_loop() -> EventLoopThread:
-    """The process-wide loop used by synchronous facades."""
+    """Return the process-wide loop of the synchronous methods."""
     global _shared
     with _lock:
         if _shared is None or _shared.loop.is_closed():
@@ -71,23 +71,23 @@ def shared_loop() -> EventLoopThread:
 
 
 def attempted(work: Callable[[], T]) -> T | Exception:
-    """What a call gives or raises, as a value."""
+    """Return the result of a call, or the exception that it raised."""
     try:
         return work()
-    except Exception as error:  # noqa: BLE001  (given to whoever asked, as it is)
+    except Exception as error:  # noqa: BLE001  (the caller decides)
         return error
 
 
 async def awaited(work: Awaitable[T]) -> T | Exception:
-    """What an awaitable gives or raises, as a value."""
+    """Return the result of an awaitable, or the exception that it raised."""
     try:
         return await work
-    except Exception as error:  # noqa: BLE001  (given to whoever asked, as it is)
+    except Exception as error:  # noqa: BLE001  (the caller decides)
         return error
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """A bound method for others to keep: it does not keep its object alive, and does nothing once that is gone."""
+    """Return a bound method that does not keep its object alive, and then does nothing."""
     known = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> None:

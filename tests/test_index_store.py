@@ -12,7 +12,7 @@ import pytest
 
 import experiential as xp
 from experiential.bank.folder import FolderBank
-from experiential.bank.index import follower
+from experiential.bank.index import follower, indexed
 from experiential.bank.storage.checkup import examine
 from experiential.cli import main
 from experiential.cli.errors import run_app
@@ -190,3 +190,17 @@ def test_a_wrong_store_is_refused_before_anything_is_written(
     assert len(capsys.readouterr().err.splitlines()) <= 3, "a line, perhaps broken by the width"
     with LargeBank(tmp_path / "bank") as bank:
         assert bank.search(TEXTS[0]) and np.isclose(bank.search(TEXTS[0])[0].score, 1.0, atol=1e-3)
+
+
+def test_a_recent_entry_does_not_take_the_place_of_a_nearer_one_in_the_store(
+    flat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is asked for two of three hits; the third is in the store, too."""
+
+    def check(bank: LargeBank) -> None:
+        monkeypatch.setattr(indexed, "_MOST", 2)
+        bank.add("far away from all of these")
+        texts = {hit.experience.text for hit in bank.search("about door", k=3)}
+        assert len(texts) == 3 and "far away from all of these" not in texts
+
+    fill(tmp_path / "bank", check)

@@ -1,1 +1,1 @@
-"""What becomes of entries over time: merged, recognised as the same, forgotten."""
+"""Merge entries, find duplicates, and forget entries."""

@@ -1,4 +1,4 @@
-"""Periodic merging: related entries go to the extractor in sliding chunks, merged outputs ride along to the next chunk."""
+"""Merge related entries periodically: sliding chunks, whose merged entries join the next chunk."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from experiential.types import Experience
 
 MergeChunk = Callable[[Sequence[Experience]], Awaitable[Sequence[Experience]]]
-"""Consolidates one chunk and gives the merged entries it wrote."""
+"""Consolidates one chunk and returns the merged entries it wrote."""
 
 
 def related_groups(entries: Iterable[Experience]) -> list[list[Experience]]:
-    """Entries by task, in order of first sight; entries that are alone in their task share one last group."""
+    """Group entries by task, in order of first sight; lone entries share one last group."""
     by_task: dict[str | None, list[Experience]] = {}
     for entry in entries:
         by_task.setdefault(entry.task, []).append(entry)
@@ -21,11 +21,11 @@ def related_groups(entries: Iterable[Experience]) -> list[list[Experience]]:
 
 
 def recent_groups(entries: Iterable[Experience], since: int, size: int) -> list[list[Experience]]:
-    """Of each related group what a pass after commit ``since`` has to look at.
+    """Return the part of each related group that a pass after commit ``since`` has to look at.
 
-    That is from the first entry written later on (merged entries are not news: they were compared
-    when they were made), with the ``size - 1`` entries before it, which it may belong to. Groups
-    without news are left out.
+    It begins ``size - 1`` entries before the first one written later, because that one may belong
+    to them. Merged entries are not new: they were compared when they were made. Groups without a
+    new entry are left out.
     """
     groups: list[list[Experience]] = []
     for group in related_groups(entries):

@@ -1,4 +1,4 @@
-"""Near-duplicates: found by the cosine of their texts, block by block, and merged into the oldest.
+"""Find near-duplicates by the cosine of their texts, block by block; merge them into the oldest.
 
 The vectors that a bank searches by hold the task too, with twice the weight of the text; entries of
 one task are all near each other there. Here texts alone are compared.
@@ -31,9 +31,7 @@ Pair = tuple[Experience, Experience]
 Q = TypeVar("Q")
 T = TypeVar("T")
 Asking = Generator[Q, bool, T]
-"""A search that asks yes-or-no questions on its way to a result; whoever drives it may take its
-time to answer.
-"""
+"""A search that yields yes-or-no questions on its way to a result, whoever answers them."""
 BLOCK = 512
 """Rows compared at a time."""
 _COLUMNS = 4096
@@ -55,7 +53,7 @@ def find(
     across_tasks: bool = False,
     among: Iterable[str] | None = None,
 ) -> list[Duplicates]:
-    """Groups of near-duplicates; entries of different kinds never are.
+    """Return groups of near-duplicates; entries of different kinds never are.
 
     Each entry, oldest first, joins the older survivor most like it, or survives. So every entry
     merged is like its survivor itself and not only like another one merged, except with ``among``,
@@ -75,12 +73,12 @@ def find(
         ValueError: the threshold is not in (0, 1].
     """
     batch = None if among is None else frozenset(among)
-    shelves = comparable(entries, threshold, across_tasks=across_tasks)
+    groups = comparable(entries, threshold, across_tasks=across_tasks)
     return [
         found
-        for shelf in shelves
+        for group in groups
         for found in answered(
-            compare(shelf, embed, threshold, batch), lambda pair: judge is None or judge(*pair)
+            compare(group, embed, threshold, batch), lambda pair: judge is None or judge(*pair)
         )
     ]
 
@@ -88,50 +86,53 @@ def find(
 def comparable(
     entries: Iterable[Experience], threshold: float, *, across_tasks: bool = False
 ) -> list[list[Experience]]:
-    """The entries of one kind, and of one task unless ``across_tasks``, in order; those that have nothing to be compared with are left out.
+    """Group entries by kind, and by task unless ``across_tasks``; leave out lone ones.
 
     Raises:
         ValueError: the threshold is not in (0, 1].
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"Expected a threshold above 0 and up to 1, got {threshold}")
-    shelves: dict[tuple[str | None, str], list[Experience]] = {}
+    groups: dict[tuple[str | None, str], list[Experience]] = {}
     for entry in entries:
-        shelves.setdefault((None if across_tasks else entry.task, entry.kind), []).append(entry)
-    return [shelf for shelf in shelves.values() if len(shelf) > 1]
+        groups.setdefault((None if across_tasks else entry.task, entry.kind), []).append(entry)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def compare(
-    shelf: Sequence[Experience], embed: Embed, threshold: float, batch: frozenset[str] | None = None
+    group: Sequence[Experience], embed: Embed, threshold: float, batch: frozenset[str] | None = None
 ) -> Asking[Pair, list[Duplicates]]:
-    """Find the near-duplicates among comparable entries; see ``find``. Asks about pairs with different texts, the older first."""
-    new = [i for i, entry in enumerate(shelf) if batch is None or entry.id in batch]
+    """Find the near-duplicates among comparable entries, see ``find``.
+
+    Yields pairs with different texts, the older entry first.
+    """
+    new = [i for i, entry in enumerate(group) if batch is None or entry.id in batch]
     if not new:
         return []
-    vectors = _vectors([entry.text for entry in shelf], embed)
-    joins = yield from _judged(leaders(vectors, threshold, new), shelf)
+    vectors = _vectors([entry.text for entry in group], embed)
+    joins = yield from _judged(leaders(vectors, threshold, new), group)
     if batch is not None:
-        old = sorted(set(range(len(shelf))) - set(new))
+        old = sorted(set(range(len(group))) - set(new))
         joins |= yield from _judged(
-            older_twins(vectors, threshold, [i for i in new if joins[i] == i], old), shelf
+            older_twins(vectors, threshold, [i for i in new if joins[i] == i], old), group
         )
-    return _grouped(shelf, joins)
+    return _grouped(group, joins)
 
 
-def _judged(asking: Asking[tuple[int, int], T], shelf: Sequence[Experience]) -> Asking[Pair, T]:
-    """Rows asked about as entries; equal texts are the same without a question."""
+def _judged(asking: Asking[tuple[int, int], T], group: Sequence[Experience]) -> Asking[Pair, T]:
+    """Yield rows as entries; equal texts are the same without a question."""
     verdict: bool | None = None
     while True:
         try:
             older, newer = asking.send(verdict) if verdict is not None else next(asking)
         except StopIteration as end:
             return end.value
-        a, b = shelf[older], shelf[newer]
+        a, b = group[older], group[newer]
         verdict = a.text == b.text or (yield a, b)
 
 
 def answered(asking: Asking[Q, T], answer: Callable[[Q], bool]) -> T:
-    """The result of a search that asks, with the answers that a function gives."""
+    """Return the result of a search whose questions a function answers."""
     try:
         question = next(asking)
         while True:
@@ -143,7 +144,10 @@ def answered(asking: Asking[Q, T], answer: Callable[[Q], bool]) -> T:
 async def answered_later(
     asking: Asking[Q, T], answer: Callable[[Q], Awaitable[bool]], threads: Executor
 ) -> T:
-    """The result of a search that asks, with awaited answers; between them it works on a thread beside the event loop."""
+    """Return the result of a search whose questions are answered by awaiting.
+
+    Between questions it works on a thread, so that the event loop goes on.
+    """
     verdict: bool | None = None
     while True:
         question, result = await asyncio.get_running_loop().run_in_executor(
@@ -155,7 +159,7 @@ async def answered_later(
 
 
 def _next_of(asking: Asking[Q, T], verdict: bool | None) -> tuple[Q | None, T | None]:
-    """The next question, or the result; a StopIteration would not come through a future."""
+    """Return the next question, or the result: a future cannot carry a StopIteration."""
     try:
         return (next(asking) if verdict is None else asking.send(verdict)), None
     except StopIteration as end:
@@ -189,10 +193,9 @@ def _grouped(group: Sequence[Experience], joins: dict[int, int]) -> list[Duplica
 def leaders(
     vectors: Vector, threshold: float, rows: Sequence[int]
 ) -> Asking[tuple[int, int], dict[int, int]]:
-    """For each row the earlier survivor that it joins, or itself when it survives; asks whether a pair (survivor, row) is one.
+    """Return for each row the earlier survivor that it joins, or itself if it survives.
 
-    Compares ``BLOCK`` rows at a time with the survivors so far, which are compared ``_COLUMNS`` at
-    a time.
+    Yields pairs (survivor, row) to ask about.
 
     Args:
         vectors: unit vectors, shape (n, d), float32.
@@ -219,7 +222,7 @@ def leaders(
 def older_twins(
     vectors: Vector, threshold: float, rows: Sequence[int], others: Sequence[int]
 ) -> Asking[tuple[int, int], dict[int, int]]:
-    """For each row the other row before it that it joins, or itself; asks as ``leaders`` does."""
+    """Return for each row the earlier other row that it joins, or itself; asks as ``leaders``."""
     joins: dict[int, int] = {}
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK]
@@ -234,7 +237,7 @@ def older_twins(
 def near(
     vectors: Vector, rows: Sequence[int], others: Sequence[int], threshold: float
 ) -> list[list[tuple[float, int]]]:
-    """Per row, the others with a cosine from the threshold on: (cosine, row) pairs."""
+    """Return per row (cosine, row) of the others with a cosine from the threshold on."""
     found: list[list[tuple[float, int]]] = [[] for _ in rows]
     for start in range(0, len(others), _COLUMNS):
         part = others[start : start + _COLUMNS]
@@ -252,9 +255,9 @@ def _first_accepted(candidates: list[tuple[float, int]], row: int) -> Asking[tup
 
 
 def since(entries: Iterable[Experience], commit: int) -> tuple[list[Experience], frozenset[str]]:
-    """Entries in the order in which their present texts were written, and the ids of those written after a commit.
+    """Return entries in the order of their present texts, and the ids of those after a commit.
 
-    A survivor of a deduplication has the text it had before: it is no news.
+    A survivor of a deduplication keeps its text, so it is not among the latter.
     """
     ordered = sorted(entries, key=lambda entry: entry.provenance.commit or 0)
     news = (
@@ -266,12 +269,12 @@ def since(entries: Iterable[Experience], commit: int) -> tuple[list[Experience],
 
 
 class Passes:
-    """Two-level deduplication pass after pass, as a manager runs it beside its other work; lives on one event loop.
+    """Run passes of two-level deduplication on one event loop.
 
-    A pass compares what was written since the last one that had no failure with each other, then
-    with what is older (EvolveR); the first one compares all. Entries of one task and kind are one
-    piece of work: what is found there is written in one commit at once, and a failure loses that
-    piece only. Passes come one after the other; one that is cancelled leaves what it has written.
+    A pass compares entries written since the last pass without a failure with each other, then with
+    older ones (EvolveR); the first pass compares all. Entries of one task and kind are one piece of
+    work, written in one commit, and a failure loses that piece only. Passes run one after the
+    other; a cancelled one leaves what it has written.
 
     Args:
         bank: whose entries are compared.
@@ -289,7 +292,7 @@ class Passes:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="experiential-dedupe")
 
     async def make(self, judge: LaterJudge, write: Write, attempt: Attempt) -> list[Duplicates]:
-        """One pass; gives the groups merged.
+        """Run one pass and return the groups merged.
 
         Args:
             judge: says whether two entries, the older first, teach the same; what it raises ends
@@ -299,11 +302,11 @@ class Passes:
         """
         async with self._turn:
             head = self._bank.head
-            shelves, news = await asyncio.get_running_loop().run_in_executor(
+            groups, news = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._plan
             )
             pieces = await asyncio.gather(
-                *(attempt(self._piece(shelf, news, judge, write)) for shelf in shelves)
+                *(attempt(self._piece(group, news, judge, write)) for group in groups)
             )
             if None not in pieces:
                 self._since = head
@@ -311,15 +314,15 @@ class Passes:
 
     def _plan(self) -> tuple[list[list[Experience]], frozenset[str]]:
         ordered, news = since(self._bank.entries(), self._since)
-        shelves = (
+        groups = (
             comparable(ordered, self._threshold, across_tasks=self._across_tasks) if news else []
         )
-        return [shelf for shelf in shelves if any(entry.id in news for entry in shelf)], news
+        return [group for group in groups if any(entry.id in news for entry in group)], news
 
     async def _piece(
-        self, shelf: Sequence[Experience], news: frozenset[str], judge: LaterJudge, write: Write
+        self, group: Sequence[Experience], news: frozenset[str], judge: LaterJudge, write: Write
     ) -> list[Duplicates]:
-        asking = compare(shelf, self._bank.embedder, self._threshold, news)
+        asking = compare(group, self._bank.embedder, self._threshold, news)
         found = await answered_later(asking, lambda pair: judge(*pair), self._threads)
         return await write(found, f"judged from cosine {self._threshold:g} on") if found else []
 
@@ -329,7 +332,7 @@ class Passes:
 
 
 class Merger:
-    """Merges groups of duplicates inside one commit.
+    """Merge groups of duplicates inside one commit.
 
     The survivor gets a new version with its own text, the summed counters and all entries of the
     group as parents, so that what it earns is credited to each; it has no generation of its own.
@@ -345,7 +348,10 @@ class Merger:
         self._vectors = vectors
 
     def merge(self, found: Duplicates) -> Duplicates | None:
-        """Merge one group; an entry that changed since it was compared stays out, and None says that nothing was left to merge."""
+        """Merge one group; return None if nothing is left to merge.
+
+        An entry that changed since it was compared stays out.
+        """
         merged = tuple(entry for entry in found.merged if self._is_unchanged(entry))
         if not merged or not self._is_unchanged(found.survivor):
             return None
@@ -363,7 +369,10 @@ class Merger:
         ]
         for one in merged:
             self._draft.remove(one.id)
-        entry = self._draft.put(_made_from(entry, origins), self._vector(entry), origins)
+        instance = next(iter(origins)) if len(origins) == 1 else None
+        provenance = entry.provenance.model_copy(update={"instance": instance})
+        entry = entry.model_copy(update={"provenance": provenance})
+        entry = self._draft.put(entry, self._vector(entry), origins)
         self._draft.start_from(entry.id, total(counts or Statistics() for counts in known))
         return Duplicates(survivor=entry, merged=merged)
 
@@ -391,15 +400,8 @@ class Merger:
         return stored.vector
 
 
-def _made_from(entry: Experience, origins: frozenset[str]) -> Experience:
-    instance = next(iter(origins)) if len(origins) == 1 else None
-    return entry.model_copy(
-        update={"provenance": entry.provenance.model_copy(update={"instance": instance})}
-    )
-
-
 def vectors_needed(found: Iterable[Duplicates], embed: Embed) -> dict[EntryKey, Vector]:
-    """Vectors of the survivors that lose their task, by which they were found; those of others stay as they are."""
+    """Return new vectors of the survivors that lose their task; others keep theirs."""
     lost = [
         group.survivor.text
         for group in found

@@ -1,4 +1,4 @@
-"""What a bank may forget: entries that did not help, and entries above a cap. History keeps all of them."""
+"""Choose entries to forget: those that did not help, and those above a cap. History keeps all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Uplift
 
 _LAST_USE = """
-    SELECT m.experience, t.commit_id FROM (SELECT experience, MAX(rowid) AS last FROM uses WHERE namespace = ?1 GROUP BY experience) m
+    SELECT m.experience, t.commit_id FROM (
+        SELECT experience, MAX(rowid) AS last FROM uses WHERE namespace = ?1 GROUP BY experience) m
     JOIN uses u ON u.rowid = m.last
     JOIN trajectories t ON t.namespace = ?1 AND t.id = u.trajectory"""
 
@@ -25,7 +26,7 @@ def prunable(
     uplift_below: float | None,
     min_uses: int,
 ) -> list[Experience]:
-    """The entries to prune, see ``Bank.prune``.
+    """Return the entries to prune, see ``Bank.prune``.
 
     Args:
         entries: the live entries with their counters.
@@ -47,12 +48,12 @@ def prunable(
         entry
         for entry in tried
         if (score is not None and entry.statistics.score < score)
-        or (uplift_below is not None and _upper_end(uplift(entry.id, entry.version)) < uplift_below)
+        or (
+            uplift_below is not None
+            and (interval := uplift(entry.id, entry.version).interval) is not None
+            and interval[1] < uplift_below
+        )
     ]
-
-
-def _upper_end(uplift: Uplift) -> float:
-    return float("inf") if uplift.interval is None else uplift.interval[1]
 
 
 def evictable(
@@ -63,7 +64,7 @@ def evictable(
     seed: str,
     last_use: Callable[[], dict[str, int]],
 ) -> list[Experience]:
-    """The entries to evict so that ``cap`` are left, in the order of ``entries``.
+    """Return the entries to evict so that ``cap`` are left, in the order of ``entries``.
 
     Args:
         entries: the live entries with their counters, oldest first.
@@ -82,32 +83,30 @@ def evictable(
             f"Expected policy to be one of {', '.join(get_args(Policy))}, got {policy!r}"
         )
     surplus = max(0, len(entries) - cap)
+    places = range(len(entries))
     if policy == "random":
-        doomed = random.Random(seed).sample(range(len(entries)), surplus)
+        doomed = random.Random(seed).sample(places, surplus)
+    elif policy == "fifo":
+        doomed = list(places)[:surplus]
+    elif policy == "utility":
+        doomed = sorted(places, key=lambda i: entries[i].statistics.score)[:surplus]
     else:
-        rank = _ranking(policy, last_use)
-        doomed = sorted(range(len(entries)), key=lambda i: rank(entries[i]))[:surplus]
+        used = last_use()
+        written = [entry.provenance.commit or 0 for entry in entries]
+        recent = [
+            max(used.get(entry.id, 0), at) for entry, at in zip(entries, written, strict=True)
+        ]
+        doomed = sorted(places, key=recent.__getitem__)[:surplus]
     return [entries[i] for i in sorted(doomed)]
 
 
-def _ranking(
-    policy: Policy, last_use: Callable[[], dict[str, int]]
-) -> Callable[[Experience], float]:
-    if policy == "utility":
-        return lambda entry: entry.statistics.score
-    if policy == "fifo":
-        return lambda entry: 0.0
-    used = last_use()
-    return lambda entry: max(used.get(entry.id, 0), entry.provenance.commit or 0)
-
-
 def last_uses(journal: Journal, namespace: str) -> dict[str, int]:
-    """The commit that recorded the last use of every entry ever used."""
+    """Return the commit that recorded the last use of every entry ever used."""
     return {row[0]: row[1] for row in journal.rows(_LAST_USE, namespace)}
 
 
 def take_out(draft: Draft, doomed: Sequence[Experience]) -> list[Experience]:
-    """Remove entries in one commit, those excepted that are gone or were rewritten since they were chosen; gives those removed."""
+    """Remove entries in one commit, but none rewritten since; return those removed."""
     removed: list[Experience] = []
     for entry in doomed:
         live = draft.live(entry.id)

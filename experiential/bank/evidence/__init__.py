@@ -1,1 +1,1 @@
-"""What entries did: credit by lineage, uplift with intervals, trust, and the story of one episode."""
+"""Judge entries by the outcomes of their uses: counters, uplift, trust, explanations."""

@@ -1,8 +1,8 @@
-"""Who earns the outcome of a use: statistics of entries, uses by version, and lineage through merges."""
+"""Credit the outcomes of uses to entries, through versions and merges."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from experiential.bank.storage.journal import Journal
 from experiential.types import Condition, Statistics, Trajectory, Use
@@ -14,7 +14,7 @@ Ancestor = tuple[str, int]
 def lineage(
     id: str, version: int, parents: Callable[[str, int], Iterable[Ancestor]]
 ) -> list[Ancestor]:
-    """Every (id, version) that earns the outcome of a use of this version: itself, then all it was merged from, each once.
+    """Return every (id, version) credited for a use: itself, then all it was merged from.
 
     >>> family = {("c", 1): [("a", 2), ("b", 1)], ("a", 2): [("z", 1)]}
     >>> lineage("c", 1, lambda id, version: family.get((id, version), []))
@@ -30,7 +30,7 @@ def lineage(
 
 
 def total(statistics: Iterable[Statistics]) -> Statistics:
-    """The summed counts, which a merged entry starts from."""
+    """Sum counters; a merged entry starts from them."""
     known = list(statistics)
     return Statistics(
         retrievals=sum(s.retrievals for s in known),
@@ -40,10 +40,10 @@ def total(statistics: Iterable[Statistics]) -> Statistics:
 
 
 def counted_uses(trajectory: Trajectory) -> tuple[Use, ...]:
-    """The uses that say something about an entry.
+    """Return the uses that are evidence about their entries.
 
-    None of a free episode, none of an episode that failed for a technical cause, and none that the
-    actor rejected: it was not shown.
+    There are none in a free episode, or in one that failed for a technical cause. A use that the
+    actor rejected does not count, because its entry was not in the prompt.
     """
     if trajectory.condition is Condition.FREE or trajectory.error is not None:
         return ()
@@ -51,7 +51,7 @@ def counted_uses(trajectory: Trajectory) -> tuple[Use, ...]:
 
 
 class Ledger:
-    """Outcomes, uses and counters of one namespace in the journal; writes must happen inside ``Journal.transaction``."""
+    """Journal outcomes, uses and counters of one namespace, inside ``Journal.transaction``."""
 
     def __init__(self, journal: Journal, namespace: str) -> None:
         self._journal = journal
@@ -74,9 +74,8 @@ class Ledger:
         )
         success = None if trajectory.error is not None else int(trajectory.success)
         for use in () if trajectory.condition is Condition.FREE else trajectory.uses:
-            known = (
-                None if use.verdict == "reject" else success
-            )  # it was not shown: the outcome says nothing of it
+            # A rejected entry was not in the prompt: the outcome says nothing about it.
+            known = None if use.verdict == "reject" else success
             values = (
                 self._namespace,
                 use.id,
@@ -89,19 +88,19 @@ class Ledger:
             self._journal.run("INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)", *values)
 
     def is_recorded(self, trajectory: str) -> bool:
-        """Whether this trajectory was journalled before."""
+        """Return whether this trajectory was journalled before."""
         statement = "SELECT 1 FROM trajectories WHERE namespace = ? AND id = ?"
         return self._journal.value(statement, self._namespace, trajectory) is not None
 
     def trajectory(self, id: str) -> Trajectory | None:
-        """One journalled trajectory."""
+        """Return one journalled trajectory, or None."""
         record = self._journal.value(
             "SELECT record FROM trajectories WHERE namespace = ? AND id = ?", self._namespace, id
         )
         return None if record is None else Trajectory.model_validate_json(record)
 
     def outcomes(self, id: str, version: int) -> list[int]:
-        """1 or 0 for every use of one entry version whose episode ended properly, oldest first."""
+        """Return 1 or 0 for every use of an entry version that has an outcome, oldest first."""
         statement = (
             "SELECT success FROM uses WHERE namespace = ? AND experience = ? AND version = ? AND"
             " success IS NOT NULL ORDER BY rowid"
@@ -109,10 +108,11 @@ class Ledger:
         return [row[0] for row in self._journal.rows(statement, self._namespace, id, version)]
 
     def statistics(self) -> dict[str, Statistics]:
-        """The counters of every entry that has any."""
+        """Return the counters of every entry that has any."""
         statement = "SELECT id, retrievals, uses, successes FROM statistics WHERE namespace = ?"
         return {
-            row[0]: _statistics(row[1:]) for row in self._journal.rows(statement, self._namespace)
+            id: Statistics(retrievals=retrievals, uses=uses, successes=successes)
+            for id, retrievals, uses, successes in self._journal.rows(statement, self._namespace)
         }
 
     def save(self, statistics: dict[str, Statistics]) -> None:
@@ -120,7 +120,3 @@ class Ledger:
         for id, known in statistics.items():
             values = (self._namespace, id, known.retrievals, known.uses, known.successes)
             self._journal.run("INSERT OR REPLACE INTO statistics VALUES (?, ?, ?, ?, ?)", *values)
-
-
-def _statistics(row: Sequence[int]) -> Statistics:
-    return Statistics(retrievals=row[0], uses=row[1], successes=row[2])

@@ -1,4 +1,4 @@
-"""What an episode was shown and what came of it."""
+"""Explain an episode: its uses, its outcome, and the entries written from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiential.types import (
 
 
 class Explainer:
-    """Puts explanations together from what a bank can look up.
+    """Put explanations together from look-ups in a bank.
 
     Args:
         version: one version of one entry, with its present counters.
@@ -36,7 +36,7 @@ class Explainer:
         self._uplift = uplift
 
     def explain(self, trajectory: Trajectory, written: Iterable[Ancestor]) -> Explanation:
-        """The explanation of a trajectory, from which the entry versions ``written`` were made."""
+        """Explain a trajectory from which the entry versions ``written`` were made."""
         return Explanation(
             trajectory=trajectory.id,
             task=trajectory.task,

@@ -1,7 +1,7 @@
-"""Trust in entries: a new one is provisional, and only a share of the guided episodes may see it, until it has shown that it helps.
+"""Trust entries on evidence: only a share of the guided episodes sees one before it has helped.
 
-An entry version is trusted when the episodes that used it did better than free members of their
-groups on enough independent tasks:
+A new entry is provisional, on probation. A version is trusted when the episodes that used it did
+better than free members of their groups on enough independent tasks:
 
 * the evidence is that of `experiential.bank.evidence.uplift`: per group (one task, one seed) the
   success rate of guided members that used the version, or a version that it was merged from, minus
@@ -47,7 +47,7 @@ from experiential.types import Experience, Hit
 Row = list[Scored[Experience]]
 """Candidates of one query, best first."""
 Fetch = Callable[[list[int], int], list[Row]]
-"""Gives rows of a length for some queries, named by their places."""
+"""Returns rows of a length for some queries, named by their places."""
 Episodes = str | Sequence[str]
 """The id of the episode that asks, or one for each query; empty for none."""
 _META = "trust_after"
@@ -56,19 +56,22 @@ _WIDER = 4
 _USES = """
     SELECT u.rowid, u.experience, u.version, t.grp FROM uses u
     CROSS JOIN trajectories t ON t.namespace = u.namespace AND t.id = u.trajectory
-    WHERE u.rowid > ? AND u.namespace = ? AND t.condition = 'guided' AND t.error IS NULL AND t.grp <> '' AND t.commit_id <= ?"""
+    WHERE u.rowid > ? AND u.namespace = ? AND t.condition = 'guided' AND t.error IS NULL
+        AND t.grp <> '' AND t.commit_id <= ?"""
 _GROUPS = (
     "SELECT rowid, grp FROM trajectories WHERE rowid > ? AND namespace = ? AND error IS NULL AND"
     " grp <> '' AND commit_id <= ?"
 )
 _MERGED = """
     SELECT c.seq, v.id, v.version, v.record FROM changes c
-    CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version AND v.commit_id = c.commit_id
-    WHERE c.seq > ? AND c.namespace = ? AND c.commit_id <= ? AND instr(v.record, '"parents":[[') > 0"""
+    CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id
+        AND v.version = c.version AND v.commit_id = c.commit_id
+    WHERE c.seq > ? AND c.namespace = ? AND c.commit_id <= ?
+        AND instr(v.record, '"parents":[[') > 0"""
 
 
 def judge(id: str, version: int, by_task: Mapping[str, Sequence[float]], after: int) -> Standing:
-    """The standing of an entry version, from the differences of its groups by task.
+    """Judge an entry version by the differences of its groups, which are given by task.
 
     >>> judge("a", 1, {"door": [1.0, 0.5], "well": [0.5], "oven": [1.0]}, after=3).trusted
     True
@@ -84,7 +87,7 @@ def judge(id: str, version: int, by_task: Mapping[str, Sequence[float]], after: 
 
 
 def standing(journal: Journal, namespace: str, entry: Experience, after: int) -> Standing:
-    """One entry version judged by all that the journal holds now."""
+    """Judge one entry version by all that the journal holds now."""
     evidence = Evidence(journal, namespace)
     return judge(
         entry.id,
@@ -95,7 +98,7 @@ def standing(journal: Journal, namespace: str, entry: Experience, after: int) ->
 
 
 def recorded(journal: Journal, namespace: str) -> int:
-    """The ``bank.trust_after`` that this bank was last worked with; 0 when there was none."""
+    """Return the ``bank.trust_after`` last used with this bank; 0 if there was none."""
     return int(
         journal.value("SELECT value FROM meta WHERE namespace = ? AND key = ?", namespace, _META)
         or 0
@@ -103,16 +106,16 @@ def recorded(journal: Journal, namespace: str) -> int:
 
 
 def record(journal: Journal, namespace: str, after: int) -> None:
-    """Note what ``bank.trust_after`` is, for whoever reads the bank later; writes nothing when it is known."""
+    """Record ``bank.trust_after`` for later readers of the bank, if it is new."""
     if recorded(journal, namespace) != after:
         journal.run("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", namespace, _META, str(after))
 
 
 class Book:
-    """Which entry versions of one namespace are trusted, whether they stand now or not.
+    """Know which entry versions of one namespace are trusted, live or not.
 
-    ``refresh`` reads what the journal has got since it was last called and judges again only what
-    that concerns; any thread may ask meanwhile and is answered from what was known before.
+    ``refresh`` reads the journal on from its last call, and judges the versions concerned. Any
+    thread may ask meanwhile, and gets the earlier answer.
 
     Args:
         journal: of the bank.
@@ -143,11 +146,11 @@ class Book:
         self._one_at_a_time = threading.Lock()
 
     def is_trusted(self, experience: Experience) -> bool:
-        """Whether this version was trusted at the last refresh."""
+        """Return whether this version was trusted at the last refresh."""
         return (experience.id, experience.version) in self.trusted
 
     def standing(self, id: str, version: int) -> Standing:
-        """One version judged now, from all that the last refresh read of merges."""
+        """Judge one version now, with the merges known at the last refresh."""
         return judge(
             id,
             version,
@@ -158,9 +161,23 @@ class Book:
     def refresh(self) -> None:
         """Read on, and judge every version whose evidence may have changed."""
         with self._one_at_a_time:
-            self._read_uses()
-            self._read_merges()
-            self._read_groups()
+            for _, id, version, group in self._rows(_USES):
+                known = self._used_in.setdefault(group, set())
+                if (id, version) not in known:
+                    known.add((id, version))
+                    self._groups[id, version] += 1
+                self._touched.add((id, version))
+            for _, id, version, written in self._rows(_MERGED):
+                parents: list[Ancestor] = [
+                    (parent[0], parent[1])
+                    for parent in json.loads(written)["provenance"]["parents"]
+                ]
+                self._parents[id, version] = parents
+                for parent in parents:
+                    self._children.setdefault(parent, []).append((id, version))
+                self._touched.add((id, version))
+            for _, group in self._rows(_GROUPS):
+                self._touched |= self._used_in.get(group, set())
             concerned = {heir for version in self._touched for heir in self._heirs(*version)}
             helpful = {
                 version
@@ -171,33 +188,11 @@ class Book:
             self._touched.clear()
 
     def _rows(self, statement: str) -> list[Any]:
-        """The rows that came since the last call, each after its row number."""
+        """Return the rows since the last call, each after its row number."""
         rows = self._journal.rows(statement, self._read[statement], self._namespace, self._until)
         if rows:
             self._read[statement] = max(row[0] for row in rows)
         return rows
-
-    def _read_uses(self) -> None:
-        for _, id, version, group in self._rows(_USES):
-            known = self._used_in.setdefault(group, set())
-            if (id, version) not in known:
-                known.add((id, version))
-                self._groups[id, version] += 1
-            self._touched.add((id, version))
-
-    def _read_groups(self) -> None:
-        for _, group in self._rows(_GROUPS):
-            self._touched |= self._used_in.get(group, set())
-
-    def _read_merges(self) -> None:
-        for _, id, version, written in self._rows(_MERGED):
-            parents: list[Ancestor] = [
-                (parent[0], parent[1]) for parent in json.loads(written)["provenance"]["parents"]
-            ]
-            self._parents[id, version] = parents
-            for parent in parents:
-                self._children.setdefault(parent, []).append((id, version))
-            self._touched.add((id, version))
 
     def _ancestors(self, id: str, version: int) -> list[Ancestor]:
         return lineage(id, version, lambda id, version: self._parents.get((id, version), ()))
@@ -206,12 +201,12 @@ class Book:
         return lineage(id, version, lambda id, version: self._children.get((id, version), ()))
 
     def _may_pass(self, version: Ancestor) -> bool:
-        """Whether there are groups enough; a group belongs to one task."""
+        """Return whether there are groups enough; each belongs to one task."""
         return sum(self._groups[one] for one in self._ancestors(*version)) >= max(2, self.after)
 
 
 def may_try(seed: int, episode: str, share: float) -> bool:
-    """The draw whether an episode may see provisional entries: the same whoever makes it, so that it can be checked from the journal.
+    """Draw whether an episode may see provisional entries, reproducibly from the journal.
 
     >>> sum(may_try(0, f"episode {i}", 0.25) for i in range(1000))
     272
@@ -221,7 +216,7 @@ def may_try(seed: int, episode: str, share: float) -> bool:
 
 
 def checked_episodes(episode: Episodes, count: int) -> list[str]:
-    """One episode for each of ``count`` queries; a single one stands for all.
+    """Return one episode for each of ``count`` queries; a single one stands for all.
 
     Raises:
         ValueError: there are more or fewer.
@@ -235,11 +230,11 @@ def checked_episodes(episode: Episodes, count: int) -> list[str]:
 
 
 class Probation:
-    """What a manager shows of provisional entries: nothing to most episodes. Any thread may ask.
+    """Hide provisional entries from most episodes; any thread may call.
 
     Args:
-        book: who is trusted.
-        head: gives the last commit of the bank.
+        book: knows the trusted versions.
+        head: returns the last commit of the bank.
         share: of the guided episodes, those that may see provisional entries.
         seed: of the draws.
 
@@ -267,7 +262,10 @@ class Probation:
         self._seen = head
 
     def admits(self, episode: str) -> bool:
-        """Whether a search of this episode may find provisional entries; without an id each search draws for itself, in order."""
+        """Draw whether a search of this episode may find provisional entries.
+
+        Without an id each search draws for itself, in order.
+        """
         with self._lock:
             drawn = (
                 may_try(self._seed, episode, self.share)
@@ -278,25 +276,22 @@ class Probation:
         return drawn
 
     def wake(self) -> None:
-        """Let the book be brought up to date beside what runs, when the bank has changed."""
-        with (
-            self._lock,
-            contextlib.suppress(RuntimeError),
-        ):  # closed meanwhile: nobody will ask again
+        """Refresh the book in the background if the bank has changed."""
+        # A RuntimeError says that the thread was closed meanwhile: nobody will ask again.
+        with self._lock, contextlib.suppress(RuntimeError):
             if self._seen != self._head() and (self._refreshing is None or self._refreshing.done()):
                 self._refreshing = self._thread.submit(self._catch_up)
 
     async def settle(self) -> None:
-        """Wait until all that the bank holds now is judged, or until that failed."""
+        """Wait until everything in the bank now is judged, or until that failed."""
         self.wake()
         while self._refreshing is not None and await asyncio.wrap_future(self._refreshing):
             self._refreshing = None
             self.wake()
 
     def _catch_up(self) -> bool:
-        outcome = attempted(
-            self._refresh
-        )  # whatever a disk or a closed bank does to it, retrieval goes on with what is known
+        # Whatever a disk or a closed bank does to it, retrieval goes on with what is known.
+        outcome = attempted(self._refresh)
         if isinstance(outcome, Exception):
             self.failures[f"trust: {type(outcome).__name__}"] += 1
             return False
@@ -305,17 +300,17 @@ class Probation:
     def sift(
         self, rows: list[Row], admitted: Sequence[bool], asked: int, floor: float, fetch: Fetch
     ) -> None:
-        """Take provisional entries out of the rows of candidates that are not admitted to them, in place.
+        """Take provisional entries out of the rows of queries that may not find them, in place.
 
-        Where too few trusted ones are left although there may be more at or above the floor, longer
-        rows are asked for.
+        If too few trusted ones are left although there may be more at or above the floor, longer
+        rows are fetched.
 
         Args:
             rows: per query, the nearest entries, best first.
             admitted: per query, whether it may find provisional entries.
             asked: candidates that each row was to have.
             floor: cosine below which nothing is of use.
-            fetch: gives longer rows.
+            fetch: returns longer rows.
         """
         trusted, wanted = self.book.trusted, asked
         short = [i for i, may in enumerate(admitted) if not may]
@@ -335,20 +330,17 @@ class Probation:
             found = fetch(short, asked) if short else []
 
     def mark(self, hits: list[Hit], admitted: bool) -> list[Hit]:
-        """The hits with the draw of their episode; the propensity of a provisional one gets the share as a factor."""
-        return [
-            self._marked(hit, admitted and not self.book.is_trusted(hit.experience), admitted)
-            for hit in hits
-        ]
-
-    def _marked(self, hit: Hit, provisional: bool, admitted: bool) -> Hit:
-        propensity = hit.propensity * self.share if provisional else hit.propensity
-        return hit.model_copy(
-            update={"propensity": propensity, "provisional": provisional, "admitted": admitted}
-        )
+        """Return the hits with the draw of their episode, as a factor of their propensity."""
+        marked: list[Hit] = []
+        for hit in hits:
+            provisional = admitted and not self.book.is_trusted(hit.experience)
+            propensity = hit.propensity * self.share if provisional else hit.propensity
+            update = {"propensity": propensity, "provisional": provisional, "admitted": admitted}
+            marked.append(hit.model_copy(update=update))
+        return marked
 
     def stats(self, entries: Iterable[Experience]) -> dict[str, int]:
-        """How many of these entries are trusted and provisional, and how the draws of searches ended."""
+        """Count trusted and provisional entries, and the draws of searches."""
         standing = Counter(self.book.is_trusted(entry) for entry in entries)
         return {
             "trusted": standing[True],
@@ -363,10 +355,10 @@ class Probation:
 
 
 def probation_of(bank: Bank, settings: ManagerOptions, seed: int) -> Probation | None:
-    """What a manager with these settings shows of provisional entries; None when all entries are trusted.
+    """Return the probation that settings ask for; None if all entries are trusted.
 
-    A writable bank notes ``trust_after``, so that ``experiential bank`` can tell who is
-    provisional.
+    A writable bank notes ``trust_after``, so that ``experiential bank`` can list
+    provisional entries.
     """
     after = settings.trust_after
     if not after:

@@ -1,4 +1,4 @@
-"""What an entry did for the episodes that used it: uses, outcomes, and guided against free members of the same group.
+"""Estimate an entry's uplift: guided members of a group that used it against free members.
 
 The members of a group start from one task and one seed, so the difference of the success rates of
 those that used an entry and of those that saw no bank is a paired one. Its mean over groups
@@ -23,16 +23,19 @@ _TALLY = (
     "SELECT COUNT(*), COUNT(success), COALESCE(SUM(success), 0) FROM uses WHERE namespace = ? AND"
     " experience = ? AND version = ?"
 )
-_DIFFERENCES = """  -- CROSS JOIN keeps this order: from the uses of one entry to their episodes to those of the same group
+# CROSS JOIN keeps this order: from the uses of one entry to their episodes to those of the group.
+_DIFFERENCES = """
     WITH named (experience, version) AS (VALUES {pairs}),
     guided AS (
         SELECT DISTINCT t.id, t.grp, t.success FROM named n
-        CROSS JOIN uses u ON u.namespace = ?1 AND u.experience = n.experience AND u.version = n.version
+        CROSS JOIN uses u
+            ON u.namespace = ?1 AND u.experience = n.experience AND u.version = n.version
         CROSS JOIN trajectories t ON t.namespace = ?1 AND t.id = u.trajectory
         WHERE t.condition = 'guided' AND t.error IS NULL AND t.grp <> ''{guided}),
     rates AS (SELECT grp, AVG(success) AS rate FROM guided GROUP BY grp)
     SELECT g.grp, g.rate - AVG(f.success) FROM rates g
-    CROSS JOIN trajectories f ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL{free}
+    CROSS JOIN trajectories f
+        ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL{free}
     GROUP BY g.grp ORDER BY g.grp"""
 _TASK = (
     "SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL ORDER BY"
@@ -43,7 +46,7 @@ ALWAYS = 2**62
 
 
 class Evidence:
-    """Reads from the journal of one namespace how entry versions did; what it read of the family of entries it remembers."""
+    """Read the outcomes of entry versions of one namespace; the merges are read once."""
 
     def __init__(self, journal: Journal, namespace: str) -> None:
         self._journal = journal
@@ -51,7 +54,7 @@ class Evidence:
         self._tasks: dict[str, str] = {}
 
     def uplift(self, id: str, version: int) -> Uplift:
-        """Counts and estimates of one entry version."""
+        """Return counts and estimates of one entry version."""
         uses, outcomes, successes = self._journal.rows(_TALLY, self._namespace, id, version)[0]
         own, family = [(id, version)], self.family(id, version)
         alone = estimate(self.differences(own))
@@ -66,7 +69,7 @@ class Evidence:
         )
 
     def differences(self, versions: Sequence[Ancestor]) -> list[float]:
-        """Per group, the success rate of guided members that used one of the versions minus that of free members.
+        """Return per group the success rate of guided members that used a version minus the free.
 
         An episode counts once however often it used them; one that failed for a technical cause
         does not count.
@@ -74,7 +77,7 @@ class Evidence:
         return [difference for _, difference in self._by_group(versions, ALWAYS)]
 
     def by_task(self, versions: Sequence[Ancestor], until: int = ALWAYS) -> dict[str, list[float]]:
-        """The differences of groups by the task of the group: its ``task_id``, or where the environment names none, the task in words.
+        """Return the differences by task: its ``task_id``, or its words if it has none.
 
         Args:
             versions: whose uses count.
@@ -88,9 +91,8 @@ class Evidence:
     def _by_group(self, versions: Sequence[Ancestor], until: int) -> list[tuple[str, float]]:
         pairs = ", ".join(f"(?{2 * i + 3}, ?{2 * i + 4})" for i in range(len(versions)))
         named = [value for version in versions for value in version]
-        bound = (
-            "" if until == ALWAYS else " AND {}.commit_id <= ?2"
-        )  # without it, an index holds all that is asked of the free members
+        # Without a bound, an index alone answers for the free members.
+        bound = "" if until == ALWAYS else " AND {}.commit_id <= ?2"
         statement = _DIFFERENCES.format(
             pairs=pairs, guided=bound.format("t"), free=bound.format("f")
         )
@@ -104,12 +106,12 @@ class Evidence:
         return self._tasks[group]
 
     def ancestors(self, id: str, version: int) -> list[Ancestor]:
-        """The version itself and all versions that it was merged from."""
+        """Return the version itself and all versions that it was merged from."""
         up, _ = self._edges
         return lineage(id, version, lambda id, version: up.get((id, version), ()))
 
     def family(self, id: str, version: int) -> list[Ancestor]:
-        """The version itself, all versions that it was merged from, and all that were merged from it."""
+        """Return the ancestors of a version, itself first, and all that were merged from it."""
         _, down = self._edges
         above = self.ancestors(id, version)
         below = lineage(id, version, lambda id, version: down.get((id, version), ()))
@@ -119,7 +121,7 @@ class Evidence:
     def _edges(
         self,
     ) -> tuple[Mapping[Ancestor, Sequence[Ancestor]], Mapping[Ancestor, Sequence[Ancestor]]]:
-        """Parents by child and children by parent."""
+        """Return parents by child and children by parent."""
         statement = (
             "SELECT id, version, record FROM versions WHERE namespace = ? AND instr(record,"
             " '\"parents\":[[') > 0"
@@ -134,7 +136,7 @@ class Evidence:
 
 
 def estimate(differences: Iterable[float]) -> Estimate:
-    """Mean of the differences of groups and its interval: mean ± t(0.975, n - 1) · s / √n.
+    """Return the mean of differences with its interval, mean ± t(0.975, n - 1) · s / √n.
 
     Groups that all differ by the same amount give an interval of no width, however few they are.
 
@@ -153,7 +155,7 @@ def estimate(differences: Iterable[float]) -> Estimate:
 
 @cache
 def t_quantile(df: int) -> float:
-    """The t that Student's distribution with ``df`` degrees of freedom exceeds on both sides with probability 0.05 together.
+    """Return the two-sided 95 % quantile of Student's distribution with ``df`` degrees.
 
     Abramowitz & Stegun: up to 30 degrees the finite sums 26.7.3 and 26.7.4, solved by bisection;
     above, the expansion 26.7.5, whose error is below 1e-7 there.
@@ -173,7 +175,7 @@ def t_quantile(df: int) -> float:
 
 
 def _central(angle: float, df: int) -> float:
-    """P(|T| < √df · tan(angle)), 26.7.3 for odd and 26.7.4 for even ``df``."""
+    """Return P(|T| < √df · tan(angle)), by 26.7.3 for odd and 26.7.4 for even ``df``."""
     cosine, odd = math.cos(angle), df % 2
     term, total = cosine if odd else 1.0, 0.0
     for power in range(odd, df - 1, 2):

@@ -76,6 +76,7 @@ class IndexedSearch:
             count = min(asked, total, _MOST)
             vectors = np.stack([part[i][0] for i in short])
             found = self._replica.search(vectors, count, {} if where is None else where.indexed)
+            still_short: list[int] = []
             for i, hits in zip(short, found, strict=True):
                 _, scope, recent = part[i]
                 current = [
@@ -85,8 +86,12 @@ class IndexedSearch:
                     and live.experience.version == hit.version
                     and scope.admits(live)
                 ]
-                rows[i] = merged(recent, current, n)
-            short = [i for i in short if len(rows[i]) < min(n, size)]
+                row = rows[i] = merged(recent, current, n)
+                # A row that ends below the last answer may lack an entry between the two.
+                ends_below = bool(row and hits) and row[-1].score < hits[-1].cosine
+                if len(row) < min(n, size) or ends_below:
+                    still_short.append(i)
+            short = still_short
             if count < asked or count in (total, _MOST):
                 break
             asked *= 4

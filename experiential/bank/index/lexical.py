@@ -143,7 +143,7 @@ class Lexical:
 
 
 def _rarest(counts: Mapping[str, int]) -> list[str]:
-    """Return words to look up, rarest first, until they are in ``_POSTINGS`` entries; one at least."""
+    """Return the rarest words that are in at most ``_POSTINGS`` entries together; one at least."""
     taken: list[str] = []
     postings = 0
     for word, count in sorted(counts.items(), key=lambda pair: pair[1]):

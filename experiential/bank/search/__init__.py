@@ -1,1 +1,1 @@
-"""From a query to the entries it receives: batches, filters and strategies."""
+"""Turn queries into hits: batches, filters and strategies."""

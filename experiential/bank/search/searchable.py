@@ -1,4 +1,4 @@
-"""Searching by text: what a bank, a picture of one and a bank behind a server have in common."""
+"""Search by text: shared by banks, snapshots of them and banks behind a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POOL = RetrievalSettings().pool
 
 
 class Searchable(ABC):
-    """What finds entries by text; its subclass compares them."""
+    """Find entries by text; the subclass compares them."""
 
     @abstractmethod
     def nearest(
@@ -28,7 +28,7 @@ class Searchable(ABC):
         where: Sequence[Where | None] = (),
         words: bool = False,
     ) -> list[list[Scored[Experience]]]:
-        """The ``n`` nearest entries of each query with their cosines, nearest first.
+        """Return the ``n`` nearest entries of each query with their cosines, nearest first.
 
         Args:
             queries: texts.
@@ -43,7 +43,7 @@ class Searchable(ABC):
 
     @abstractmethod
     def read(self, experience: Experience) -> Experience:
-        """The same version with its counters."""
+        """Return the same version with its counters."""
 
     @overload
     def search(
@@ -76,14 +76,14 @@ class Searchable(ABC):
         exclude_instance: str | None = None,
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
-        """The ``k`` most similar entries of one query, or of each of several; no counter changes.
+        """Return the ``k`` most similar entries of each query; no counter changes.
 
         Args:
             query: one text or a list of texts.
             k: how many hits for each.
             hybrid: weight of the words that query and entry share beside their cosine, in [0, 1],
-                as ``bank.options.retrieval.hybrid``: hits are ranked by (1 - hybrid) cosine + hybrid words,
-                which is their score. Candidates are the nearest entries and those that words find
+                as ``bank.options.retrieval.hybrid``: hits are ranked by (1 - hybrid) cosine +
+                hybrid words, which is their score. Candidates are the nearest entries and those that words find
                 best, ``16 k`` of each. The first search with words indexes them.
             exclude_instance: leave out entries that were made from this task instance, by whatever
                 updates and merges.
@@ -129,16 +129,16 @@ class Searchable(ABC):
 def scopes_of(
     queries: Sequence[str], exclude: Sequence[str | None], where: Sequence[Where | None]
 ) -> list[Scope]:
-    """The scope of each query; empty sequences limit nothing."""
+    """Return the scope of each query; empty sequences limit nothing."""
     nothing = [None] * len(queries)
     return [Scope(*one) for one in zip(exclude or nothing, where or nothing, strict=True)]
 
 
 def checked_weight(hybrid: object) -> float:
-    """The weight of words, if it is one.
+    """Return the weight of words.
 
     Raises:
-        ValueError: it is no number in [0, 1].
+        ValueError: it is not a number in [0, 1].
     """
     if isinstance(hybrid, bool) or not isinstance(hybrid, int | float) or not 0.0 <= hybrid <= 1.0:
         raise ValueError(f"Expected hybrid to be a number from 0 to 1, got {hybrid!r}")
@@ -146,7 +146,11 @@ def checked_weight(hybrid: object) -> float:
 
 
 def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:
-    """The queries as a list; a wrong type is refused with what was expected, and so is blank text unless ``blank`` allows it."""
+    """Return the queries as a list.
+
+    Raises:
+        ValueError: one is no text, or blank without ``blank``, or k is no positive number.
+    """
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise ValueError(f"Expected k to be a positive whole number, got {k!r}")
     if not isinstance(query, (str, list, tuple)):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from experiential.bank.evidence.trust import Probation
 from experiential.bank.index.vectors import Scored
+from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
 from experiential.bank.search.strategies import (
     Candidate,
@@ -20,7 +21,6 @@ from experiential.bank.search.strategies import (
 )
 from experiential.bank.search.where import Where
 from experiential.batching import Batcher, BatchTimeoutError
-from experiential.config import RetrievalSettings
 from experiential.errors import BankError
 from experiential.types import Experience, Hit, Statistics
 
@@ -72,7 +72,7 @@ class Searcher:
     """
 
     def __init__(
-        self, bank: Bank, settings: RetrievalSettings, seed: int, probation: Probation | None = None
+        self, bank: Bank, settings: RetrievalOptions, seed: int, probation: Probation | None = None
     ) -> None:
         self.counts = SearchCounts()
         self._bank = bank
@@ -167,7 +167,7 @@ class Searcher:
         self.counts.timeouts += 1
         return BankError(
             f"Expected the bank's answer within {self._settings.timeout} s, got none; "
-            "look at what the embedder waits for, or raise bank.retrieval.timeout"
+            "look at what the embedder waits for, or raise bank.options.retrieval.timeout"
         )
 
     def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:

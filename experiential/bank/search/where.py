@@ -1,4 +1,4 @@
-"""Filters on what an entry is: its kind, its task and its metadata."""
+"""Filter entries by kind, task and metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EMPTY: tuple[object, ...] = (None,)
 
 
 class Where:
-    """What entries must be, for a search to find them. Immutable and hashable.
+    """Filter the entries that a search may find. Immutable and hashable.
 
     A filter names fields: ``kind`` and ``task`` are the entry's own, any other name is a field of
     its metadata. An entry passes when it has, in every field named, the value asked for, or one of
@@ -52,7 +52,7 @@ class Where:
 
     @staticmethod
     def of(fields: Mapping[str, Any] | Where | None) -> Where | None:
-        """A filter of what a user wrote; None when it asks for nothing."""
+        """Return the filter that a user wrote; None if it is empty."""
         if fields is None or isinstance(fields, Where):
             return fields
         where = Where(fields)
@@ -68,11 +68,11 @@ class Where:
         return f"Where({self._fields!r})"
 
     def to_json(self) -> dict[str, list[Value]]:
-        """The same filter as plain data."""
+        """Return the filter as plain data."""
         return {name: list(values) for name, values in self._fields.items()}
 
     def matches(self, item: Experience) -> bool:
-        """Whether an entry passes."""
+        """Return whether an entry passes."""
         return all(
             any(_key(value) in wanted for value in _held(item, name))
             for name, wanted in self._clauses
@@ -102,33 +102,42 @@ Filter = Mapping[str, Any] | Where
 
 
 class Scope(NamedTuple):
-    """Which entries one query may find: none made from the task instance ``exclude``, and only those that pass ``where``."""
+    """Limit one query to entries that pass ``where`` and were not made from ``exclude``.
+
+    Attributes:
+        exclude: a task instance.
+    """
 
     exclude: str | None = None
     where: Where | None = None
 
     def admits(self, live: Live) -> bool:
-        """Whether the query may find this entry."""
+        """Return whether the query may find this entry."""
         return self.exclude not in live.origins and (
             self.where is None or self.where.matches(live.experience)
         )
 
 
 class Members:
-    """Which entries pass each of the filters that were asked for lately, kept up with every write. The caller holds a lock."""
+    """Remember the entries that pass each recent filter; the caller holds a lock."""
 
     def __init__(self) -> None:
         self._known: dict[Where, dict[str, None]] = {}
 
     def change(self, id: str, live: Live | None) -> None:
-        """An entry is now this, or gone."""
+        """Put an entry in place of its earlier version, or take it out (None)."""
         for where, ids in self._known.items():
             ids.pop(id, None)
             if live is not None and where.matches(live.experience):
                 ids[id] = None
 
     def of(self, where: Where, entries: Callable[[], Iterable[Live]]) -> list[str]:
-        """The ids of the entries that pass; ``entries`` gives all, and is called for a filter that was not asked for lately."""
+        """Return the ids of the entries that pass.
+
+        Args:
+            where: the filter.
+            entries: returns all entries; called for a filter that is new.
+        """
         known = self._known.pop(where, None)
         if known is None:
             known = {
@@ -168,7 +177,7 @@ def _values(name: str, given: object) -> tuple[Value, ...]:
 
 
 def _forms(name: str, value: object) -> tuple[Value, ...]:
-    """A value, and the form in which a bank keeps a text."""
+    """Return a value, and the form in which a bank keeps a text."""
     if isinstance(value, str):
         return tuple(dict.fromkeys((value, disarm(canonical(value)))))
     if (
@@ -203,9 +212,8 @@ def _key(value: object) -> Key:
         return ("number", value)
     if isinstance(value, str):
         return ("text", value)
-    plain: object = to_jsonable_python(
-        value
-    )  # what the journal makes of it: an entry is the same before and after it is opened again
+    # As in the journal: an entry is the same before and after its bank is opened again.
+    plain: object = to_jsonable_python(value)
     return (
         _key(plain)
         if plain is None or isinstance(plain, str | int | float)
