@@ -82,8 +82,8 @@ class Searchable(ABC):
             query: one text or a list of texts.
             k: how many hits for each.
             hybrid: weight of the words that query and entry share beside their cosine, in [0, 1],
-                as ``bank.options.retrieval.hybrid``: hits are ranked by (1 - hybrid) cosine +
-                hybrid words, which is their score. Candidates are the nearest entries and those that words find
+                as ``bank.options.retrieval.hybrid``: hits are ranked by
+                (1 - hybrid) cosine + hybrid words, which is their score. Candidates are the nearest entries and those that words find
                 best, ``16 k`` of each. The first search with words indexes them.
             exclude_instance: leave out entries that were made from this task instance, by whatever
                 updates and merges.
