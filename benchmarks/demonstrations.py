@@ -79,11 +79,11 @@ class Scripted:
             for action in info["admissible"]
             if action not in offered and action not in self._tried
         ]
-        told = (
+        noted = (
             "search_and_ask" in info and info["task"].removeprefix(_GOAL).rstrip(".") in observation
         )
         named = [
-            action for action in levers if told and action.removeprefix("pull ") in observation
+            action for action in levers if noted and action.removeprefix("pull ") in observation
         ]
         lever = (
             named[0] if named and self._rng.random() < self._follow else self._rng.choice(levers)

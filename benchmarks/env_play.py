@@ -106,7 +106,7 @@ def summary(outcomes: Sequence[Outcome], *, reasons: bool = False) -> dict[str, 
     Success has Wilson's interval, the reward a bootstrap over episodes. ``reasons`` adds failures.
     """
     failed = [outcome for outcome in outcomes if not outcome.success]
-    told = {
+    found = {
         "episodes": len(outcomes),
         "worlds": len({outcome.world for outcome in outcomes}),
         "success": wilson(len(outcomes) - len(failed), len(outcomes)).model_dump(),
@@ -118,6 +118,6 @@ def summary(outcomes: Sequence[Outcome], *, reasons: bool = False) -> dict[str, 
         "turns": float(np.mean([outcome.turns for outcome in outcomes])),
         "failed": len(failed),
     }
-    return told | (
+    return found | (
         {"failures": [asdict(outcome) for outcome in failed[:_LISTED]]} if reasons else {}
     )

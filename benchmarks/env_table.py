@@ -67,13 +67,13 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _outcomes(told: Mapping[str, Any]) -> list[str]:
-    if "success" not in told:
+def _outcomes(found: Mapping[str, Any]) -> list[str]:
+    if "success" not in found:
         return ["–", "–"]
-    success, reward = told["success"], told["reward"]
+    success, reward = found["success"], found["reward"]
     share = (
         f"{_percent(success['mean'])} % [{_percent(success['low'])}, {_percent(success['high'])}]"
-        f" of {told['episodes']:,}"
+        f" of {found['episodes']:,}"
     )
     return [share, f"{reward['mean']:.3f} [{reward['low']:.3f}, {reward['high']:.3f}]"]
 
@@ -112,7 +112,7 @@ def _raw(rows: Mapping[str, Any]) -> str:
 
 
 def _failures(rows: Mapping[str, Any]) -> str:
-    told: list[str] = []
+    lines: list[str] = []
     for name, row in rows.items():
         oracle = row.get("parts", {}).get("oracle", {})
         if oracle.get("failed"):
@@ -120,13 +120,15 @@ def _failures(rows: Mapping[str, Any]) -> str:
                 f"{one['task_id'] or one['world']}: {one['reason']}"
                 for one in oracle["failures"][:5]
             )
-            told.append(f"* {name}: {oracle['failed']} of {oracle['episodes']}, among them {shown}")
-    return "Episodes that the oracle did not win:\n\n" + "\n".join(told) if told else ""
+            lines.append(
+                f"* {name}: {oracle['failed']} of {oracle['episodes']}, among them {shown}"
+            )
+    return "Episodes that the oracle did not win:\n\n" + "\n".join(lines) if lines else ""
 
 
 def _not_ready(rows: Mapping[str, Any]) -> str:
-    told = [f"* {name}: {row['reason']}" for name, row in rows.items() if row.get("reason")]
-    return "Rows that were not measured, or not whole:\n\n" + "\n".join(told) if told else ""
+    lines = [f"* {name}: {row['reason']}" for name, row in rows.items() if row.get("reason")]
+    return "Rows that were not measured, or not whole:\n\n" + "\n".join(lines) if lines else ""
 
 
 def table(head: tuple[str, ...], lines: list[list[str]]) -> str:

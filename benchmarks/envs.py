@@ -195,8 +195,8 @@ def merged(known: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
     The reason of an earlier failure counts no longer.
     """
     parts = {**known.get("parts", {}), **got.get("parts", {})}
-    told = {key: value for key, value in got.items() if key != "parts"}
-    return {**told, "parts": {part: parts[part] for part in PARTS if part in parts}}
+    rest = {key: value for key, value in got.items() if key != "parts"}
+    return {**rest, "parts": {part: parts[part] for part in PARTS if part in parts}}
 
 
 def run_row(

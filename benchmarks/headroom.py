@@ -9,7 +9,7 @@ Each layout is played on the same sampling seeds under every kind of advice: ``n
 what the symbols mean, which holds for every layout; ``way``, the moves of a shortest way of this
 very layout, which no entry of another layout could hold; and ``bank``, the entry that the run's own
 bank finds. ``first_move`` is the share of episodes that begin as that way does. An actor that is
-told the way and neither begins with it nor succeeds more often cannot be helped by any extractor:
+given the way and neither begins with it nor succeeds more often cannot be helped by any extractor:
 it does not act on advice here.
 """
 

@@ -20,8 +20,8 @@ through the model's chat template. ``tokens`` are the prompt and response tokens
 counted once for the rollout and once for the update, on both sides alike, whatever a side really
 computes. Two scenarios:
 
-* ``text``: every response has exactly ``new-tokens`` tokens. TRL is told so by ``min_new_tokens``,
-  and our side is told that no token ends a response; so neither side pads responses.
+* ``text``: every response has exactly ``new-tokens`` tokens. TRL has ``min_new_tokens``
+  for it, on our side no token ends a response; so neither side pads responses.
 * ``action``: our side picks one of the environment's admissible actions, which costs it as many
   tokens as the action has. TRL cannot choose among strings and generates 8 tokens, enough for most
   of them. Compared in responses per second.

@@ -38,7 +38,14 @@ from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
 from experiential.envs.random_agent import random_agent
 from experiential.errors import ConfigError
-from experiential.evaluation.card import ARMS, Card, RecipeReport, make_card, used_arm
+from experiential.evaluation.card import (
+    ARMS,
+    DIFFERENCES,
+    Card,
+    RecipeReport,
+    make_card,
+    used_arm,
+)
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
 from experiential.evaluation.curves import Point, evaluation_curve, mean_curve
 from experiential.evaluation.intervals import Interval
@@ -524,13 +531,7 @@ def _row(card: Card, recipe: RecipeReport, cells: Sequence[StudyCell]) -> dict[s
     for arm in ARMS:
         row |= _columns(arm, None if (played := recipe.arm(arm)) is None else played.later)
     row |= _columns(f"minus_{RECIPES[0]}", base.interval if base else None)
-    for first, second in (
-        ("on", "off"),
-        ("on", "shuffled"),
-        ("on", "placebo"),
-        ("on", "frozen"),
-        ("frozen", "off"),
-    ):
+    for first, second in DIFFERENCES:
         interval = next(
             (d.interval for d in recipe.differences if (d.first, d.second) == (first, second)), None
         )
@@ -756,16 +757,8 @@ def table(results: Path) -> None:
     plot(cells, results / "curves.png")
     say(text)
     for environment, recipe in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
-        if (
-            len(
-                {
-                    cell.settings
-                    for cell in cells
-                    if (cell.environment, cell.recipe) == (environment, recipe)
-                }
-            )
-            > 1
-        ):
+        mine = [cell for cell in cells if (cell.environment, cell.recipe) == (environment, recipe)]
+        if len({cell.settings for cell in mine}) > 1:
             say(
                 f"note: the cells of {environment}/{recipe} were made with different settings;"
                 " remove the older ones and run again"

@@ -93,7 +93,7 @@ class Transcript(Template):
     """Keep the raw record of an episode as its entry."""
 
     def text(self, trajectory: Trajectory) -> str:
-        """Return actions and the environment's answers, in order, as an extractor's prompt has them."""
+        """Return actions and answers in order, as an extractor's prompt has them."""
         return "\n".join(f"> {turn.action}\n{turn.feedback}" for turn in trajectory.turns)
 
 
