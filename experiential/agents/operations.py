@@ -62,7 +62,7 @@ class Reason(StrEnum):
     NO_OPERATIONS = "no_operations"
     """The answer holds no JSON object at all."""
     MALFORMED = "malformed"
-    """An object that is not JSON, not even generously."""
+    """An object that cannot be read as JSON, even leniently."""
     TRUNCATED = "truncated"
     """An object that the end of the answer cut."""
     SUPERSEDED = "superseded"

@@ -20,10 +20,10 @@ from experiential.bank.text import is_protocol_tag as is_protocol_tag
 from experiential.types import Experience, Hit, Message, Trajectory, Turn
 
 EntryLike = Hit | Experience | str
-"""What can be shown as an entry of the bank."""
+"""Types that can be shown as an entry of the bank."""
 
 DISTILL_BUDGET = 24_000
-"""Characters of play that a distillation prompt holds unless told otherwise."""
+"""Characters of play that a distillation prompt holds by default."""
 
 _LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
 _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)

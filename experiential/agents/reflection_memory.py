@@ -68,7 +68,7 @@ class PrivateMemory(ReflectionMemory):
         self.text = ""
 
     def recall(self, trajectory: Trajectory) -> list[str]:
-        """Return the one reflection, whatever the task; none before the first."""
+        """Return the one reflection for any task; none before the first."""
         return [self.text] if self.text else []
 
     def keep(self, text: str, trajectory: Trajectory) -> None:
@@ -96,7 +96,7 @@ class PrivateMemory(ReflectionMemory):
 class BankMemory(ReflectionMemory):
     """Keep reflections as entries of a bank, found by their task: an extension the paper names.
 
-    Whatever else reads the bank finds them, too. Nothing is overwritten: two attempts at one task
+    Other readers of the bank find them, too. Nothing is overwritten: two attempts at one task
     give two entries. The bank's own journal makes it durable.
 
     Args:

@@ -26,7 +26,7 @@ class SamplingParams(Record):
         choices: the response is exactly one of these strings, drawn from the model's own
             distribution restricted to them. Backends without support raise ``BackendError``.
         json_schema: restrict the response to this JSON schema; ignored by backends that cannot.
-        seed: makes one request reproducible whatever it is batched with.
+        seed: makes one request reproducible in any batch.
         priority: lower runs first when requests compete for one device (0 rollout, 1 background).
     """
 

@@ -1,4 +1,4 @@
-"""Count what a policy generates, whatever backend it runs on."""
+"""Count the requests and tokens of a policy on any backend."""
 
 from __future__ import annotations
 

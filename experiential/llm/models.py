@@ -123,7 +123,7 @@ def add_adapters(
 ) -> Any:
     """Wrap ``model`` with one LoRA adapter per name over a shared frozen base; the first is active.
 
-    Adapters are float32 whatever the base's precision.
+    Adapters are float32, also over a base of lower precision.
     """
     if find_spec("peft") is None:
         raise MissingExtraError("peft", "local")
