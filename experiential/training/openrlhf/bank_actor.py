@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -83,8 +84,8 @@ class BankHost:
         self._server: Any = None
         self._ended = threading.Event()
 
-    def serve(self, serving: Serving, patience: float) -> tuple[str, int]:
-        """Open the folder and begin to serve it; return the node's address and the port.
+    def serve(self, serving: Serving, patience: float) -> tuple[str, int, int]:
+        """Open the folder and begin to serve it; return the node's address, port and process id.
 
         Args:
             serving: bank, token and port.
@@ -145,7 +146,7 @@ class BankHost:
                 self._ended.set()
 
         threading.Thread(target=run, name="bank-server", daemon=True).start()
-        return host, int(listener.getsockname()[1])
+        return host, int(listener.getsockname()[1]), os.getpid()
 
     def until_ended(self) -> None:
         """Return when the server has ended; an actor that dies never returns."""
@@ -309,7 +310,7 @@ class BankActor:
 
     async def _started(self) -> Incarnation:
         actor = await self.supervisor.started()
-        node, port = actor.result
+        node, port, _ = actor.result
         self.serving = replace(self.serving, port=port)
         self.url = f"http://[{node}]:{port}" if ":" in node else f"http://{node}:{port}"
         self.supervisor.name = f"bank actor on {node}"
@@ -339,6 +340,10 @@ class BankActor:
             reason = "ended its server"
         except httpx.TransportError as error:
             reason = f"did not answer within {seconds:g} s: {type(error).__name__}"
+            # Ray asks the process to end, which a stopped one does only seconds later: until then
+            # it would keep port and folder, and clients would wait for its answers.
+            with suppress(ProcessLookupError):
+                os.kill(actor.result[2], signal.SIGKILL)
         except LostActorError as error:
             reason = error.reason
         finally:
