@@ -20,7 +20,8 @@ import gymnasium as gym
 import experiential as xp
 
 bank = xp.ExperienceBank("bank")
-env = xp.ExperienceWrapper(gym.make("MyText-v0"), bank)
+plain: gym.Env[str, str] = gym.make("MyText-v0")
+env = xp.ExperienceWrapper(plain, bank)
 env = xp.SearchAndAskWrapper(env, max_calls=2)
 reveal_type(bank.add)
 """
@@ -29,7 +30,8 @@ import sys, time
 start = time.perf_counter()
 import experiential
 seconds = time.perf_counter() - start
-heavy = [name for name in ("torch", "transformers", "chromadb", "sentence_transformers", "peft", "openai") if name in sys.modules]
+wanted = ("torch", "transformers", "chromadb", "sentence_transformers", "peft", "openai")
+heavy = [name for name in wanted if name in sys.modules]
 print(seconds, *heavy)
 """
 
@@ -70,10 +72,14 @@ def test_an_editor_knows_the_types_of_the_three_line_api(tmp_path: Path) -> None
     (tmp_path / "pyrightconfig.json").write_text(
         json.dumps({"typeCheckingMode": "strict", "extraPaths": [str(PACKAGE.parent)]})
     )
+    pyright = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
     done = subprocess.run(
-        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        [*pyright, "--project", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout
     assert 'Type of "bank.add" is' in done.stdout and "Experience" in done.stdout
 

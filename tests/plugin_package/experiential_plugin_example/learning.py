@@ -1,0 +1,55 @@
+"""An advantage estimator, a policy loss, a runtime and a tracker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from experiential.training.advantages import Cells
+from experiential.training.local import InProcessRuntime
+from experiential.training.losses import Terms
+from experiential_plugin_example import note
+
+
+def maxrl(cells: Cells) -> npt.NDArray[np.float64]:
+    """Return A = (r - mean) / mean; cells without success count 0."""
+    note("estimators")
+    above = np.where(cells.mean > 0, cells.mean, np.inf)
+    return (cells.rewards - cells.mean) / above
+
+
+def reinforce(terms: Terms) -> tuple[Tensor, dict[str, float]]:
+    """Minimise - sum_s w_s mean_t A log pi: no ratio and no clipping."""
+    note("losses")
+    size = terms.segment.bincount(minlength=len(terms.weights)).clamp(min=1)
+    share = (terms.weights / size)[terms.segment]
+    return -(share * terms.advantages * terms.logp).sum(), {}
+
+
+class LoudRuntime(InProcessRuntime):
+    """Train in this process, as ``local`` does."""
+
+    def __init__(self, *arguments: Any) -> None:
+        note("runtimes")
+        super().__init__(*arguments)
+
+
+class LineTracker:
+    """Write each event as a line of JSON into ``lines.jsonl``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "lines.jsonl").open("a", encoding="utf-8")
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Write one event."""
+        note("trackers")
+        self._file.write(json.dumps(event, default=str) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
