@@ -19,11 +19,12 @@ THREE_LINES = """
 import gymnasium as gym
 import experiential as xp
 
-bank = xp.ExperienceBank("bank")
-plain: gym.Env[str, str] = gym.make("MyText-v0")
-env = xp.ExperienceWrapper(plain, bank)
-env = xp.SearchAndAskWrapper(env, max_calls=2)
-reveal_type(bank.add)
+
+def play(plain: gym.Env[str, str]) -> None:
+    bank = xp.ExperienceBank("bank")
+    env = xp.ExperienceWrapper(plain, bank)
+    env = xp.SearchAndAskWrapper(env, max_calls=2)
+    reveal_type(bank.add)
 """
 PROBE = """
 import sys, time
