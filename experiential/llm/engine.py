@@ -38,6 +38,8 @@ _SHARING = 256
 class _Track:
     """Hold the requests of one priority: waiting, joining, decoding, and their states."""
 
+    # No `Batcher`: with continuous batching rows join and leave a batch while it is decoded.
+
     priority: int
     waiting: deque[Request] = field(default_factory=deque[Request])
     joining: list[Request] = field(default_factory=list[Request])

@@ -83,8 +83,9 @@ class Searchable(ABC):
             k: how many hits for each.
             hybrid: weight of the words that query and entry share beside their cosine, in [0, 1],
                 as ``bank.options.retrieval.hybrid``: hits are ranked by
-                (1 - hybrid) cosine + hybrid words, which is their score. Candidates are the nearest entries and those that words find
-                best, ``16 k`` of each. The first search with words indexes them.
+                (1 - hybrid) cosine + hybrid words, which is their score. Candidates are the nearest
+                entries and those that words find best, ``16 k`` of each. The first search with
+                words indexes them.
             exclude_instance: leave out entries that were made from this task instance, by whatever
                 updates and merges.
             where: only entries that are so: values by field, ``{"kind": "lesson", "tags":
