@@ -178,11 +178,18 @@ class Book:
                 self._touched.add((id, version))
             for _, group in self._rows(_GROUPS):
                 self._touched |= self._used_in.get(group, set())
-            concerned = {heir for version in self._touched for heir in self._heirs(*version)}
+            concerned = {
+                heir
+                for version in self._touched
+                for heir in lineage(*version, lambda id, at: self._children.get((id, at), ()))
+            }
+            # Count first: a group belongs to one task, so fewer groups cannot be tasks enough.
+            least = max(2, self.after)
             helpful = {
                 version
                 for version in concerned
-                if self._may_pass(version) and self.standing(*version).trusted
+                if sum(self._groups[one] for one in self._ancestors(*version)) >= least
+                and self.standing(*version).trusted
             }
             self.trusted = self.trusted - concerned | helpful
             self._touched.clear()
@@ -196,13 +203,6 @@ class Book:
 
     def _ancestors(self, id: str, version: int) -> list[Ancestor]:
         return lineage(id, version, lambda id, version: self._parents.get((id, version), ()))
-
-    def _heirs(self, id: str, version: int) -> list[Ancestor]:
-        return lineage(id, version, lambda id, version: self._children.get((id, version), ()))
-
-    def _may_pass(self, version: Ancestor) -> bool:
-        """Return whether there are groups enough; each belongs to one task."""
-        return sum(self._groups[one] for one in self._ancestors(*version)) >= max(2, self.after)
 
 
 def may_try(seed: int, episode: str, share: float) -> bool:

@@ -112,19 +112,18 @@ class Searchable(ABC):
             [scope.where] * len(queries),
             words=hybrid > 0.0,
         )
-        return [self._ranked(row, k, hybrid) for row in rows]
-
-    def _ranked(self, row: Sequence[Scored[Experience]], k: int, hybrid: float) -> list[Hit]:
-        found = {scored.item.id: scored.item for scored in row}
-        best = above_floor(
-            [Candidate(scored.item.id, scored.score, scored.words) for scored in row],
-            -math.inf,
-            hybrid,
-        )[:k]
-        return [
-            Hit(experience=self.read(found[one.id]), score=one.relevance(hybrid), rank=rank)
-            for rank, one in enumerate(best)
-        ]
+        answers: list[list[Hit]] = []
+        for row in rows:
+            found = {scored.item.id: scored.item for scored in row}
+            candidates = [Candidate(one.item.id, one.score, one.words) for one in row]
+            best = above_floor(candidates, -math.inf, hybrid)[:k]
+            answers.append(
+                [
+                    Hit(experience=self.read(found[one.id]), score=one.relevance(hybrid), rank=rank)
+                    for rank, one in enumerate(best)
+                ]
+            )
+        return answers
 
 
 def scopes_of(
