@@ -149,7 +149,7 @@ def test_uplift_of_the_survivor_reaches_what_was_merged_into_it(bank):
 
 
 def test_credit_of_the_survivor_goes_to_each_generation_once(bank):
-    """The survivor names no generation itself: those of its parents earn what it earns, by lineage."""
+    """The survivor names no generation: those of its parents earn what it earns, by lineage."""
     for text in (KEY, NEAR):
         distilled = Distillation(
             parsed=ParsedOperations(operations=(Add(text=text),)), generation=Generation(text=text)

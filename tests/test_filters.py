@@ -288,7 +288,7 @@ def unit(seed: int) -> Any:
 def test_filters_stay_true_while_entries_come_change_and_go(
     steps: list[tuple[int, str | None, bool]], where: Where
 ) -> None:
-    """The filter is asked after some of the writes, so that what it remembers is of different ages."""
+    """The filter is asked after some of the writes, so that its memory is of different ages."""
     nearest, live = Nearest((), limit=1000), dict[str, Live]()
     members, vectors = Members(), dict[str, Any]()
     for seq, (number, kind, ask) in enumerate(steps):
