@@ -603,6 +603,10 @@ class Experiment(Settings):
     )
     eval: EvalSettings = Field(default_factory=EvalSettings)
     run: RunSettings = Field(default_factory=RunSettings)
+    method: str | None = Field(
+        default=None,
+        description="policy_gradient, evolver, or one of yours; None chooses by the other settings",
+    )
     runtime: str = Field(
         default="local",
         description="local: torch in this process; openrlhf: a Ray cluster; or one of yours",

@@ -25,7 +25,7 @@ from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import LocalRuntime
 from experiential.training.methods.attempt_samples import internalised_samples, reinforced_samples
 from experiential.training.methods.attempts import Attempts, SecondAttempt, split_attempts
-from experiential.training.methods.reflection_track import memory_of
+from experiential.training.methods.reflection import memory_of
 from experiential.training.metrics import read_events
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.training.trainer import Trainer

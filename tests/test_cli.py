@@ -266,7 +266,11 @@ class TestUserErrors:
 
     @pytest.mark.parametrize(
         ("setting", "nearest"),
-        [("actor.estimator=gpro", "grpo"), ("actor.loss=cisp", "cispo")],
+        [
+            ("actor.estimator=gpro", "grpo"),
+            ("actor.loss=cisp", "cispo"),
+            ("method=evolve", "evolver"),
+        ],
     )
     def test_unknown_part(self, run_train: Train, setting: str, nearest: str) -> None:
         assert_user_error(run_train(setting), f"did you mean {nearest!r}?")

@@ -19,6 +19,7 @@ from experiential.llm.models import load_model
 from experiential.recipe import load_experiment
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.methods.cold_start import (
+    ColdStart,
     Demonstration,
     cold_start,
     demonstration_samples,
@@ -188,11 +189,15 @@ def test_the_reference_survives_a_checkpoint(tmp_path: Path, tokenizer: Any) -> 
     assert all(bool((a == b).all()) for a, b in pairs)
 
 
-def test_without_settings_nothing_happens(tokenizer: Any) -> None:
-    class Untouched:
-        version = 3
+def test_a_run_begins_with_demonstrations_only_where_its_settings_name_some() -> None:
+    class Plain:
+        experiment = load_experiment("grpo")
 
-    assert asyncio.run(cold_start(Untouched(), None, 0)).version == 3  # type: ignore[arg-type]
+    class Begun:
+        experiment = load_experiment("grpo", ["cold_start.demonstrations=some.jsonl"])
+
+    assert ColdStart.of(Plain()) is None  # type: ignore[arg-type]
+    assert isinstance(ColdStart.of(Begun()), ColdStart)  # type: ignore[arg-type]
 
 
 def test_demonstrations_of_vault_ask_and_follow(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from experiential.config import ActorSettings
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import Episode
-from experiential.training.actor_samples import actor_samples
 from experiential.training.advantages import Cells, cell_advantages
+from experiential.training.samples import actor_samples
 from experiential.types import Condition, Generation, Trajectory
 
 REWARDS, GROUP, FREE = [1.0, 0.0, 0.0, 0.0, 3.0, 1.0], [0, 0, 0, 0, 1, 1], [False] * 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from experiential.config import ActorSettings
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import Episode
-from experiential.training.actor_samples import actor_samples, env_reward
-from experiential.training.methods.evolver import form, worth
+from experiential.training.methods.evolver import shaped_reward
 from experiential.training.rewards import (
     ALL_PARTS,
     evolver_reward,
@@ -26,6 +26,7 @@ from experiential.training.rewards import (
     search_score,
     think_score,
 )
+from experiential.training.samples import actor_samples, env_reward
 from experiential.training.trainer import Trainer
 from experiential.training.upkeep import prune
 from experiential.types import Generation, Trajectory, Use
@@ -139,10 +140,10 @@ def test_advantages_follow_the_weighted_reward_and_the_record_keeps_the_environm
     batch = [episode("g", 0.0, ASK, "pull red"), episode("g", 0.0, "pull red")]
     off = ActorSettings(guided="all", advantage="pooled", format_parts=("search_experience",))
     on = off.model_copy(update={"format_reward": 0.1})
-    assert worth(off) is env_reward and actor_samples(batch, off, worth(off)) == []
-    assert [form(one, on) for one in batch] == [0.5, 0.0]
-    assert [worth(on)(one) for one in batch] == pytest.approx([0.05 / 1.1, 0.0])
-    samples = actor_samples(batch, on, worth(on))
+    assert actor_samples(batch, off, env_reward) == []
+    shaped = partial(shaped_reward, settings=on)
+    assert [shaped(one) for one in batch] == pytest.approx([0.1 * 0.5 / 1.1, 0.0])
+    samples = actor_samples(batch, on, shaped)
     assert {s.advantages[0] > 0 for s in samples if len(s.tokens)} == {True, False}
     assert [one.trajectory.reward for one in batch] == [0.0, 0.0]
 

@@ -26,7 +26,6 @@ from experiential.llm.base import SamplingParams
 from experiential.llm.models import load_model, load_tokenizer
 from experiential.llm.transformers import TransformersLLM
 from experiential.rollout.rollout import Episode, Job, Rollout, Task
-from experiential.training.actor_samples import actor_samples, trajectory_samples
 from experiential.training.advantages import cell_advantages, training_count_weights
 from experiential.training.local import LocalRuntime
 from experiential.training.losses import (
@@ -38,6 +37,7 @@ from experiential.training.losses import (
     sft_loss,
 )
 from experiential.training.runtime import LossSettings, Sample, sample_from_generation
+from experiential.training.samples import actor_samples, trajectory_samples
 from experiential.types import Condition, Generation, Trajectory
 
 SEGMENT = torch.tensor([0, 0, 0, 1, 2, 2])

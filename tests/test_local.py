@@ -16,9 +16,9 @@ from experiential.config import LoraSettings, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError
 from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
-from experiential.training.actor_samples import trajectory_samples
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.runtime import LossSettings, Sample, sample_from_generation
+from experiential.training.samples import trajectory_samples
 from experiential.types import Generation, Message
 from tests.llm_tiny import tiny_random_model
 

@@ -29,9 +29,9 @@ from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import Episode
 from experiential.rollout.tasks import TaskSource
-from experiential.training.actor_samples import actor_samples
 from experiential.training.local import LocalRuntime
 from experiential.training.metrics import read_events
+from experiential.training.samples import actor_samples
 from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Trajectory
 from tests.llm_tiny import tiny_random_model

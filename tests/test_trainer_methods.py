@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ import torch
 from experiential.bank.bank import ExperienceBank
 from experiential.errors import CheckpointError, ConfigError, ExperientialError
 from experiential.recipe import load_experiment
+from experiential.rollout.rollout import Episode
+from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import LocalRuntime, build_runtimes
+from experiential.training.methods.method import Method, Run
 from experiential.training.metrics import read_events
-from experiential.training.runtime import PolicyRuntime
+from experiential.training.runtime import LossSettings, PolicyRuntime, Sample
+from experiential.training.samples import trajectory_samples
 from experiential.training.trainer import Trainer
 from tests.test_trainer import digest, experiment, policies
 
@@ -134,15 +139,9 @@ def test_the_critic_warms_up_and_its_success_rates_survive_a_resume(tmp_path: Pa
     first, second = steps(events)
     assert first["success_guided"] is None and second["success_guided"] is not None
     assert sum(second["verdicts"].values()) > 0
-    trainer = Trainer(
-        experiment("complementary-critic", "run.steps=2"),
-        tmp_path / "run",
-        resume=True,
-        runtimes=policies(),
-    )
-    trainer.run()
-    played = trainer._learner.rates.state_dict()["played"]
-    assert sum(played.values()) == 2 * 2 * 4
+    run(tmp_path, "complementary-critic", "run.steps=3", resume=True)
+    _, manifest = CheckpointStore(tmp_path / "run" / "checkpoints").latest()
+    assert sum(manifest["methods"]["Critic"]["played"].values()) == 3 * 2 * 4
 
 
 class Generous(gym.Wrapper[str, str, str, str]):
@@ -235,7 +234,46 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -
     (manifest,) = (tmp_path / "run" / "checkpoints").glob("*/manifest.json")
     told = json.loads(manifest.read_text())
     manifest.write_text(
-        json.dumps({name: value for name, value in told.items() if name != "learner"})
+        json.dumps({name: value for name, value in told.items() if name != "methods"})
     )
-    with pytest.raises(CheckpointError, match="got one without learner"):
+    with pytest.raises(CheckpointError, match="got one without methods"):
         run(tmp_path, "grpo", "run.steps=2", resume=True)
+
+
+class Imitate(Method):
+    """Learn what succeeded by heart, as an outsider's method would."""
+
+    def __init__(self, run: Run) -> None:
+        self.seen = 0
+
+    async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
+        """Return every successful trajectory."""
+        self.seen += len(episodes)
+        won = [e for e in episodes if e.trajectory.success]
+        return [s for e in won for s in trajectory_samples(e.generations, 0.0, 1 / len(won))]
+
+    def loss(self, step: int) -> LossSettings:
+        """Return maximum likelihood."""
+        return LossSettings(kind="sft", seed=step)
+
+    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
+        """Return how many episodes were seen."""
+        return {"seen": self.seen}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the count."""
+        self.seen = state["seen"]
+
+
+def test_a_method_from_outside_is_one_class_and_survives_a_resume(tmp_path: Path) -> None:
+    quiet = ("eval.before=false", "eval.after=false", f"method={__name__}:Imitate")
+    _, events = run(tmp_path, "grpo", *quiet, "run.steps=2")
+    assert [e["seen"] for e in steps(events)] == [8, 16]
+    won = [e for e in steps(events) if e["success_free"]]
+    assert all(e["actor_nll"] > 0 and e["actor_version"] for e in won)
+    _, events = run(tmp_path, "grpo", *quiet, "run.steps=3", resume=True)
+    assert [e["seen"] for e in steps(events)] == [24]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from experiential.config import ActorSettings
 from experiential.rollout.rollout import Episode, Job, Task
-from experiential.training.actor_samples import actor_samples, uninformative
 from experiential.training.advantages import cell_advantages, turn_advantages
+from experiential.training.samples import actor_samples, uninformative
 from experiential.types import Condition, Generation, Trajectory, Turn
 
 

@@ -24,7 +24,7 @@ from experiential.errors import CheckpointError, ConfigError, MissingExtraError,
 from experiential.llm.models import resolve_model
 from experiential.plugins import Kind, known_names, resolve
 from experiential.training.advantages import ESTIMATORS
-from experiential.training.runtime import LOSSES, RUNTIMES
+from experiential.training.runtime import LOSSES, METHODS, RUNTIMES
 
 if TYPE_CHECKING:
     from experiential.training.openrlhf.placement import Placement
@@ -97,6 +97,8 @@ def check_names(experiment: Experiment) -> None:
     # Any other text is the name of a sentence-transformers model, which may need a download.
     if embedder is not None and (":" in embedder or embedder in known_names("embedders")):
         named.append(("embedders", embedder, {}))
+    if experiment.method is not None:
+        named.append(("methods", experiment.method, METHODS))
     for kind, name, builtins in named:
         if name not in builtins:
             resolve(kind, name, builtins)

@@ -169,6 +169,7 @@ class Rollout:
         critic: reviews what was retrieved before an episode begins.
 
     Attributes:
+        critic: reviews what was retrieved before an episode begins.
         close_errors: how often closing an environment failed, by reason.
     """
 
@@ -191,7 +192,7 @@ class Rollout:
             manager,
             make_actor,
         )
-        self._make_env, self._critic = make_env, critic
+        self._make_env, self.critic = make_env, critic
         self._limit, self._calls, self._lookups = slots, search_and_ask, search_experience
         self._threads = ThreadPoolExecutor(max_workers=min(slots, 32), thread_name_prefix="env")
         self._slots: list[Slot] = []
@@ -291,8 +292,8 @@ class Rollout:
         observation, info = await self._in_thread(
             lambda: stack.env.reset(seed=job.task.seed, options=options)
         )
-        if self._critic is not None:
-            info = await self._critic.review(stack.env, info)
+        if self.critic is not None:
+            info = await self.critic.review(stack.env, info)
         return observation, (
             info
             if job.advice is None

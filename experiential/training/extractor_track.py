@@ -172,6 +172,19 @@ class ExtractorTrack:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
+    def event(self) -> dict[str, Any]:
+        """Return what a step's metrics say of this track."""
+        return {
+            "extractor_updates": self.updates,
+            "extractor_loss": self.last.loss,
+            "extractor_reward": self.mean_reward,
+            "extractor_weight": self.weight,
+            "staleness": self.staleness,
+            "malformed": self.malformed,
+            "uncredited": self.uncredited,
+            "buffer": len(self.buffer),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint needs, as JSON."""
         return {

@@ -227,6 +227,12 @@ class Runtime(Protocol):
         ...
 
 
+METHODS = {
+    "policy_gradient": "experiential.training.methods.policy_gradient:PolicyGradient",
+    "evolver": "experiential.training.methods.evolver:EvolveR",
+}
+"""Built-in main methods, imported when chosen."""
+
 RUNTIMES: dict[str, str | Callable[[Experiment, Policies | None], Runtime]] = {
     "local": "experiential.training.local:InProcessRuntime",
     "openrlhf": "experiential.training.openrlhf.runtime:ClusterRuntime",

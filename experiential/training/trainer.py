@@ -11,11 +11,9 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import ForkableBank
@@ -24,23 +22,16 @@ from experiential.errors import CheckpointError
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, compare
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
-from experiential.rollout.rollout import Episode, NoBank, Rollout, refuse_broken
+from experiential.rollout.rollout import Episode, NoBank, Reviewer, Rollout, refuse_broken
 from experiential.rollout.tasks import TaskSource, world_count
-from experiential.training.actor_track import ActorTrack
 from experiential.training.ahead import RolloutsAhead
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.extractor_track import ExtractorTrack
-from experiential.training.methods.attempts import split_attempts
-from experiential.training.methods.cold_start import cold_start
-from experiential.training.methods.critic import ActorCritic
-from experiential.training.methods.entropy_bonus import EntropyBonus
-from experiential.training.methods.evolver import worth
-from experiential.training.methods.prepare import fill_bank
-from experiential.training.methods.reflection_track import ReflectionTrack
-from experiential.training.metrics import Metrics, Observer, peak_memory_gb
+from experiential.training.methods.build import build_methods
+from experiential.training.methods.method import Run
+from experiential.training.metrics import Metrics, Observer, episode_row, peak_memory_gb, step_event
 from experiential.training.roles import Roles
-from experiential.training.runtime import Policies, TrainStats, build_runtime
-from experiential.training.step_event import episode_row, extractor_event, step_event
+from experiential.training.runtime import LossSettings, Policies, TrainStats, build_runtime
 from experiential.training.upkeep import BankUpkeep
 
 _FILES = (
@@ -85,6 +76,10 @@ class Trainer:
         self._given = runtimes
         self._start = 0
         self._visits: list[Visits] = []
+        self._bank: ForkableBank | None = None
+        self._manager: ExperienceManager | None = None
+        self._track: ExtractorTrack | None = None
+        self._upkeep: BankUpkeep | None = None
 
     def run(self) -> dict[str, Any]:
         """Train and evaluate; returns the summary.
@@ -131,24 +126,21 @@ class Trainer:
         return [visits.event() for visits in self._visits]
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """Open bank, manager, environments and metrics, each closed by ``stack``; restore the checkpoint when resuming."""
+        """Build all parts of the run, each closed by ``stack``, and restore or prepare them."""
         settings = self.experiment
         self.output.mkdir(parents=True, exist_ok=True)
         self._runtime = build_runtime(settings, self._given)
         stack.callback(self._runtime.close)
         self.actor, self.extractor = self._runtime.actor, self._runtime.extractor
         self._roles = Roles(settings, (self.actor, self.extractor))
-        self._open_bank(stack)
         self._metrics = Metrics(self.output / "metrics.jsonl", self._observer)
         stack.callback(self._metrics.close)
         self._episodes = Metrics(self.output / "episodes.jsonl")
         stack.callback(self._episodes.close)
+        if settings.extractor.enabled:
+            self._open_bank(stack)
         worlds = world_count(settings.env.id, settings.env.kwargs | settings.env.train)
         self._tasks = TaskSource(settings.env, worlds, settings.seed)
-        self._learner = ActorTrack(
-            self.actor, settings.actor, self._roles.actor, worth(settings.actor)
-        )
-        self._critic = self._reviewer(self.actor)
         self._rollout = Rollout(
             settings.env,
             settings.env.train,
@@ -158,12 +150,26 @@ class Trainer:
             search_and_ask=settings.actor.search_and_ask,
             search_experience=settings.actor.search_experience,
             make_env=self._runtime.make_env,
-            critic=self._critic,
         )
         stack.callback(self._rollout.close)
-        self._reflection = ReflectionTrack.of(
-            settings, self._roles, self.actor, self._rollout, self._bank
+        self._methods = build_methods(
+            Run(
+                settings,
+                self._roles,
+                self.actor,
+                self._rollout,
+                self._bank,
+                self._manager,
+                self._metrics.emit,
+            )
         )
+        self._rollout.critic = self._reviewer()
+        # Closed before what they use: the rollouts ahead, the bank's upkeep, the extractor's update.
+        if self._manager is not None:
+            self._upkeep = BankUpkeep(self._manager, settings.bank, self._metrics.emit)
+            stack.push_async_callback(self._upkeep.close)
+        if self._track is not None:
+            stack.push_async_callback(self._track.close)
         self._ahead = RolloutsAhead(self._play, settings.run.ahead)
         stack.push_async_callback(self._ahead.close)
         if self._restored is not None:
@@ -177,32 +183,23 @@ class Trainer:
                 "seed": settings.seed,
             }
         )
-        if self._manager is not None:
-            self._upkeep = BankUpkeep(self._manager, settings.bank, self._metrics.emit)
-            stack.push_async_callback(self._upkeep.close)
-        if self._track is not None:
-            stack.push_async_callback(self._track.close)
         if self._restored is None:
-            await cold_start(self.actor, settings.cold_start, settings.seed, self._metrics.emit)
-        if self._restored is None and self._manager is not None and settings.bank.prepare_steps:
-            self._metrics.emit(await fill_bank(settings, self._manager, self._rollout, worlds))
+            for method in self._methods:
+                await method.begin()
         if self._manager is not None and not settings.extractor.distill:
             self._manager.extractor = None  # from here on it only records what is submitted
         if self._restored is None and settings.eval.before:
             await self._evaluate(0)
 
     def _open_bank(self, stack: contextlib.AsyncExitStack) -> None:
+        """Open the run's bank, from a checkpoint, another bank or empty, and its manager."""
         settings = self.experiment
-        self._bank: ForkableBank | None = None
-        self._manager: ExperienceManager | None = None
-        self._track: ExtractorTrack | None = None
-        self._upkeep: BankUpkeep | None = None
-        self._bonus: EntropyBonus | None = None
-        if not settings.extractor.enabled:
-            return
         folder = self.output / "bank"
         if self._restored is not None:
-            _replace_bank(folder, self._restored[0] / "bank")
+            if folder.exists():
+                FolderBank(folder).close()  # refused while another process writes it
+                shutil.rmtree(folder)
+            shutil.copytree(self._restored[0] / "bank", folder)
         elif settings.bank.path is not None:
             with FolderBank(
                 settings.bank.path,
@@ -223,18 +220,11 @@ class Trainer:
             self.extractor, self._bank, settings.extractor, **settings.extractor.options
         )
         self._manager.on_distillation = self._track.on_distillation
-        if settings.extractor.entropy_bonus is not None:
-            self._bonus = EntropyBonus(
-                self.actor, self._roles.actor(), self._bank, settings.extractor.entropy_bonus
-            )
 
-    def _reviewer(self, llm: LLM) -> ActorCritic | None:
-        """What stands between retrieval and the actor, where the recipe has it."""
-        return (
-            ActorCritic(self._roles.critic(llm), self._learner.rates)
-            if self.experiment.actor.critic
-            else None
-        )
+    def _reviewer(self, llm: LLM | None = None) -> Reviewer | None:
+        """Return the judge of retrieved experience, where a method has one."""
+        found = (method.reviewer(llm) for method in self._methods)
+        return next((reviewer for reviewer in found if reviewer is not None), None)
 
     async def _train(self) -> int:
         """All steps; returns the last one done."""
@@ -265,80 +255,70 @@ class Trainer:
         return minutes is not None and time.perf_counter() - self._begin > 60 * minutes
 
     async def _step(self, step: int) -> None:
-        begin = time.perf_counter()
-        tokens_before = self._tokens()
+        """Play, credit the extractor, update the actor, and keep the bank in order."""
+        begin, tokens = time.perf_counter(), self._tokens()
         episodes, rollout_s = await self._ahead.take(step, self._next_pause(step))
         waited = time.perf_counter() - begin
         if self._track is not None:
             trajectories = [e.trajectory for e in episodes]
-            await self._track.credit(
-                trajectories, await self._bonus.bonuses(trajectories) if self._bonus else None
-            )
+            bonuses: dict[str, float] = {}
+            for method in self._methods:
+                for use, bonus in (await method.bonuses(trajectories)).items():
+                    bonuses[use] = bonuses.get(use, 0.0) + bonus
+            await self._track.credit(trajectories, bonuses)
             await self._track.step(step)
-        more = await self._reflection.samples(episodes) if self._reflection else ()
-        update = await self._learner.update(split_attempts(episodes)[0], step, more)
-        await self._consolidate(step)
+        update = TrainStats(version=self.actor.version)
+        if self.experiment.actor.train:
+            samples = [s for m in self._methods for s in await m.samples(episodes, step)]
+            losses = (method.loss(step) for method in self._methods)
+            loss = next((found for found in losses if found is not None), LossSettings(seed=step))
+            update = await self.actor.train(samples, loss)
+            await self.actor.sync()
+        for method in self._methods:
+            await method.after_step(episodes, step)
+        if self._manager is not None and self._upkeep is not None:
+            self._upkeep.after_step(step)
+            if self.experiment.run.drain:
+                await self._settle()
+            actor = self.experiment.actor
+            lag = self.experiment.extractor.max_lag * actor.groups * actor.group_size
+            await self._manager.adrain(leave=lag)
         wall = time.perf_counter() - begin
-        speed = (self._tokens() - tokens_before + update.sequence_tokens) / wall
-        times = {"rollout_s": rollout_s, "waited_s": waited, "step_s": wall, "tokens_per_s": speed}
-        self._episodes.emit(
-            {"event": "episodes", "step": step + 1, "rows": [episode_row(e) for e in episodes]}
-        )
-        self._metrics.emit(self._step_event(step, episodes, update) | times)
-        refuse_broken(episodes)
-
-    async def _play(self, step: int) -> tuple[list[Episode], float]:
-        """The episodes of a step, and how long they took in seconds."""
-        settings = self.experiment.actor
-        begin = time.perf_counter()
-        guided = (
-            settings.guided
-            if self._manager is not None and step >= settings.warmup_steps
-            else "none"
-        )
-        with self.actor.foreground():
-            episodes = await (self._reflection or self._rollout).play(
-                self._tasks.jobs(step, settings.groups, settings.group_size, guided)
-            )
-        return episodes, time.perf_counter() - begin
-
-    async def _consolidate(self, step: int) -> None:
-        """Start the bank's upkeep; wait for distillation when it lags too far behind."""
-        if self._manager is None or self._upkeep is None:
-            return
-        self._upkeep.after_step(step)
-        if self.experiment.run.drain:
-            await self._settle()
-        actor = self.experiment.actor
-        await self._manager.adrain(
-            leave=self.experiment.extractor.max_lag * actor.groups * actor.group_size
-        )
-
-    def _step_event(
-        self, step: int, episodes: Sequence[Episode], update: TrainStats
-    ) -> dict[str, Any]:
+        rows = [episode_row(e) for e in episodes]
+        self._episodes.emit({"event": "episodes", "step": step + 1, "rows": rows})
         event = step_event(step, episodes, update) | {
-            "elapsed_s": time.perf_counter() - self._begin
+            "elapsed_s": time.perf_counter() - self._begin,
+            "rollout_s": rollout_s,
+            "waited_s": waited,
+            "step_s": wall,
+            "tokens_per_s": (self._tokens() - tokens + update.sequence_tokens) / wall,
         }
         event |= {f"actor_{name}": value for name, value in self.actor.busy().items()}
         if self.extractor is not self.actor:
             event |= {f"extractor_{name}": value for name, value in self.extractor.busy().items()}
-        if self._reflection is not None:
-            event |= self._reflection.event(episodes)
+        for method in self._methods:
+            event |= method.event(episodes)
         if self._rollout.close_errors:
             event["close_errors"] = dict(self._rollout.close_errors)
-        if self._critic is not None:
-            event["verdicts"] = dict(self._critic.verdicts)
-        if self._bonus is not None:
-            event["entropy_bonus"] = self._bonus.mean
-        if self._manager is None or self._track is None or self._bank is None:
-            return event
-        return (
-            event
-            | {"entries": len(self._bank)}
-            | extractor_event(self._track)
-            | {"manager": self._manager.stats()}
-        )
+        if self._manager is not None and self._track is not None and self._bank is not None:
+            event |= {"entries": len(self._bank), "manager": self._manager.stats()}
+            event |= self._track.event()
+        self._metrics.emit(event)
+        refuse_broken(episodes)
+
+    async def _play(self, step: int) -> tuple[list[Episode], float]:
+        """Play the episodes of a step; return them, and the seconds that took."""
+        settings, begin = self.experiment.actor, time.perf_counter()
+        with_bank = self._manager is not None and step >= settings.warmup_steps
+        guided = settings.guided if with_bank else "none"
+        jobs = self._tasks.jobs(step, settings.groups, settings.group_size, guided)
+        with self.actor.foreground():
+            for method in self._methods:
+                if (episodes := await method.play(jobs)) is not None:
+                    break
+            else:
+                episodes = await self._rollout.play(jobs)
+        return episodes, time.perf_counter() - begin
 
     async def _settle(self) -> None:
         """Let the background track finish what it has."""
@@ -386,8 +366,7 @@ class Trainer:
             "recipe": self.experiment.recipe,
             "seed": self.experiment.seed,
             "experiment": self.experiment.model_dump(mode="json"),
-            "learner": self._learner.state_dict(),
-            "reflection": self._reflection.state_dict() if self._reflection else {},
+            "methods": {type(m).__name__: m.state_dict() for m in self._methods},
         }
         if self._bank is not None and self._track is not None:
             self._bank.fork(draft / "bank", keep_queue=True).close()
@@ -408,17 +387,17 @@ class Trainer:
             await self.extractor.export(self.output / "extractor")
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
-        if missing := [name for name in ("learner", "reflection") if name not in manifest]:
+        if "methods" not in manifest:
             raise CheckpointError(
-                f"Expected a checkpoint of this version in {folder}, got one without"
-                f" {', '.join(missing)}; train again"
+                f"Expected a checkpoint of this version in {folder}, got one without methods;"
+                " train again"
             )
         await self.actor.load(folder / "actor")
         if self.extractor is not self.actor:
             await self.extractor.load(folder / "extractor")
-        self._learner.load_state_dict(manifest["learner"])
-        if self._reflection is not None:
-            self._reflection.load_state_dict(manifest["reflection"])
+        for method in self._methods:
+            if state := manifest["methods"].get(type(method).__name__):
+                method.load_state_dict(state)
         if self._track is not None:
             self._track.load_state_dict(manifest["track"])
         self._start = int(manifest["step"])
@@ -451,11 +430,3 @@ class Trainer:
                 if (self.output / name).exists()
             },
         }
-
-
-def _replace_bank(folder: Path, source: Path) -> None:
-    """Put the checkpoint's bank in place of the run's; refused while another process writes it."""
-    if folder.exists():
-        ExperienceBank(folder).close()
-        shutil.rmtree(folder)
-    shutil.copytree(source, folder)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from experiential.config import ActorSettings
 from experiential.rollout.rollout import Episode
-from experiential.training.actor_samples import actor_samples
 from experiential.training.advantages import cell_advantages
 from experiential.training.losses import batch_loss
 from experiential.training.runtime import LossSettings
+from experiential.training.samples import actor_samples
 from experiential.types import Condition, Generation, Trajectory
 
 GROUP_SIZE = 4

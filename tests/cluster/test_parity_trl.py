@@ -19,10 +19,10 @@ from torch import Tensor
 from experiential.config import ActorSettings, OptimSettings
 from experiential.llm.transformers import TransformersLLM
 from experiential.rollout.rollout import Episode
-from experiential.training.actor_samples import actor_samples
 from experiential.training.local import LocalRuntime
 from experiential.training.losses import cispo_loss, kl_k3, ppo_clip_loss
 from experiential.training.runtime import LossSettings
+from experiential.training.samples import actor_samples
 from experiential.types import Condition, Generation, Trajectory
 from tests.cluster.ragged import (
     EPISODES,

@@ -13,10 +13,10 @@ from dataclasses import replace
 from experiential.agents.actor import ActorAgent
 from experiential.config import ActorSettings, ReflectionSettings
 from experiential.rollout.rollout import Episode
-from experiential.training.actor_samples import actor_samples, trainable
 from experiential.training.methods.attempts import SecondAttempt, split_attempts
 from experiential.training.methods.internalise import imitation_samples
 from experiential.training.runtime import PolicyRuntime, Sample, sample_from_generation
+from experiential.training.samples import actor_samples, trainable
 from experiential.types import Turn
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from experiential.agents.dialogue import Dialogue, TokenSequence
 from experiential.config import ColdStartSettings
 from experiential.errors import ConfigError, first_problem
+from experiential.training.methods.method import Method, Run
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample, TrainStats
 from experiential.types import Generation, Message
 
@@ -114,9 +115,27 @@ def _sample(sequence: TokenSequence) -> Sample:
     )
 
 
+class ColdStart(Method):
+    """Train the actor on demonstrations before the first step."""
+
+    def __init__(self, run: Run, settings: ColdStartSettings) -> None:
+        self._run, self._settings = run, settings
+
+    @classmethod
+    def of(cls, run: Run) -> ColdStart | None:
+        """Build it with ``cold_start``."""
+        settings = run.experiment.cold_start
+        return cls(run, settings) if settings is not None else None
+
+    async def begin(self) -> None:
+        """Train on every demonstration; see `cold_start`."""
+        run = self._run
+        await cold_start(run.actor, self._settings, run.experiment.seed, run.emit)
+
+
 async def cold_start(
     policy: PolicyRuntime,
-    settings: ColdStartSettings | None,
+    settings: ColdStartSettings,
     seed: int,
     emit: Callable[[dict[str, Any]], None] = lambda event: None,
 ) -> TrainStats:
@@ -128,7 +147,7 @@ async def cold_start(
 
     Args:
         policy: what learns.
-        settings: file, epochs and batch size; None does nothing.
+        settings: file, epochs and batch size.
         seed: of the order.
         emit: receives the metrics event ``cold_start``.
 
@@ -138,8 +157,6 @@ async def cold_start(
     Raises:
         ConfigError: the file is no such file, or the policy shows no tokenizer.
     """
-    if settings is None:
-        return TrainStats(version=policy.version)
     if policy.tokenizer is None:
         raise ConfigError(
             "Expected a policy that shows its tokenizer for a cold start, got one that does not"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 
 from experiential.agents.critic import CriticAgent, Critique
 from experiential.agents.prompts import experience_block
+from experiential.llm.base import LLM
+from experiential.rollout.rollout import Episode
+from experiential.training.methods.method import Method, Run
 from experiential.types import Trajectory, Use
 
 
@@ -43,9 +46,49 @@ class SuccessRates:
         """What a checkpoint needs, as JSON."""
         return {"played": dict(self._played), "won": dict(self._won)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
         self._played, self._won = Counter(state["played"]), Counter(state["won"])
+
+
+class Critic(Method):
+    """Let the actor judge what is retrieved for it before each episode.
+
+    Args:
+        run: the parts of the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._roles = run.roles
+        self.rates = SuccessRates()
+        self._training = ActorCritic(run.roles.critic(), self.rates)
+
+    @classmethod
+    def of(cls, run: Run) -> Critic | None:
+        """Build it with ``actor.critic``."""
+        return cls(run) if run.experiment.actor.critic else None
+
+    def reviewer(self, llm: LLM | None = None) -> ActorCritic:
+        """Return training's judge, or one that asks ``llm`` and counts its verdicts apart."""
+        if llm is None:
+            return self._training
+        return ActorCritic(self._roles.critic(llm), self.rates)
+
+    async def after_step(self, episodes: Sequence[Episode], step: int) -> None:
+        """Count the successes of first attempts."""
+        self.rates.add(e.trajectory for e in episodes if e.job is None or e.job.attempt == 1)
+
+    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
+        """Return how often each verdict was given so far."""
+        return {"verdicts": dict(self._training.verdicts)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the success rates."""
+        return self.rates.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the success rates."""
+        self.rates.load_state_dict(state)
 
 
 class ActorCritic:

@@ -9,6 +9,8 @@ from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import experience_block
 from experiential.bank.protocol import Bank
 from experiential.config import EntropyBonusSettings
+from experiential.rollout.rollout import Episode
+from experiential.training.methods.method import Method, Run
 from experiential.training.rewards import Key, entropy_bonus
 from experiential.training.runtime import PolicyRuntime, Sample
 from experiential.types import Condition, Trajectory, Use
@@ -17,7 +19,7 @@ Pair = tuple[str, str | None]
 """A first observation and the entry shown with it."""
 
 
-class EntropyBonus:
+class EntropyBonus(Method):
     """Measures by how much entries lower the actor's entropy over the task, and turns it into bonuses.
 
     H(q) is the mean over the tokens of the first observation of the entropy of what the actor
@@ -44,6 +46,18 @@ class EntropyBonus:
         self._runtime, self._actor, self._bank = runtime, actor, bank
         self._options: dict[str, Any] = settings.model_dump() | shape
         self.mean = 0.0
+
+    @classmethod
+    def of(cls, run: Run) -> EntropyBonus | None:
+        """Build it with ``extractor.entropy_bonus``, in a run that has a bank."""
+        settings = run.experiment.extractor.entropy_bonus
+        if settings is None or run.bank is None:
+            return None
+        return cls(run.actor, run.roles.actor(), run.bank, settings)
+
+    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
+        """Return the mean bonus of the last step."""
+        return {"entropy_bonus": self.mean}
 
     async def bonuses(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """The bonus of each use, by its id; uses that came in the middle of an episode have none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 from experiential.agents.actor import ActorAgent
 from experiential.config import SelfDistillSettings
 from experiential.rollout.rollout import Episode
-from experiential.training.actor_samples import trajectory_samples
+from experiential.training.methods.method import Method, Run
 from experiential.training.rewards import relative_rewards
 from experiential.training.runtime import Sample
+from experiential.training.samples import trajectory_samples
 from experiential.types import Condition, Generation
 
 
@@ -103,49 +104,74 @@ class CollapseGuard:
         """What a checkpoint needs."""
         return {"mean": self._mean, "best": self._best}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
         self._mean, self._best = state["mean"], state["best"]
 
 
-class SelfDistillation:
-    """Chooses what a step imitates: section 4.3 of Complementary RL, every step or every few, with a guard against collapse.
+class SelfDistillation(Method):
+    """Imitate guided episodes that beat the free ones: section 4.3 of Complementary RL.
+
+    It happens every step or every few, with a guard against collapse.
 
     Args:
         settings: weight, interval and guard.
         memory: share of the running success that a further step leaves.
+        make_actor: builds an agent as the rollouts have, to rebuild prompts with.
 
     Attributes:
         paused: steps in which the guard held imitation back.
     """
 
-    def __init__(self, settings: SelfDistillSettings, *, memory: float = 0.9) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: SelfDistillSettings,
+        make_actor: Callable[[], ActorAgent],
+        *,
+        memory: float = 0.9,
+    ) -> None:
+        self._settings, self._make_actor = settings, make_actor
         self._guard = CollapseGuard(settings.guard, memory)
         self.paused = 0
+        self._metrics: dict[str, float] = {}
 
-    def samples(self, episodes: Sequence[Episode], actor: ActorAgent, step: int) -> list[Sample]:
-        """What to imitate beside learning from these episodes."""
+    @classmethod
+    def of(cls, run: Run) -> SelfDistillation | None:
+        """Build it with ``actor.self_distill``."""
+        settings = run.experiment.actor.self_distill
+        return cls(settings, run.roles.actor) if settings is not None else None
+
+    async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
+        """Return what to imitate beside learning from these episodes."""
+        firsts = [e for e in episodes if e.job is None or e.job.attempt == 1]
         free = [
             e.trajectory.success
-            for e in episodes
+            for e in firsts
             if e.trajectory.error is None and e.trajectory.condition is Condition.FREE
         ]
         allowed = self._guard.allows(float(np.mean(free)) if free else None)
-        if (step + 1) % self._settings.every:
-            return []
-        self.paused += not allowed
-        return (
-            imitation_samples(beyond_free(episodes), actor, self._settings.weight)
-            if allowed
-            else []
-        )
+        due = (step + 1) % self._settings.every == 0
+        self.paused += due and not allowed
+        samples: list[Sample] = []
+        if due and allowed:
+            samples = imitation_samples(
+                beyond_free(firsts), self._make_actor(), self._settings.weight
+            )
+        self._metrics = {
+            "actor_imitated": float(len(samples)),
+            "actor_imitation_paused": float(self.paused),
+        }
+        return samples
+
+    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
+        """Return how many samples were imitated, and how often the guard paused so far."""
+        return dict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return the guard's memory and count."""
         return self._guard.state_dict() | {"paused": self.paused}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the guard's memory and count."""
         self._guard.load_state_dict(state)
         self.paused = state["paused"]

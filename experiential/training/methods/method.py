@@ -1,0 +1,91 @@
+"""The contract of a training method, and what a run offers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiential.bank.manager import ExperienceManager
+from experiential.bank.protocol import Bank
+from experiential.config import Experiment
+from experiential.llm.base import LLM
+from experiential.rollout.rollout import Episode, Job, Reviewer, Rollout
+from experiential.training.metrics import Observer
+from experiential.training.roles import Roles
+from experiential.training.runtime import LossSettings, PolicyRuntime, Sample
+from experiential.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Run:
+    """Offer the parts of a run to its methods.
+
+    Attributes:
+        experiment: everything that defines the run.
+        roles: builds agents around the policies.
+        actor: the policy that plays and learns.
+        rollout: plays training tasks.
+        bank: None for a run without experience.
+        manager: of the bank.
+        emit: records an event in the metrics.
+    """
+
+    experiment: Experiment
+    roles: Roles
+    actor: PolicyRuntime
+    rollout: Rollout
+    bank: Bank | None
+    manager: ExperienceManager | None
+    emit: Observer
+
+
+class Method:
+    """Decide what a run plays and what the actor learns from it.
+
+    Every hook has a default that does nothing, so a method defines only what it changes. A run has
+    one main method, named by the setting ``method`` and called with the `Run`, and any number of
+    additions that other settings ask for. The trainer calls the hooks in the order in which they
+    stand here.
+    """
+
+    async def begin(self) -> None:
+        """Prepare a new run; a resumed run has done so already."""
+
+    def reviewer(self, llm: LLM | None = None) -> Reviewer | None:
+        """Return a judge of retrieved experience: training's own, or one that asks ``llm``."""
+        return None
+
+    async def play(self, jobs: Sequence[Job]) -> list[Episode] | None:
+        """Play a step's jobs in this method's own way; None leaves them to the rollout."""
+        return None
+
+    async def bonuses(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+        """Return what uses of experience earn the extractor beyond the outcome, by id of the use."""
+        return {}
+
+    async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
+        """Return what the actor learns from these episodes; the samples of all methods are a batch."""
+        return []
+
+    def loss(self, step: int) -> LossSettings | None:
+        """Return the loss of the batch; None leaves it to other methods."""
+        return None
+
+    async def after_step(self, episodes: Sequence[Episode], step: int) -> None:
+        """Follow up on a step, once the weights that generate are the new ones."""
+
+    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
+        """Return what the step's metrics say of this method."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned.
+
+        Raises:
+            CheckpointError: the state is of another kind.
+        """

@@ -1,0 +1,52 @@
+"""Policy gradient on groups of episodes, guided and free: section 3.2 of Complementary RL, and GRPO's kin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiential.rollout.rollout import Episode
+from experiential.training.methods.method import Method, Run
+from experiential.training.runtime import LossSettings, Sample
+from experiential.training.samples import actor_samples, env_reward, uninformative
+
+
+class PolicyGradient(Method):
+    """Learn from first attempts by their advantage over other members of their group."""
+
+    def __init__(self, run: Run) -> None:
+        self._actor, self._settings = run.actor, run.experiment.actor
+        self._metrics: dict[str, float] = {}
+
+    def reward(self, episode: Episode) -> float:
+        """Return what an episode is worth to the actor: here, what its environment paid."""
+        return env_reward(episode)
+
+    async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
+        """Return weighted samples with their advantages; see `actor_samples`."""
+        firsts = [e for e in episodes if e.job is None or e.job.attempt == 1]
+        samples = actor_samples(firsts, self._settings, self.reward)
+        age = sum(self._actor.version - sample.policy_version for sample in samples)
+        self._metrics = {"actor_staleness": age / max(1, len(samples))} | {
+            f"actor_{name}": float(count)
+            for name, count in uninformative(firsts, self._settings, self.reward).items()
+        }
+        return samples
+
+    def loss(self, step: int) -> LossSettings:
+        """Return the loss that the actor's settings name."""
+        settings = self._settings
+        return LossSettings(
+            kind=settings.loss,
+            low=settings.clip_low,
+            high=settings.clip_high,
+            ratio=settings.ratio,
+            kl=settings.kl,
+            epochs=settings.epochs,
+            mini_batches=settings.mini_batches,
+            seed=step,
+        )
+
+    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
+        """Return the age of the samples in updates, and how many episodes taught nothing."""
+        return dict(self._metrics)
