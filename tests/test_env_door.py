@@ -13,6 +13,7 @@ import pytest
 
 from experiential.cli.errors import run_app
 from experiential.cli.main import app
+from experiential.cli.train import app as train
 from experiential.envs.make import make, resolve_env
 from experiential.envs.readiness import readiness
 from experiential.errors import ConfigError
@@ -190,3 +191,14 @@ def test_check_says_what_to_mend_and_fails(envs: Callable[..., tuple[int, str, s
     code, _, error = envs("check", "digits", "colour=red")
     assert code == 2 and "colour" in error
     assert envs("check", "digits", "turns")[0] == 2
+
+
+def test_training_plans_with_an_environment_from_outside_and_refuses_a_wrong_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    common = ["--dry-run", "env.train={}", "env.eval={}"]
+    assert run_app(train, [*common, "env.id=digits", "env.kwargs={preset: long}"]) == 0
+    capsys.readouterr()
+    assert run_app(train, [*common, "env.id=digitz"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean 'digits'?" in said and said.count("\n") == 1

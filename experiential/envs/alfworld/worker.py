@@ -37,7 +37,10 @@ class GameHost:
         """Load and begin a game (``pddl_domain``, ``grammar``, ``pddl_problem``)."""
         if self._env is None or self._game != game:
             self.close()
-            env = _new()
+            # The player shows names such as "desk 1" in place of those of the PDDL problem.
+            names = import_module("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
+            asked = import_module("textworld").EnvInfos(won=True, admissible_commands=True)
+            env = names(import_module("textworld.envs.pddl").PddlEnv(asked), shuffle=False)
             env.load(game)
             self._env, self._game = env, game
         return _reply(self._env.reset())
@@ -61,13 +64,6 @@ class GameHost:
         if self._env is not None:
             self._env.close()
             self._env = None
-
-
-def _new() -> Any:
-    """Return a player of PDDL games that shows names such as ``desk 1``."""
-    names = import_module("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
-    asked = import_module("textworld").EnvInfos(won=True, admissible_commands=True)
-    return names(import_module("textworld.envs.pddl").PddlEnv(asked), shuffle=False)
 
 
 def _reply(state: Any) -> Reply:

@@ -20,6 +20,11 @@ PRESETS: dict[str, str] = {
 }
 """Short names of the four levels that the papers play."""
 
+_CLOSING = {
+    "won": "You reached the goal.",
+    "lost": "You lost.",
+    "limit": "No steps are left.",
+}
 SOLVED = (
     "MiniHack-Room-",
     "MiniHack-MazeWalk-",
@@ -132,7 +137,7 @@ class MiniHackEnv(TextEnv):
         late = ending == "limit" or (ending is None and self.turn >= self._game.limit)
         feedback = self._said() if key is not None else f"{_NONE} {self._legal()}"
         observation = (
-            self._closing()
+            f"{self._said()}\n{_CLOSING[ending or 'limit']}".strip()
             if late or ending is not None
             else self._view("" if key is not None else _NONE)
         )
@@ -205,15 +210,6 @@ class MiniHackEnv(TextEnv):
 
     def _said(self) -> str:
         return " ".join(self._screen.messages)
-
-    def _closing(self) -> str:
-        ending = {
-            "won": "You reached the goal.",
-            "lost": "You lost.",
-            "limit": "No steps are left.",
-            None: "No steps are left.",
-        }
-        return f"{self._said()}\n{ending[self._screen.ending]}".strip()
 
     def _view(self, complaint: str = "") -> str:
         screen = self._screen
