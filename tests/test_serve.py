@@ -53,7 +53,7 @@ def serving(source: Any, port: int = 0, **options: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join()
         listener.close()
-        app.state.shelf.close()
+        app.state.namespaces.close()
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def test_a_listing_shows_one_moment_over_all_its_pages(url: str, bank: Bank) -> 
     ]
     assert third["cursor"] is None
     with pytest.raises(xp.BankError, match="list again"):
-        list(bank._caller._following(wire.Page(entries=[], cursor="gone.10")))
+        list(bank._following(wire.Page(entries=[], cursor="gone.10")))
 
 
 def test_a_bank_of_more_than_one_page_is_listed_whole(bank: Bank) -> None:
@@ -397,8 +397,8 @@ def test_a_body_that_no_form_of_a_web_page_may_send_is_needed(url: str) -> None:
 
 def test_all_operations_are_described(url: str) -> None:
     described = httpx.get(f"{url}/openapi.json").json()
-    operations = {value.name for value in vars(wire).values() if isinstance(value, wire.Operation)}
-    assert set(described["paths"]) == {f"/v1/{name}" for name in operations} | {"/v1/health"}
+    operations = {f"/v1/{name}" for name in wire.OPERATIONS}
+    assert set(described["paths"]) == operations | {"/v1/health"}
     assert described["paths"]["/v1/add"]["post"]["requestBody"]["required"] is True
 
 

@@ -14,7 +14,7 @@ import typer
 from experiential.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from experiential.bank.http.shelf import Shelf
+    from experiential.bank.http.namespaces import Namespaces
 
 TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
 _MEBIBYTE = 2**20
@@ -72,16 +72,16 @@ def serve(
     """
     token = _checked_token(host, token)
     uvicorn = _uvicorn()
+    from experiential.bank.http.namespaces import Namespaces
     from experiential.bank.http.service import create_app
-    from experiential.bank.http.shelf import Shelf
 
     with _listening(host, port) as listener:
         try:
-            shelf = Shelf(folder, namespaces=namespace or (), embedder=embedder, store=store)
+            banks = Namespaces(folder, namespaces=namespace or (), embedder=embedder, store=store)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:
-            app = create_app(shelf, token, max_body=max_body * _MEBIBYTE)
+            app = create_app(banks, token, max_body=max_body * _MEBIBYTE)
             config = uvicorn.Config(
                 app,
                 log_level="warning",
@@ -91,11 +91,11 @@ def serve(
             signal.signal(
                 signal.SIGTERM, _finished
             )  # uvicorn raises it once more when it has shut down
-            sys.stdout.write(_announcement(host, listener, folder, shelf))
+            sys.stdout.write(_announcement(host, listener, folder, banks))
             sys.stdout.flush()
             uvicorn.Server(config).run(sockets=[listener])
         finally:
-            shelf.close()
+            banks.close()
 
 
 def _uvicorn() -> Any:
@@ -157,10 +157,10 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _announcement(host: str, listener: socket.socket, folder: Path, shelf: Shelf) -> str:
+def _announcement(host: str, listener: socket.socket, folder: Path, banks: Namespaces) -> str:
     port = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
-    names = ", ".join(shelf.namespaces()) or "none yet"
+    names = ", ".join(banks.names()) or "none yet"
     return f"serving http://{shown}:{port} from {folder} (namespaces: {names})\n"
 
 

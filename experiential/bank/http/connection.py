@@ -1,4 +1,4 @@
-"""One client's way to a bank server: keys, retries, and errors as the server named them."""
+"""Connect a client to a bank server: keys, retries, and errors as the server named them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -18,8 +18,6 @@ from experiential.bank.http.wire import Body, Operation
 from experiential.errors import BankError
 from experiential.types import new_id
 
-B = TypeVar("B", bound=Body)
-R = TypeVar("R")
 TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
 _CONNECTIONS = 64
 _CONNECT_SECONDS = 5.0
@@ -28,10 +26,10 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Connection:
-    """Calls operations of a bank server; any thread may use it, and a forked process gets sockets of its own.
+    """Call operations of a bank server from any thread; a forked process opens its own sockets.
 
     Args:
-        url: where the server is, ``http://host:port``.
+        url: the server's address, ``http://host:port``.
         token: sent as a bearer token; ``$EXPERIENTIAL_TOKEN`` by default.
         timeout: seconds to wait for one answer.
         patience: seconds during which a lost connection is tried again; a write keeps its key, so
@@ -70,14 +68,18 @@ class Connection:
         self._client: httpx.Client | None = None
         self._pid = 0
 
-    def call(self, operation: Operation[B, R], namespace: str, body: B) -> R:
-        """The result of one operation.
+    def call(self, operation: Operation, namespace: str, body: Body) -> Any:
+        """Return the answer to one operation.
 
         Raises:
-            BankError: the server is out of reach or refused; its other errors come as themselves.
+            BankError: the server is out of reach, or refused. Its other errors keep their type.
         """
+        try:
+            content = body.model_dump_json().encode()
+        except PydanticSerializationError as error:
+            raise ValueError(f"Expected values that JSON can hold, got {error}") from error
         headers = {wire.KEY_HEADER: new_id()} if operation.writes else {}
-        response = self._send(operation.name, namespace, _encoded(body), headers)
+        response = self._send(operation.name, namespace, content, headers)
         if response.status_code != 200:
             raise self._refusal(response)
         try:
@@ -164,10 +166,3 @@ class Connection:
             client, self._client = self._client, None
         if client is not None and self._pid == os.getpid():
             client.close()
-
-
-def _encoded(body: Body) -> bytes:
-    try:
-        return body.model_dump_json().encode()
-    except PydanticSerializationError as error:
-        raise ValueError(f"Expected values that JSON can hold, got {error}") from error

@@ -1,42 +1,35 @@
-"""What a bank server and its clients say to each other: for each operation the body asked with and the type answered.
+"""Derive the HTTP operations of a bank server from the signatures of the bank's methods.
 
-An operation is ``POST /v1/NAME?namespace=...`` with a JSON body. A write may carry an
-``Idempotency-Key``. Most operations are one method of a bank: the fields of the body are its
-arguments, by name.
+An operation is ``POST /v1/NAME?namespace=...``. Its JSON body holds the arguments of one method by
+name, its answer is the method's result. A write may carry an ``Idempotency-Key``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Generic, TypeVar
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
-
-from experiential.bank.records import (
-    Commit,
-    DeadLetter,
-    Difference,
-    Duplicates,
-    Explanation,
-    LogEntry,
-    Policy,
-    Standing,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationInfo,
+    create_model,
 )
+
+from experiential.bank.protocol import Bank, Queue
+from experiential.bank.records import Duplicates
 from experiential.errors import BankError, BankLockedError, ReadOnlyBankError
-from experiential.types import (
-    Distillation,
-    Experience,
-    Generation,
-    Hit,
-    Statistics,
-    Trajectory,
-    Uplift,
-)
+from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory
 
 PREFIX = "/v1/"
 KEY_HEADER = "Idempotency-Key"
 LONGEST_PAGE = 1000
-"""Entries of one page of a listing, at most."""
+"""Greatest number of entries in one page of a listing."""
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (BankError, BankLockedError, ReadOnlyBankError, ValueError, TypeError, TimeoutError)
@@ -44,47 +37,21 @@ ERRORS: dict[str, type[Exception]] = {
 """Errors that a client raises as the server named them; any other is a ``BankError`` there."""
 
 
-def _listed(value: object) -> object:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"Expected texts to be a list of texts, got {value!r}")
-    return list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  (elements are checked next)
-
-
-def _plain(value: object) -> object:
-    return dict(value) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-
-
-Listed = Annotated[list[str], BeforeValidator(_listed)]
-"""Texts; a client may pass any iterable of them."""
-Metadata = Annotated[dict[str, Any] | None, BeforeValidator(_plain)]
-"""Facts about an entry; a client may pass any mapping."""
-
-
 class Body(BaseModel):
-    """Base of all request bodies: immutable, unknown fields and other types refused."""
+    """Base of everything on the wire: immutable; unknown fields and other types are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class At(Body):
-    """Which picture of the bank to read: as it stood after ``commit``, with the counters known at commit ``seen``."""
+    """Name a view: the bank after ``commit``, with the counters known at commit ``seen``."""
 
     commit: int
     seen: int
 
 
-class Nothing(Body):
-    """No arguments."""
-
-
-class Reading(Body):
-    """Base of reads that can be asked of an earlier state, too; None reads the present."""
-
-    at: At | None = None
-
-
 class Info(Body):
-    """What a bank is, how much it holds, and the secrets taken out of what was written since the server opened it, by kind."""
+    """Describe a bank; ``redacted`` counts secrets since the server opened it, by kind."""
 
     entries: int
     head: int
@@ -93,446 +60,233 @@ class Info(Body):
     text_limit: int
 
 
-class Named(Reading):
-    """One entry."""
-
-    id: str
-
-
-class Versioned(Body):
-    """One version of one entry."""
-
-    id: str
-    version: int
-
-
-class Identified(Body):
-    """One trajectory, generation or queue item."""
-
-    id: str
-
-
-class Committed(Body):
-    """One commit."""
-
-    commit: int
-
-
-class Paged(Reading):
-    """One page of a listing: the first without ``cursor``, the next with the cursor that came with the one before."""
-
-    cursor: str | None = None
-    limit: int = Field(default=LONGEST_PAGE, ge=1, le=LONGEST_PAGE)
-
-
 class Page(Body):
-    """Entries in order, and the cursor of the page after, None at the end. All pages of a listing show one moment."""
+    """Hold a part of a listing and the cursor of the next; all pages show one moment."""
 
     entries: list[Experience]
     cursor: str | None
 
 
-class Searched(Reading):
-    """Queries, how many hits for each, the weight of words, a task instance to leave out, what entries must be (values by field)."""
-
-    queries: list[str]
-    k: int = 1
-    hybrid: float = 0.0
-    exclude_instance: str | None = None
-    where: dict[str, Any] | None = None
-
-
-class Compared(Reading):
-    """Queries, how many entries for each, per query a task instance (or None) to leave out and what entries must be (or None).
-
-    An empty ``where`` filters nothing; ``words`` asks for entries that share words with the query,
-    too.
-    """
-
-    queries: list[str]
-    n: int
-    exclude: list[str | None]
-    where: list[dict[str, Any] | None] = []
-    words: bool = False
-
-
 class Near(Hit):
-    """An entry near a query, and the share of the query's words that it has, where words were asked for."""
+    """Hold an entry near a query, and the share of the query's words that it has."""
 
     words: float = 0.0
 
 
-class Texts(Body):
-    """Texts to embed."""
-
-    texts: list[str]
-
-
-class Added(Body):
-    """A new entry."""
-
-    text: str
-    task: str | None = None
-    kind: str = "lesson"
-    metadata: Metadata = None
-
-
-class ManyAdded(Body):
-    """Several new entries of one task."""
-
-    texts: Listed
-    task: str | None = None
-    kind: str = "lesson"
-    metadata: Metadata = None
-
-
-class Updated(Body):
-    """A new text of an entry."""
+class Version(Body):
+    """Name one version of one entry."""
 
     id: str
-    text: str
-
-
-class Imported(Body):
-    """Entries of an exported file and the file's name."""
-
-    entries: list[Experience]
-    ref: str
-
-
-class Episode(Body):
-    """A finished trajectory."""
-
-    trajectory: Trajectory
-
-
-class Distilled(Body):
-    """An extractor's answer; ``spans`` are those of its operations, which their own JSON leaves out."""
-
-    distillation: Distillation
-    spans: list[list[int] | None]
-    shown: list[Experience]
-    trajectory: Trajectory | None = None
-    item: str | None = None
-    extractor_version: int | None = None
+    version: int
 
 
 class Written(Body):
-    """Entries that a distillation wrote, and what of it was refused, by reason."""
+    """Hold the entries written from a distillation, and its refused operations by reason."""
 
     entries: list[Experience]
     refused: dict[str, int]
 
 
-class Generated(Body):
-    """A generation to keep."""
+class Service(Protocol):
+    """Declare the operations that differ from the bank's method of the same name.
 
-    generation: Generation
-
-
-class Retrieved(Body):
-    """Ids of entries retrieved, once for each time."""
-
-    ids: list[str]
-
-
-class Failed(Body):
-    """A failed attempt at a queue item."""
-
-    id: str
-    reason: str
-    last: bool
-
-
-class Measured(Body):
-    """One version of one entry; None is the one that stands now."""
-
-    id: str
-    version: int | None = None
-
-
-class Explained(Body):
-    """An episode, or the id of a recorded one."""
-
-    trajectory: Trajectory | str
-
-
-class Chosen(Body):
-    """One entry, or None for all."""
-
-    id: str | None = None
-
-
-class Between(Body):
-    """Two commits."""
-
-    a: int
-    b: int
-
-
-class Pruned(Body):
-    """By what bounds to take entries out."""
-
-    score: float | None = None
-    uplift_below: float | None = None
-    min_uses: int = 5
-    dry_run: bool = False
-    author: str = "human"
-
-
-class Evicted(Body):
-    """How many entries may stay, and who goes."""
-
-    cap: int
-    policy: Policy = "utility"
-    seed: int = 0
-    dry_run: bool = False
-    author: str = "human"
-
-
-class Compacted(Body):
-    """What counts as a near-duplicate."""
-
-    threshold: float = 0.95
-    across_tasks: bool = False
-    among: Listed | None = None
-    dry_run: bool = False
-
-
-class Judged(Body):
-    """Near-duplicates found by the client: per group the survivor, then those merged into it."""
-
-    groups: list[list[Versioned]]
-    ref: str
-    author: str = "human"
-
-
-class Standings(Body):
-    """An entry, and on how many tasks it must have helped; None asks what the bank asks."""
-
-    id: str
-    after: int | None = None
-
-
-class Trusted(Body):
-    """On how many tasks entries must have helped (None: what the bank asks), and by which commit (None: by now)."""
-
-    after: int | None = None
-    at: int | None = None
-
-
-class After(Body):
-    """Tasks on which an entry must have helped."""
-
-    after: int
-
-
-B = TypeVar("B", bound=Body)
-R = TypeVar("R")
-
-
-class Operation(Generic[B, R]):
-    """One operation of a bank server.
-
-    Args:
-        name: in the address.
-        body: what is asked.
-        result: the type of what is answered.
-        about: what it is for.
-        writes: whether it may change the bank.
-        method: what of a bank carries it out, such as "queue.state"; "" is the method called as the
-            operation.
+    ``at`` reads an earlier state; None reads the present one.
     """
 
-    def __init__(
+    def info(self, *, at: At | None = None) -> Info:
+        """Describe the bank."""
+        ...
+
+    def at(self, commit: int) -> At:
+        """Return the value of ``at`` that reads the bank as it stood after a commit."""
+        ...
+
+    def get(self, id: str, *, at: At | None = None) -> Experience | None:
+        """Return one entry, or null."""
+        ...
+
+    def read(self, id: str) -> Statistics:
+        """Return the counters of one entry."""
+        ...
+
+    def entries(
         self,
-        name: str,
-        body: type[B],
-        result: Any,
-        about: str,
         *,
-        writes: bool = False,
-        method: str = "",
-    ) -> None:
+        cursor: str | None = None,
+        limit: Annotated[int, Field(ge=1, le=LONGEST_PAGE)] = LONGEST_PAGE,
+        at: At | None = None,
+    ) -> Page:
+        """Return a page of the entries, oldest first; ``cursor`` continues a listing."""
+        ...
+
+    def search(
+        self,
+        queries: list[str],
+        *,
+        k: int = 1,
+        hybrid: float = 0.0,
+        exclude_instance: str | None = None,
+        where: dict[str, Any] | None = None,
+        at: At | None = None,
+    ) -> list[list[Hit]]:
+        """Return the hits of each query."""
+        ...
+
+    def nearest(
+        self,
+        queries: list[str],
+        n: int,
+        exclude: list[str | None],
+        where: list[dict[str, Any] | None] = [],  # noqa: B006  (only its value is read)
+        words: bool = False,
+        *,
+        at: At | None = None,
+    ) -> list[list[Near]]:
+        """Return the nearest entries of each query with their counters."""
+        ...
+
+    def embed(self, texts: list[str]) -> list[list[float]]:
+        """Return the vector of each text."""
+        ...
+
+    def apply(
+        self,
+        distillation: Distillation,
+        spans: list[list[int] | None],
+        *,
+        trajectory: Trajectory,
+        shown: list[Experience],
+        item: str | None = None,
+        extractor_version: int | None = None,
+    ) -> Written:
+        """Write the operations distilled from a trajectory; ``spans`` are theirs, in order."""
+        ...
+
+    def consolidate(
+        self,
+        distillation: Distillation,
+        spans: list[list[int] | None],
+        *,
+        shown: list[Experience],
+        extractor_version: int | None = None,
+    ) -> Written:
+        """Write the operations of a merge; ``spans`` are theirs, in order."""
+        ...
+
+    def deduplicate(
+        self,
+        threshold: float = 0.95,
+        *,
+        across_tasks: bool = False,
+        among: Iterable[str] | None = None,
+        dry_run: bool = False,
+    ) -> list[Duplicates]:
+        """Merge near-duplicates."""
+        ...
+
+    def merge_duplicates(
+        self, groups: list[list[Version]], ref: str, *, author: str = "human"
+    ) -> list[Duplicates]:
+        """Merge groups found by a client: in each the survivor first, then the others."""
+        ...
+
+    def trusted_versions(self, after: int) -> list[tuple[str, int]]:
+        """Return every trusted entry version, live or not."""
+        ...
+
+    def trust_after(self) -> int:
+        """Return on how many tasks an entry must have helped; 0 trusts all."""
+        ...
+
+    def set_trust_after(self, after: int) -> None:
+        """Record on how many tasks an entry must have helped."""
+        ...
+
+
+class Operation:
+    """Describe one operation, derived from a method.
+
+    Attributes:
+        name: in the address.
+        path: the method of a `ServedBank` that carries it out, such as "bank.queue.state".
+        writes: whether it may change the bank.
+        body: model of the request: the method's parameters with their defaults.
+        result: type of the answer.
+    """
+
+    def __init__(self, name: str, path: str, method: Callable[..., Any], writes: bool) -> None:
+        hints = get_type_hints(method, include_extras=True)
+        fields: dict[str, Any] = {
+            one.name: (
+                _json_type(hints[one.name]),
+                ... if one.default is one.empty else one.default,
+            )
+            for one in inspect.signature(method).parameters.values()
+            if one.name != "self"
+        }
         self.name = name
-        self.body = body
-        self.type = result
-        self.result: TypeAdapter[R] = TypeAdapter(result)
-        self.about = about
+        self.path = path
         self.writes = writes
-        self.method = method or name
+        self.summary = (inspect.getdoc(method) or "").split("\n")[0]
+        self.type: Any = hints["return"]
+        self.result: TypeAdapter[Any] = TypeAdapter(self.type)
+        self.body: type[Body] = create_model(
+            "".join(map(str.capitalize, name.split("_"))), __base__=Body, **fields
+        )
 
 
-INFO: Operation[Reading, Info] = Operation(
-    "info", Reading, Info, "How much the bank holds, and by what it is searched."
-)
-GET: Operation[Named, Experience | None] = Operation(
-    "get", Named, Experience | None, "One entry, or null."
-)
-READ: Operation[Identified, Statistics] = Operation(
-    "read", Identified, Statistics, "The counters of one entry."
-)
-ENTRIES: Operation[Paged, Page] = Operation(
-    "entries", Paged, Page, "Entries, oldest first, in pages of one moment."
-)
-VERSION: Operation[Versioned, Experience | None] = Operation(
-    "version", Versioned, Experience | None, "One version of one entry."
-)
-SEARCH: Operation[Searched, list[list[Hit]]] = Operation(
-    "search", Searched, list[list[Hit]], "Hits of each query."
-)
-NEAREST: Operation[Compared, list[list[Near]]] = Operation(
-    "nearest", Compared, list[list[Near]], "Nearest entries of each query."
-)
-EMBED: Operation[Texts, list[list[float]]] = Operation(
-    "embed", Texts, list[list[float]], "The vector of each text."
-)
-COMMITS: Operation[Nothing, list[Commit]] = Operation(
-    "commits", Nothing, list[Commit], "Every commit, oldest first."
-)
-AT: Operation[Committed, At] = Operation(
-    "at", Committed, At, "What to send as `at` to read the bank as it stood after a commit."
-)
-GENERATION: Operation[Identified, Generation | None] = Operation(
-    "generation", Identified, Generation | None, "One generation."
-)
-TRAJECTORY: Operation[Identified, Trajectory | None] = Operation(
-    "trajectory", Identified, Trajectory | None, "One trajectory."
-)
-OUTCOMES: Operation[Versioned, list[int]] = Operation(
-    "outcomes", Versioned, list[int], "1 or 0 for every use of a version."
-)
-LINEAGE: Operation[Versioned, list[tuple[str, int]]] = Operation(
-    "lineage", Versioned, list[tuple[str, int]], "Every version that earns the outcome of this one."
-)
-QUEUE_STATE: Operation[Identified, str | None] = Operation(
-    "queue_state", Identified, str | None, "The state of a queue item.", method="queue.state"
-)
-QUEUE_WAITING: Operation[Nothing, list[str]] = Operation(
-    "queue_waiting",
-    Nothing,
-    list[str],
-    "Items to be distilled, oldest first.",
-    method="queue.waiting",
-)
-QUEUE_ATTEMPTS: Operation[Identified, int] = Operation(
-    "queue_attempts", Identified, int, "Failed attempts at an item.", method="queue.attempts"
-)
-QUEUE_DEAD: Operation[Nothing, list[DeadLetter]] = Operation(
-    "queue_dead",
-    Nothing,
-    list[DeadLetter],
-    "Items that were given up.",
-    method="queue.dead_letters",
-)
-UPLIFT: Operation[Measured, Uplift] = Operation(
-    "uplift", Measured, Uplift, "How one entry version did."
-)
-WHY: Operation[Explained, Explanation] = Operation(
-    "why", Explained, Explanation, "What an episode was shown, and what came of it."
-)
-HISTORY: Operation[Chosen, list[LogEntry]] = Operation(
-    "history", Chosen, list[LogEntry], "Commits with what each changed."
-)
-DIFF: Operation[Between, Difference] = Operation(
-    "diff", Between, Difference, "What differs between two commits."
-)
-STANDING: Operation[Standings, Standing] = Operation(
-    "standing", Standings, Standing, "How far an entry is trusted."
-)
-TRUSTED: Operation[Trusted, list[Experience]] = Operation(
-    "trusted", Trusted, list[Experience], "The entries that are trusted."
-)
-TRUSTED_VERSIONS: Operation[After, list[tuple[str, int]]] = Operation(
-    "trusted_versions",
-    After,
-    list[tuple[str, int]],
-    "Every entry version that is trusted, whether it stands now or not.",
-)
-TRUST_AFTER: Operation[Nothing, int] = Operation(
-    "trust_after", Nothing, int, "On how many tasks entries must have helped; 0 trusts all."
-)
+def _json_type(hint: Any) -> Any:
+    """Return the type with abstract containers replaced by lists and dicts, as JSON has them."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return Union[tuple(_json_type(one) for one in arguments)]  # noqa: UP007  (made at run time)
+    if origin in (Iterable, Sequence):
+        return Annotated[list[arguments[0]], BeforeValidator(_listed)]
+    if origin is Mapping:
+        return Annotated[dict[arguments[0], arguments[1]], BeforeValidator(_as_dict)]
+    return hint
 
-ADD: Operation[Added, Experience] = Operation(
-    "add", Added, Experience, "Write a new entry.", writes=True
-)
-ADD_MANY: Operation[ManyAdded, list[Experience]] = Operation(
-    "add_many", ManyAdded, list[Experience], "Write several entries in one commit.", writes=True
-)
-UPDATE: Operation[Updated, Experience] = Operation(
-    "update", Updated, Experience, "Write the next version of an entry.", writes=True
-)
-REMOVE: Operation[Identified, None] = Operation(
-    "remove", Identified, None, "Take an entry out.", writes=True
-)
-ROLLBACK: Operation[Committed, Commit] = Operation(
-    "rollback", Committed, Commit, "Stand as after an earlier commit.", writes=True
-)
-IMPORT: Operation[Imported, int] = Operation(
-    "import",
-    Imported,
-    int,
-    "Add entries of an exported file.",
-    writes=True,
-    method="import_entries",
-)
-RECORD: Operation[Episode, bool] = Operation(
-    "record", Episode, bool, "Journal a trajectory and its uses.", writes=True
-)
-SUBMIT: Operation[Episode, bool] = Operation(
-    "submit", Episode, bool, "Record a trajectory and queue it.", writes=True
-)
-APPLY: Operation[Distilled, Written] = Operation(
-    "apply", Distilled, Written, "Write what was distilled.", writes=True
-)
-CONSOLIDATE: Operation[Distilled, Written] = Operation(
-    "consolidate", Distilled, Written, "Write what was merged.", writes=True
-)
-KEEP_GENERATION: Operation[Generated, None] = Operation(
-    "keep_generation", Generated, None, "Journal a generation.", writes=True
-)
-NOTE_RETRIEVALS: Operation[Retrieved, None] = Operation(
-    "note_retrievals", Retrieved, None, "Count retrievals.", writes=True
-)
-SAVE_COUNTERS: Operation[Nothing, None] = Operation(
-    "save_counters", Nothing, None, "Journal the retrieval counts.", writes=True
-)
-QUEUE_FAIL: Operation[Failed, int] = Operation(
-    "queue_fail",
-    Failed,
-    int,
-    "Count a failed attempt at an item.",
-    writes=True,
-    method="queue.fail",
-)
-QUEUE_REQUEUE: Operation[Identified, bool] = Operation(
-    "queue_requeue",
-    Identified,
-    bool,
-    "Give a dead letter a new life.",
-    writes=True,
-    method="queue.requeue",
-)
-PRUNE: Operation[Pruned, list[Experience]] = Operation(
-    "prune", Pruned, list[Experience], "Take out entries that did not help.", writes=True
-)
-EVICT: Operation[Evicted, list[Experience]] = Operation(
-    "evict", Evicted, list[Experience], "Take out what is above a cap.", writes=True
-)
-DEDUPLICATE: Operation[Compacted, list[Duplicates]] = Operation(
-    "deduplicate", Compacted, list[Duplicates], "Merge near-duplicates.", writes=True
-)
-MERGE_DUPLICATES: Operation[Judged, list[Duplicates]] = Operation(
-    "merge_duplicates",
-    Judged,
-    list[Duplicates],
-    "Merge the groups that a client found.",
-    writes=True,
-)
-SET_TRUST_AFTER: Operation[After, None] = Operation(
-    "set_trust_after", After, None, "Note on how many tasks.", writes=True
-)
-OPERATIONS: list[Operation[Any, Any]] = [
-    value for value in list(vars().values()) if isinstance(value, Operation)
-]
-"""All of them."""
+
+def _listed(value: object, info: ValidationInfo) -> object:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(
+            f"Expected {info.field_name} to be a list of {info.field_name}, got {value!r}"
+        )
+    return list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def _as_dict(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+_READS = "version commits history diff generation trajectory outcomes lineage uplift why standing trusted"
+_WRITES = "add add_many update remove rollback record submit keep_generation note_retrievals save_counters prune evict"
+_QUEUE_WRITES = ("fail", "requeue")
+_SERVICE_WRITES = ("apply", "consolidate", "deduplicate", "merge_duplicates", "set_trust_after")
+
+
+def _public(kind: type) -> list[str]:
+    return [name for name in vars(kind) if not name.startswith("_")]
+
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        *(
+            Operation(name, name, getattr(Service, name), name in _SERVICE_WRITES)
+            for name in _public(Service)
+        ),
+        *(Operation(name, f"bank.{name}", getattr(Bank, name), False) for name in _READS.split()),
+        *(Operation(name, f"bank.{name}", getattr(Bank, name), True) for name in _WRITES.split()),
+        Operation("import", "bank.import_entries", Bank.import_entries, True),
+        *(
+            Operation(
+                f"queue_{name}", f"bank.queue.{name}", getattr(Queue, name), name in _QUEUE_WRITES
+            )
+            for name in _public(Queue)
+        ),
+    )
+}
+"""All operations, by name."""

@@ -45,11 +45,9 @@ from experiential.training.openrlhf.supervisor import (
 )
 
 if TYPE_CHECKING:
-    from experiential.bank.http.shelf import Shelf
+    from experiential.bank.http.namespaces import Namespaces
 
 T = TypeVar("T")
-B = TypeVar("B", bound=Body)
-R = TypeVar("R")
 _CALLS = 8
 _CHECK_SECONDS = 10.0
 _CLOSE_SECONDS = 60.0
@@ -80,7 +78,7 @@ class BankHost:
     """Serve an open bank folder inside the Ray actor, as ``experiential serve`` does."""
 
     def __init__(self) -> None:
-        self._shelf: Shelf | None = None
+        self._banks: Namespaces | None = None
         self._server: Any = None
         self._ended = threading.Event()
 
@@ -98,8 +96,8 @@ class BankHost:
         """
         import uvicorn
 
+        from experiential.bank.http.namespaces import Namespaces
         from experiential.bank.http.service import create_app
-        from experiential.bank.http.shelf import Shelf
 
         settings, host = serving.settings, str(joined_ray().util.get_node_ip_address())
 
@@ -113,8 +111,8 @@ class BankHost:
                 raise
             return listener
 
-        def opened() -> Shelf:
-            return Shelf(
+        def opened() -> Namespaces:
+            return Namespaces(
                 serving.folder,
                 namespaces=(settings.namespace,),
                 embedder=settings.embedder,
@@ -124,14 +122,14 @@ class BankHost:
         listener = _patiently(bound, patience)
         with ExitStack() as failed:
             failed.callback(listener.close)
-            self._shelf = _patiently(opened, patience)
-            self._shelf.get(settings.namespace).bank.text_limit = settings.text_limit
+            self._banks = _patiently(opened, patience)
+            self._banks.get(settings.namespace).bank.text_limit = settings.text_limit
             failed.pop_all()
         # Only now: until then clients are refused and try again; connected, they would time out.
         listener.listen(2048)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(self._shelf, serving.token),
+                create_app(self._banks, serving.token),
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=10,
@@ -158,17 +156,17 @@ class BankHost:
         Raises:
             BankError: the folder holds a bank already, or this one is closed.
         """
-        if self._shelf is None:
+        if self._banks is None:
             raise BankError("Expected an open bank to fork, got one that is not served yet")
-        self._shelf.get(namespace).bank.fork(path, keep_queue=keep_queue).close()
+        self._banks.get(namespace).bank.fork(path, keep_queue=keep_queue).close()
 
     def close(self) -> None:
         """Finish the requests under way, close the bank and give the folder back."""
         if self._server is not None:
             self._server.should_exit = True
             self._ended.wait()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._banks is not None:
+            self._banks.close()
 
 
 def _patiently(work: Callable[[], T], patience: float) -> T:
@@ -365,7 +363,7 @@ class ActorConnection(Connection):
         super().__init__(actor.url, actor.serving.token, timeout, patience)
         self.supervisor = actor.supervisor
 
-    def call(self, operation: Operation[B, R], namespace: str, body: B) -> R:
+    def call(self, operation: Operation, namespace: str, body: Body) -> Any:
         """Return the result of one operation.
 
         Raises:
