@@ -139,7 +139,7 @@ class Connection:
                     limits=httpx.Limits(
                         max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS
                     ),
-                    trust_env=not self._direct,  # a proxy of the environment is not for this machine
+                    trust_env=not self._direct,  # no proxy for this machine
                 )
             return self._client
 

@@ -261,8 +261,14 @@ def _as_dict(value: object) -> object:
     return dict(value) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-_READS = "version commits history diff generation trajectory outcomes lineage uplift why standing trusted"
-_WRITES = "add add_many update remove rollback record submit keep_generation note_retrievals save_counters prune evict"
+_READS = (
+    "version commits history diff generation trajectory outcomes lineage uplift why standing"
+    " trusted"
+)
+_WRITES = (
+    "add add_many update remove rollback record submit keep_generation note_retrievals"
+    " save_counters prune evict"
+)
 _QUEUE_WRITES = ("fail", "requeue")
 _SERVICE_WRITES = ("apply", "consolidate", "deduplicate", "merge_duplicates", "set_trust_after")
 
