@@ -1,1 +1,1 @@
-"""The experience bank: what is stored, how it is found, and who schedules reading, writing and consolidation."""
+"""Store experience, find it, and schedule reading, writing and consolidation."""

@@ -1,4 +1,4 @@
-"""Arguments that several ways into a bank take, checked at once."""
+"""Check arguments that several ways into a bank take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from experiential.errors import BankError
 
 
 def checked_folder(path: object) -> Path:
-    """A folder name as a path; an address, a file and what is no name are refused."""
+    """Return a folder name as a path; refuse an address, a file, and any other value."""
     if isinstance(path, str) and "://" in path:
         raise BankError(
             f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with"
@@ -24,7 +24,7 @@ def checked_folder(path: object) -> Path:
 
 
 def checked_text(value: object, name: str) -> str:
-    """Text that is not blank; ``name`` says in the error what it was to be."""
+    """Return text that is not blank; errors call it ``name``."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"Expected {name} to be non-empty text, got {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""What a bank's manager needs of an extractor agent."""
+"""Define what a manager needs of an extractor agent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LaterJudge = Callable[[Experience, Experience], Awaitable[bool]]
 
 
 class Extractor(Protocol):
-    """What a manager needs of an extractor agent; ``version`` counts the optimiser steps that its weights have seen."""
+    """Distil, refine and merge experience: what a manager needs of an extractor agent."""
 
     @property
     def version(self) -> int:
-        """Optimiser steps the weights have seen."""
+        """Return the number of optimiser steps that the weights have seen."""
         ...
 
     async def adistill(self, trajectory: Trajectory, shown: Sequence[Experience]) -> Distillation:
@@ -34,15 +34,15 @@ class Extractor(Protocol):
 
 
 class Judging(Protocol):
-    """An extractor that says whether two entries teach the same: ``ExtractorAgent`` is one."""
+    """Judge whether two entries teach the same, as ``ExtractorAgent`` does."""
 
     async def ajudge(self, a: Experience, b: Experience) -> bool:
-        """Whether the two, the older first, teach the same."""
+        """Return whether the two, the older first, teach the same."""
         ...
 
 
 def judge_of(extractor: object) -> LaterJudge:
-    """What an extractor is asked by.
+    """Return the method by which an extractor judges.
 
     Raises:
         ConfigError: it cannot be asked.

@@ -788,7 +788,7 @@ class FolderBank(Searchable, Bank):
                 " bank.fork(path)"
             )
         self._journal_must_be_open()
-        # A forked process shares the parent's SQLite connection and file lock: writing would damage.
+        # A forked process shares the parent's SQLite connection and file lock: it must not write.
         if os.getpid() != self._pid:
             raise BankError(
                 "Expected the process that opened the bank, got a fork of it; open the bank after"

@@ -1,4 +1,4 @@
-"""The experience manager: who schedules retrieval, distillation and merging, so that no rollout ever waits for them."""
+"""Schedule retrieval, distillation and merging, so that no rollout ever waits for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LONGEST_BACKOFF = 30.0
 
 
 class ExperienceManager:
-    """A bank's working side: batched retrieval for actors, a durable queue in front of the extractor, periodic merging.
+    """Run a bank: batched retrieval for actors, a durable queue before the extractor, merging.
 
     The synchronous methods may be called from any thread, their twins with an ``a`` in front
     awaited on any event loop. Close the manager before the bank. What the extractor fails at is
@@ -193,7 +193,7 @@ class ExperienceManager:
         episode: Episodes = "",
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
-        """Diversified hits of one query, or of each of several (eq. 6); counts and recency advance.
+        """Return diversified hits of one query, or of each of several (eq. 6); counters advance.
 
         Args:
             query: what the actor faces, in words; blank text gets no hits.
@@ -217,7 +217,7 @@ class ExperienceManager:
         episode: Episodes = "",
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
-        """``search``, awaitable on any event loop."""
+        """Run ``search`` on any event loop."""
         rows = await self._searcher.asearch(
             *self._asked(query, k, exclude_instance, episode), Where.of(where)
         )
@@ -230,7 +230,7 @@ class ExperienceManager:
         exclude: str | None,
         episode: Episodes,
     ) -> tuple[list[str], int, str | None, Sequence[str]]:
-        """The arguments of a search, checked."""
+        """Check the arguments of a search."""
         wanted = self.settings.retrieval.k if k is None else k
         queries = checked_queries(query, wanted, blank=True)
         return queries, wanted, exclude, checked_episodes(episode, len(queries))
@@ -245,7 +245,7 @@ class ExperienceManager:
         exclude_instance: str | None = None,
         where: Filter | None = None,
     ) -> Answer:
-        """Retrieve for a question and let the extractor fit the best hit to it; no hit gives an answer without text.
+        """Let the extractor fit the best hit to a question; without a hit the answer has no text.
 
         Args:
             query: the actor's question.
@@ -267,7 +267,7 @@ class ExperienceManager:
         exclude_instance: str | None = None,
         where: Filter | None = None,
     ) -> Answer:
-        """``ask``, awaitable on any event loop."""
+        """Run ``ask`` on any event loop."""
         return await self._bridge(
             self._ask(query, k, episode, turn, exclude_instance, Where.of(where))
         )
@@ -303,7 +303,7 @@ class ExperienceManager:
     # Distillation
 
     def submit(self, trajectory: Trajectory) -> str | None:
-        """Record a finished trajectory and queue it for distillation; durable when this returns.
+        """Record a finished trajectory and queue it for distillation, durably.
 
         Waits while the queue is full. Gives the id of the queue item (that of the trajectory); None
         when nothing was queued: on a read-only bank, which also records nothing, and without an
@@ -312,7 +312,7 @@ class ExperienceManager:
         return self._run(self._submit(trajectory))
 
     async def asubmit(self, trajectory: Trajectory) -> str | None:
-        """``submit``, awaitable on any event loop."""
+        """Run ``submit`` on any event loop."""
         return await self._bridge(self._submit(trajectory))
 
     async def _submit(self, trajectory: Trajectory) -> str | None:
@@ -391,7 +391,7 @@ class ExperienceManager:
         return trajectory, distillation, await self._write(write)
 
     async def _hold_cap(self) -> None:
-        """Evict what the bank holds beyond the cap."""
+        """Evict the entries beyond the cap."""
         cap = self.settings.cap
         if not cap or len(self.bank) <= cap:
             return
@@ -421,7 +421,7 @@ class ExperienceManager:
             asyncio.get_running_loop().call_later(delay, self._ready.put_nowait, id)
 
     def shown(self, trajectory: Trajectory) -> list[Experience]:
-        """The entry versions that a trajectory used and that the bank still knows, each once, in order of use."""
+        """Return the entry versions that a trajectory used, each once, in order of use."""
         named = dict.fromkeys(
             (use.experience_id, use.experience_version) for use in trajectory.uses
         )
@@ -429,7 +429,7 @@ class ExperienceManager:
         return [experience for experience in found if experience is not None]
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Trajectories whose distillation was given up, with the last reason."""
+        """Return the trajectories whose distillation was given up, with the last reason."""
         return self.bank.queue.dead_letters()
 
     def requeue(self, id: str) -> None:
@@ -449,20 +449,20 @@ class ExperienceManager:
             self._enqueue(id)
 
     def pause(self) -> None:
-        """Let no further distillation start; those running end as they would."""
+        """Start no further distillation; running ones go on."""
         self._thread.loop.call_soon_threadsafe(self._resumed.clear)
 
     def resume(self) -> None:
-        """Let distillation go on."""
+        """Start distillations again."""
         self._thread.loop.call_soon_threadsafe(self._resumed.set)
 
     @property
     def paused(self) -> bool:
-        """Whether ``pause`` holds distillation."""
+        """Return whether ``pause`` holds distillation."""
         return not self._resumed.is_set()
 
     def drain(self, timeout: float | None = None, *, leave: int = 0) -> None:
-        """Wait until every submitted trajectory, or all but ``leave``, is distilled or a dead letter.
+        """Wait until all submitted trajectories but ``leave`` are distilled or dead letters.
 
         Raises:
             TimeoutError: it took longer than ``timeout`` seconds; the rest goes on.
@@ -470,7 +470,7 @@ class ExperienceManager:
         self._run(self._drain(timeout, leave))
 
     async def adrain(self, timeout: float | None = None, *, leave: int = 0) -> None:
-        """``drain``, awaitable on any event loop."""
+        """Run ``drain`` on any event loop."""
         await self._bridge(self._drain(timeout, leave))
 
     async def _drain(self, timeout: float | None, leave: int) -> None:
@@ -493,7 +493,7 @@ class ExperienceManager:
     # Merging
 
     def merge(self) -> int:
-        """One pass of consolidation; gives the number of merged entries written.
+        """Run one pass of consolidation; return the number of merged entries written.
 
         The first pass of a manager looks at the whole bank, a later one at what was written since
         the last that had no failure.
@@ -501,7 +501,7 @@ class ExperienceManager:
         return self._run(self._merge())
 
     async def amerge(self) -> int:
-        """``merge``, awaitable on any event loop."""
+        """Run ``merge`` on any event loop."""
         return await self._bridge(self._merge())
 
     async def _merge(self) -> int:
@@ -549,7 +549,7 @@ class ExperienceManager:
         return distillation, await self._write(write)
 
     def deduplicate(self) -> int:
-        """One pass of two-level deduplication, with the extractor's judgement; gives the number of entries merged into others.
+        """Run one pass of deduplication, judged by the extractor; return the number merged away.
 
         The first pass of a manager compares the whole bank; a later one what was written since the
         last that had no failure, within itself and then with older entries.
@@ -558,7 +558,7 @@ class ExperienceManager:
         return self._run(self._deduplicate())
 
     async def adeduplicate(self) -> int:
-        """``deduplicate``, awaitable on any event loop."""
+        """Run ``deduplicate`` on any event loop."""
         return await self._bridge(self._deduplicate())
 
     async def _deduplicate(self) -> int:
@@ -592,7 +592,7 @@ class ExperienceManager:
     # Watching
 
     def stats(self) -> dict[str, Any]:
-        """Counts of everything done and refused since this manager was made, and how fast retrieval was."""
+        """Return counts of everything done and refused, and the latency of retrieval."""
         counts, embedder = self._searcher.counts, self.bank.embedder
         seconds = np.array(list(counts.seconds) or [0.0]) * 1000.0
         asked = embedder.hits + embedder.misses
@@ -631,7 +631,7 @@ class ExperienceManager:
         self._refused.update(refusal.reason for refusal in distillation.parsed.refused)
 
     def close(self) -> None:
-        """Stop the workers and save the counters; what is not distilled stays in the bank's queue. Safe to call twice."""
+        """Stop the workers and save the counters; the queue keeps the rest. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -660,7 +660,7 @@ class ExperienceManager:
     async def _attempt(
         self, work: Awaitable[T], limit: float | None = -1.0
     ) -> tuple[T | None, str]:
-        """The result of an extractor's work, or None and the reason why there is none."""
+        """Return the result of some work, or None and the reason of its failure."""
         outcome = await awaited(
             asyncio.wait_for(work, self.settings.distill_timeout if limit == -1.0 else limit)
         )
@@ -679,7 +679,7 @@ class ExperienceManager:
             self._failures[f"{name}: {reason}"] += 1
 
     async def _embedded(self, keys: Sequence[EntryKey]) -> None:
-        """Wait until the bank's cache holds the vectors of these entries: the writer then embeds none of them one by one."""
+        """Fill the bank's cache with the vectors of these entries, many callers in one batch."""
         await self._embedding.arun(texts_to_embed(keys))
 
     async def _notify(self) -> None:

@@ -1,4 +1,4 @@
-"""How an extractor's operations become a commit: distillation (Add, Update, Return) and consolidation (Keep, Merge, Discard)."""
+"""Turn an extractor's operations into a commit: distillation and consolidation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Vectors = Mapping[EntryKey, Vector]
 def keys_to_embed(
     distillation: Distillation, shown: Sequence[Experience], task: str | None = None
 ) -> list[EntryKey]:
-    """What must be embedded before this distillation can be applied, so that no lock is held meanwhile: cleaned texts."""
+    """Return the cleaned texts to embed before a distillation is applied under the lock."""
     keys: list[EntryKey] = []
     task = (clean(task).text or None) if task is not None else None
     for operation in distillation.parsed.operations:
@@ -42,7 +42,7 @@ def keys_to_embed(
 
 
 class Distiller:
-    """Applies the operations of one distillation to a draft; what cannot be done is counted in its ``refused`` by reason."""
+    """Apply the operations of a distillation to a draft; impossible ones are counted as refused."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Distiller:
         self._shown = shown
 
     def apply(self, distillation: Distillation) -> list[Experience]:
-        """The entries written, in the order of the operations."""
+        """Apply all operations; return the entries written, in order."""
         written: list[Experience] = []
         for operation in distillation.parsed.operations:
             entry = None
@@ -109,7 +109,7 @@ class Distiller:
 
 
 class Consolidator:
-    """Applies the operations of one merge to a draft: an entry that changed since it was shown takes its merge down, and no other."""
+    """Apply the operations of a merge to a draft; one on an entry that changed is refused."""
 
     def __init__(
         self, draft: Draft, vectors: Vectors, source: Provenance, shown: Sequence[Experience]
@@ -121,7 +121,7 @@ class Consolidator:
         self._settled: set[int] = set()
 
     def apply(self, distillation: Distillation) -> list[Experience]:
-        """The merged entries written, in the order of the operations; entries not mentioned are kept."""
+        """Apply all operations; return the merged entries, in order."""
         written: list[Experience] = []
         for operation in distillation.parsed.operations:
             if isinstance(operation, Merge) and self._may_change(operation.entries):
@@ -198,7 +198,7 @@ def _merged(
 def source_of(
     distillation: Distillation, trajectory: Trajectory | None, extractor_version: int | None
 ) -> Provenance:
-    """Where everything that this distillation writes came from."""
+    """Return the provenance of everything that a distillation writes."""
     generation = distillation.generation
     return Provenance(
         author="extractor",
@@ -210,7 +210,7 @@ def source_of(
 
 
 def common_task(entries: Iterable[Experience]) -> str | None:
-    """The task that all entries share, else None."""
+    """Return the task that all entries share, else None."""
     tasks = {entry.task for entry in entries}
     return tasks.pop() if len(tasks) == 1 else None
 

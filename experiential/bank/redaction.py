@@ -1,4 +1,4 @@
-"""Secrets taken out of text before it is kept: keys, tokens and passwords of well-known forms, each replaced by a note of its kind.
+"""Remove keys, tokens and passwords of well-known forms from text, leaving a note of the kind.
 
 Only forms that ordinary text does not have are looked for; a password in a plain sentence ("the
 password is swordfish") stays.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Redacted(NamedTuple):
-    """Text without secrets, and how many of each kind were taken out."""
+    """Hold text without secrets, and how many of each kind were removed."""
 
     text: str
     kinds: Counter[str]
@@ -32,7 +32,8 @@ _TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "aws_access_key",
         re.compile(
-            r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AIPA|ANPA|ANVA|AROA)[A-Z0-9]{16}(?![A-Za-z0-9])"
+            r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AIPA|ANPA|ANVA|"
+            r"AROA)[A-Z0-9]{16}(?![A-Za-z0-9])"
         ),
     ),
     (
@@ -42,14 +43,16 @@ _TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "gitlab_token",
         re.compile(
-            r"(?<![A-Za-z0-9])(?:gl(?:agent|cbt|dt|ft|imt|oas|pat|ptt|rt|soat)-|GR1348941)[\w-]{20,}",
+            r"(?<![A-Za-z0-9])(?:gl(?:agent|cbt|dt|ft|imt|oas|pat|ptt|rt|soat)-|"
+            r"GR1348941)[\w-]{20,}",
             re.ASCII,
         ),
     ),
     (
         "slack_token",
         re.compile(
-            r"(?<![A-Za-z0-9])(?:xox[a-z]-|xapp-\d-)[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/[A-Za-z0-9/_-]{20,}"
+            r"(?<![A-Za-z0-9])(?:xox[a-z]-|xapp-\d-)[A-Za-z0-9-]{10,}|"
+            r"hooks\.slack\.com/services/[A-Za-z0-9/_-]{20,}"
         ),
     ),
     ("google_api_key", re.compile(r"(?<![\w-])(?:AIza[\w-]{35}|ya29\.[\w-]{20,})", re.ASCII)),
@@ -84,19 +87,24 @@ _ADDRESS = re.compile(
 
 _PASSWORD = r"pass(?:word|wd|phrase)|(?<![a-z])pwd"
 _KEY = r"(?:api|access|client|secret|private|auth|encryption)[_-]?key"
-_SECRET = r"(?:client|app|shared|webhook|signing)[_-]?secret|(?:access|auth|refresh|bearer|api|id|session|security)[_-]?token"
+_SECRET = (
+    r"(?:client|app|shared|webhook|signing)[_-]?secret|(?:access|auth|refresh|bearer|api|"
+    r"id|session|security)[_-]?token"
+)
 _NAME = rf"(?P<password>{_PASSWORD})|(?P<api_key>{_KEY})|(?P<secret>{_SECRET})"
 _STEMS = ("pass", "pwd", "key", "secret", "token")
 """One of these stands in every name above: text without any is passed over quickly."""
 _VALUE = r"(?P<value>\"[^\"\n]+\"|'[^'\n]+'|(?:\\?[\"'`])?[^\s\"'`]+)"
 _ASSIGNMENT = re.compile(
-    rf"(?P<head>(?:{_NAME}|(?P<loose>secret|token))\d{{0,2}}\\?[\"']?\s*(?P<sign>:=|=>|=(?!=)|:(?!:))\s*){_VALUE}",
+    rf"(?P<head>(?:{_NAME}|(?P<loose>secret|token))\d{{0,2}}\\?[\"']?\s*(?P<sign>:=|=>|"
+    rf"=(?!=)|:(?!:))\s*){_VALUE}",
     re.IGNORECASE,
 )
 _OPTION = re.compile(rf"(?P<head>(?<!\S)--?(?:[a-z]+-)?(?:{_NAME})\s+(?!-)){_VALUE}", re.IGNORECASE)
 _FIELD = re.compile(rf"[\w.-]*?(?:{_NAME})\d{{0,2}}", re.IGNORECASE)
 _STAND_IN = re.compile(
-    r"(?:\[redacted\b|[$%][a-z_{(]|<[a-z]|&lt;|\{\{?\w|[a-z_.]+[(\[]|your[_-]).*|[*x.]+|none|null|nil|true|false|undefined|optional|required|str(?:ing)?",
+    r"(?:\[redacted\b|[$%][a-z_{(]|<[a-z]|&lt;|\{\{?\w|[a-z_.]+[(\[]|your[_-]).*|"
+    r"[*x.]+|none|null|nil|true|false|undefined|optional|required|str(?:ing)?",
     re.IGNORECASE | re.DOTALL,
 )
 _VARIED = re.compile(r"(?=.*[^\W\d])(?=.*[\d!@#$%^&*+~])", re.DOTALL)
@@ -104,7 +112,7 @@ _EDGES = re.compile(r"(\\?[\"'`]?)(.*?)([.,;:!?)\]}\\\"'`]*)", re.DOTALL)
 
 
 def redact(text: str) -> Redacted:
-    """``text`` with every secret of a known form replaced by ``[redacted: kind]``. Applying it twice changes nothing.
+    """Replace every secret of a known form by ``[redacted: kind]``. Idempotent.
 
     >>> redact("Log in with api_key=9f8e7d6c5b, then pull the red lever.").text
     'Log in with api_key=[redacted: api_key], then pull the red lever.'
@@ -127,7 +135,7 @@ def redact(text: str) -> Redacted:
 
 
 def redact_field(name: str, value: str) -> Redacted:
-    """The value of a named field: taken out whole when the name says that it is a secret, else `redact`.
+    """Redact the value of a named field: whole if the name says that it is a secret.
 
     >>> redact_field("db_password", "swordfish").text
     '[redacted: password]'
@@ -154,12 +162,12 @@ def _without_value(
 
 
 def _is_option_value(found: re.Match[str], value: str) -> bool:
-    """``--password is`` may be prose about the option: letters alone are no secret there."""
+    """Reject letters alone: ``--password is`` may be prose about the option."""
     return not value.isalpha() or found["value"][0] in "\"'"
 
 
 def _is_assigned(found: re.Match[str], value: str) -> bool:
-    """After ``=`` or in quotes anything is a secret, after a colon only what no word looks like; a bare ``token`` needs more of it."""
+    """Accept anything after ``=`` or in quotes, but after a colon only text unlike a word."""
     if found["loose"]:
         return len(value) >= 8 and _VARIED.match(value) is not None
     if found["sign"] != ":" or found["value"][0] in "\"'`\\":

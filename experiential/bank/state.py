@@ -1,4 +1,4 @@
-"""What a bank keeps in memory, and the draft in which one commit is put together."""
+"""Keep the state of a bank in memory, and stage the commits that change it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ Content = tuple[str | None, str, str]
 """Task, kind and text: two entries that share them say the same."""
 
 
-class Ground(Protocol):
-    """What a commit is drafted on: the entries and counters that stand before it."""
+class BaseState(Protocol):
+    """Provide the entries and counters before a commit."""
 
     @property
     def retrieved(self) -> Mapping[str, int]:
-        """Retrievals since opening, by entry."""
+        """Return the retrievals since opening, by entry."""
         ...
 
     def live(self, id: str) -> Live | None:
-        """The entry as it stands, or None."""
+        """Return the live entry, or None."""
         ...
 
     def twin(self, content: Content) -> str | None:
-        """The newest live entry that says exactly this."""
+        """Return the newest live entry with exactly this content."""
         ...
 
     def saved(self, id: str) -> Statistics | None:
-        """The counters of one entry without the retrievals since opening; None when it has none."""
+        """Return the counters of an entry, or None, without the retrievals since opening."""
         ...
 
 
 class State:
-    """The live entries, their counters and the search structure; readers take what they find without a lock."""
+    """Hold live entries, counters and search structure; readers need no lock."""
 
     def __init__(
         self, entries: Sequence[Stored], statistics: dict[str, Statistics], nearest: Nearest
@@ -57,16 +57,16 @@ class State:
             self._enter(self.entries, stored)
 
     def read(self, experience: Experience) -> Experience:
-        """The experience with its present counters filled in."""
+        """Return the experience with its present counters."""
         known = self.counted(experience.id)
         return experience if known is None else experience.model_copy(update={"statistics": known})
 
     def counted(self, id: str) -> Statistics | None:
-        """The counters of one entry, retrievals since opening included; None when it was never met."""
+        """Return the counters of an entry with the retrievals since opening; None if unknown."""
         return _with_retrievals(self.statistics.get(id), self.retrieved.get(id, 0))
 
     def saved(self, id: str) -> Statistics | None:
-        """The counters of one entry without the retrievals since opening; None when it has none."""
+        """Return the counters of an entry, or None, without the retrievals since opening."""
         return self.statistics.get(id)
 
     def note(self, ids: Iterable[str]) -> None:
@@ -78,7 +78,7 @@ class State:
 
     @contextmanager
     def unsaved(self) -> Generator[dict[str, Statistics]]:
-        """Counters with retrievals that the journal lacks; inside this block they are saved, and when it fails they are still unsaved."""
+        """Yield the counters that the journal lacks; they stay unsaved if the block fails."""
         with self._tally:
             ids, self._unsaved = self._unsaved, set()
         with ExitStack() as undo:
@@ -91,16 +91,16 @@ class State:
             self._unsaved |= ids
 
     def live(self, id: str) -> Live | None:
-        """The entry as it stands now, or None."""
+        """Return the live entry, or None."""
         return self.entries.get(id)
 
     def twin(self, content: Content) -> str | None:
-        """The newest live entry that says exactly this."""
+        """Return the newest live entry with exactly this content."""
         same = self._contents.get(content)
         return next(reversed(same)) if same else None
 
     def publish(self, changes: Sequence[Change], statistics: dict[str, Statistics]) -> None:
-        """Show a finished commit to readers: a single change in place, several by replacing the table at once."""
+        """Show a commit to readers: one change in place, several by replacing the table at once."""
         entries = self.entries if len(changes) < 2 else dict(self.entries)
         for change in changes:
             self._leave(entries, change.id, forget=change.stored is None)
@@ -115,7 +115,7 @@ class State:
             self.nearest.publish()
 
     def arrange(self, order: Iterable[str]) -> None:
-        """Put the entries in a given order, the one in which they would be read back."""
+        """Put the entries into the order in which they would be read back."""
         self.entries = {id: self.entries[id] for id in order}
 
     def _enter(self, entries: dict[str, Live], stored: Stored) -> None:
@@ -134,58 +134,58 @@ class State:
 
 
 class Change(NamedTuple):
-    """What one commit does to one entry: what it becomes (None: removed), at which journal position."""
+    """Hold one change of one entry (None if removed) and its journal position."""
 
     id: str
     stored: Stored | None
     seq: int
 
 
-class Overlay:
-    """What was written on a ground and is not to be seen yet; a ground for what is written next."""
+class StagedState:
+    """Stage writes on a base state, unseen by readers; it is the base of the next writes."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, base: BaseState) -> None:
         self.changes: list[Change] = []
         self.statistics: dict[str, Statistics] = {}
-        self._ground = ground
+        self._base = base
         self._staged: dict[str, Stored | None] = {}
 
     @property
     def retrieved(self) -> Mapping[str, int]:
-        """Retrievals since opening, by entry."""
-        return self._ground.retrieved
+        """Return the retrievals since opening, by entry."""
+        return self._base.retrieved
 
     def live(self, id: str) -> Live | None:
-        """The entry as it stands here."""
+        """Return the entry as staged, or None."""
         if id in self._staged:
             stored = self._staged[id]
             return None if stored is None else Live(stored.experience, stored.origins)
-        return self._ground.live(id)
+        return self._base.live(id)
 
     def twin(self, content: Content) -> str | None:
-        """An entry that says exactly this here."""
+        """Return an entry with exactly this content, staged ones first."""
         for id, stored in reversed(self._staged.items()):
             if stored is not None and content_of(stored.experience) == content:
                 return id
-        id = self._ground.twin(content)
+        id = self._base.twin(content)
         return None if id is None or id in self._staged else id
 
     def saved(self, id: str) -> Statistics | None:
-        """The counters of one entry here, without the retrievals since opening."""
-        return self.statistics.get(id) or self._ground.saved(id)
+        """Return the staged counters of an entry, without the retrievals since opening."""
+        return self.statistics.get(id) or self._base.saved(id)
 
-    def lay(self, other: Overlay) -> None:
-        """Take over what was written on this one."""
+    def lay(self, other: StagedState) -> None:
+        """Take over the writes staged on this one."""
         self.changes += other.changes
         self.statistics.update(other.statistics)
         self._staged.update(other._staged)
 
 
-class Draft(Overlay):
-    """One commit being written: every step goes to the journal's open transaction, and to memory only after it."""
+class Draft(StagedState):
+    """Write one commit: into the open transaction now, into memory only after it."""
 
-    def __init__(self, ground: Ground, history: History, ledger: Ledger, commit: int) -> None:
-        super().__init__(ground)
+    def __init__(self, base: BaseState, history: History, ledger: Ledger, commit: int) -> None:
+        super().__init__(base)
         self.commit = commit
         self.refused: Counter[str] = Counter()
         self.redacted: Counter[str] = Counter()
@@ -193,7 +193,7 @@ class Draft(Overlay):
         self._ledger = ledger
 
     def put(self, experience: Experience, vector: Vector, origins: frozenset[str]) -> Experience:
-        """Write a new version and let its entry stand there."""
+        """Write a new version and make it the live one."""
         provenance = experience.provenance.model_copy(update={"commit": self.commit})
         experience = experience.model_copy(
             update={"provenance": provenance, "statistics": Statistics()}
@@ -204,7 +204,7 @@ class Draft(Overlay):
         return experience
 
     def revise(self, id: str, text: str, provenance: Provenance, vector: Vector) -> Experience:
-        """Write the next version of a live entry; what its text was made from before still counts as its origin."""
+        """Write the next version of a live entry; its origins are kept and added to."""
         live = self.live(id)
         if live is None:
             raise unknown_entry(id)
@@ -218,17 +218,17 @@ class Draft(Overlay):
         )
 
     def remove(self, id: str) -> None:
-        """Take a live entry out; its history stays."""
+        """Remove a live entry; its history stays."""
         if self.live(id) is None:
             raise unknown_entry(id)
         self._stage(id, None, None)
 
     def restore(self, stored: Stored) -> None:
-        """Let an entry stand at an earlier version again."""
+        """Make an earlier version of an entry live again."""
         self._stage(stored.experience.id, stored, stored.experience.version)
 
     def inherit(self, id: str, parents: Sequence[str]) -> None:
-        """Let a merged entry start from the summed counters of its parents."""
+        """Start a merged entry from the summed counters of its parents."""
         self._count(id, total(self._counted(parent) for parent in dict.fromkeys(parents)))
 
     def credit(self, id: str, success: bool) -> None:
@@ -242,7 +242,7 @@ class Draft(Overlay):
         )
 
     def start_from(self, id: str, statistics: Statistics) -> None:
-        """Let an imported entry keep its counters."""
+        """Start an imported entry from its counters."""
         self._count(id, statistics)
 
     def _count(self, id: str, known: Statistics) -> None:
@@ -266,15 +266,15 @@ def _with_retrievals(known: Statistics | None, retrieved: int) -> Statistics | N
 
 
 def content_of(experience: Experience) -> Content:
-    """What an entry says, for finding twins."""
+    """Return the content of an entry, by which twins are found."""
     return experience.task, experience.kind, experience.text
 
 
 def origins_of(provenance: Provenance) -> frozenset[str]:
-    """The task instance that a provenance names, as a set."""
+    """Return the task instance of a provenance, as a set."""
     return frozenset({provenance.instance} if provenance.instance else ())
 
 
 def unknown_entry(id: str) -> BankError:
-    """The error for an id that names no live entry."""
+    """Return the error for an id without a live entry."""
     return BankError(f"Expected the id of a live entry, got {id!r}; list them with bank.entries()")

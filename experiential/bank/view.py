@@ -1,4 +1,4 @@
-"""The bank as it stood after one commit."""
+"""Show a bank as it stood after one commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiential.types import Experience, Statistics
 
 
 class BankView(Searchable):
-    """A read-only picture of a bank; later writes do not change it.
+    """Read a bank as it stood after one commit; later writes do not change it.
 
     Counters are those known when the view was made.
     """
@@ -42,11 +42,11 @@ class BankView(Searchable):
         return self.entries()
 
     def entries(self) -> Iterator[Experience]:
-        """Every entry, oldest first."""
+        """Return every entry, oldest first."""
         return (self._state.read(live.experience) for live in self._state.entries.values())
 
     def get(self, id: str) -> Experience | None:
-        """The entry with this id, or None."""
+        """Return the entry with this id, or None."""
         live = self._state.entries.get(id)
         return None if live is None else self._state.read(live.experience)
 
@@ -58,7 +58,7 @@ class BankView(Searchable):
         where: Sequence[Where | None] = (),
         words: bool = False,
     ) -> list[list[Scored[Experience]]]:
-        """The ``n`` nearest entries of each query, as ``ExperienceBank.nearest`` gives them."""
+        """Return the ``n`` nearest entries of each query; see ``View.nearest``."""
         if not queries:
             return []
         vectors, scopes = self._embedder(queries), scopes_of(queries, exclude, where)
@@ -67,7 +67,7 @@ class BankView(Searchable):
         )
 
     def read(self, experience: Experience) -> Experience:
-        """The same version with the counters of this picture."""
+        """Return the same version with the counters of this view."""
         return self._state.read(experience)
 
     def _searcher(self) -> Nearest:

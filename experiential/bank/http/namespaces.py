@@ -248,7 +248,7 @@ class ServedBank(Service):
     def once(
         self, key: str, request: bytes, write: Callable[[], T], again: Callable[[int], T]
     ) -> T:
-        """Carry out a keyed write, or repeat its answer if it was done before, also by another server.
+        """Carry out a keyed write, or repeat its answer if it was done before.
 
         Args:
             key: names the request; two that run at one time wait for each other.

@@ -1,4 +1,4 @@
-"""The exchange file of a bank: entries with provenance, counters and a content hash, as JSON Lines or as Markdown."""
+"""Read and write the exchange file of a bank, as JSON Lines or Markdown with a content hash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 5
 
 
 class Item(NamedTuple):
-    """One entry of a file, its digest, the beginning of the digest it was written with (None: it has none), and where it stands."""
+    """Hold one entry of a file, its digest, the written one (or None), and its place."""
 
     entry: Experience
     digest: str
@@ -31,12 +31,12 @@ class Item(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """Whether it differs from what was written."""
+        """Return whether it differs from its written digest."""
         return self.check is not None and self.check != _check(self.digest)
 
 
 def write(file: Path, entries: Sequence[Experience], namespace: str, embedder: str) -> int:
-    """Write entries beside ``file`` and rename, so that a reader finds all of them or the old file; gives their number.
+    """Write entries beside ``file``, then rename, so that readers see all or nothing new.
 
     A name that ends in ``.md`` gives Markdown, any other JSON Lines: a header and one entry a line.
     """
@@ -71,7 +71,7 @@ def write(file: Path, entries: Sequence[Experience], namespace: str, embedder: s
 
 
 def read(file: Path, *, edited: bool = False) -> list[Experience]:
-    """The entries of an exported file; a file written by hand, such as ``{"text": ...}`` lines, is accepted too.
+    """Return the entries of an exported file, or of one written by hand (``{"text": ...}`` lines).
 
     Args:
         file: what to read; the end of its name says which format it has.
@@ -104,7 +104,7 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
 
 
 def digest(entry: Experience) -> str:
-    """SHA-256 of an entry in canonical form: JSON with sorted keys, fields at their defaults left out."""
+    """Return the SHA-256 of an entry as JSON with sorted keys and without default fields."""
     return hashlib.sha256(
         json.dumps(_fields(entry), sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
@@ -178,7 +178,7 @@ def _check_header(header: dict[str, Any], name: str) -> None:
 
 
 def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
-    """In words, how entries differ from the hashes they came with; empty for a whole file, and for one that has no hash."""
+    """Describe how entries differ from their hashes; empty if they do not, or have none."""
     if "sha256" not in header:
         checked = any(item.check is not None for item in items)
         return (
@@ -199,7 +199,7 @@ def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
 
 
 def _by_a_person(entry: Experience) -> Experience:
-    """An entry that was changed in the file: no generation wrote it, but what it was made from still counts."""
+    """Return an entry edited in the file: it keeps its origins, but no generation wrote it."""
     provenance = Provenance(
         cause="import", trajectory=entry.provenance.trajectory, instance=entry.provenance.instance
     )

@@ -1,4 +1,4 @@
-"""Is a bank folder whole: the journal in itself, the index against the journal, and the queue. Nothing in the folder is changed."""
+"""Check a bank folder without changing it: the journal, the index against it, and the queue."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ SAMPLE = 256
 """Entries whose vectors are compared."""
 _SAME = 1e-4  # of two float32 unit vectors that went through Chroma
 _ORPHANS = """
-    SELECT COUNT(*) FROM changes c LEFT JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
+    SELECT COUNT(*) FROM changes c LEFT JOIN versions v
+    ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
     WHERE c.namespace = ? AND c.version IS NOT NULL AND v.id IS NULL"""
 _LOST = """
-    SELECT COUNT(*) FROM queue q LEFT JOIN trajectories t ON t.namespace = q.namespace AND t.id = q.id
+    SELECT COUNT(*) FROM queue q LEFT JOIN trajectories t
+    ON t.namespace = q.namespace AND t.id = q.id
     WHERE q.namespace = ? AND q.state = 'queued' AND t.id IS NULL"""
 
 
 class Finding(Record):
-    """One thing that was looked at.
+    """Report one check.
 
     Attributes:
         what: what was looked at.
@@ -53,7 +55,7 @@ class Finding(Record):
 
 
 def examine(folder: Path) -> list[Finding]:
-    """Look at everything in a bank folder, all namespaces."""
+    """Check everything in a bank folder, all namespaces."""
     restore = f"restore {JOURNAL_NAME} from a backup, or import an exported file into a new bank"
     with _held(folder) as owner:
         findings = [_lock(folder, owner)]
@@ -81,7 +83,7 @@ def examine(folder: Path) -> list[Finding]:
 
 
 def namespaces(journal: Journal) -> list[str]:
-    """Every namespace that was ever written, by name."""
+    """Return every namespace that was ever written, by name."""
     return [
         row[0] for row in journal.rows("SELECT DISTINCT namespace FROM commits ORDER BY namespace")
     ]
@@ -89,7 +91,7 @@ def namespaces(journal: Journal) -> list[str]:
 
 @contextmanager
 def _held(folder: Path) -> Generator[str | None]:
-    """Keep writers out while looking; gives who writes the bank when somebody does, and None when nobody does."""
+    """Keep writers out meanwhile; yield the owner if another process writes, else None."""
     try:
         file = (folder / LOCK_NAME).open("rb")
     except FileNotFoundError:
@@ -239,7 +241,7 @@ def _opened_disagreement(site: Site, history: History) -> str:
 
 
 def _disagreement(index: Replica, history: History) -> str:
-    """How the index differs from the journal; empty when it does not."""
+    """Describe how the index differs from the journal; empty if it does not."""
     last, head, live = history.last_seq(), index.head, history.live(history.head())
     if head != last:
         return f"the index is at position {head}, the journal at {last}"

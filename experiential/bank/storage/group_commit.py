@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar, cast
 
 from experiential.bank.evidence.credit import Ledger
-from experiential.bank.state import Draft, Ground, Overlay
+from experiential.bank.state import BaseState, Draft, StagedState
 from experiential.bank.storage.history import History
-from experiential.bank.storage.journal import Footnote, Journal
+from experiential.bank.storage.journal import Attached, Journal
 from experiential.bank.text import Gate
 from experiential.batching import Batcher, BatchInterruptedError
 from experiential.errors import BankError
@@ -19,14 +19,14 @@ from experiential.errors import BankError
 T = TypeVar("T")
 
 
-class Group(Overlay):
+class Group(StagedState):
     """Collect the commits of one transaction; each is drafted on those before it.
 
     Readers see none of them before all are durable.
     """
 
-    def __init__(self, ground: Ground, journal: Journal, history: History, ledger: Ledger) -> None:
-        super().__init__(ground)
+    def __init__(self, base: BaseState, journal: Journal, history: History, ledger: Ledger) -> None:
+        super().__init__(base)
         self.drafts: list[Draft] = []
         self._journal = journal
         self._history = history
@@ -51,7 +51,7 @@ class Group(Overlay):
         self._member.append(draft)
 
     @contextmanager
-    def member(self, note: Footnote | None = None) -> Generator[None]:
+    def member(self, note: Attached | None = None) -> Generator[None]:
         """Open a savepoint for one writer: all of its commits count, or none.
 
         Args:
@@ -61,7 +61,7 @@ class Group(Overlay):
         with self._journal.savepoint():
             yield
             if self._member:
-                self._journal.write_footnote(note)
+                self._journal.write_attached(note)
         for draft in self._member:
             self.drafts.append(draft)
             self.lay(draft)
@@ -70,7 +70,7 @@ class Group(Overlay):
 class Member(Generic[T]):
     """Hold one write, and once it is durable its result, or its error."""
 
-    def __init__(self, work: Callable[[Group], T], note: Footnote | None = None) -> None:
+    def __init__(self, work: Callable[[Group], T], note: Attached | None = None) -> None:
         self.done = False
         self._outcome: T | Exception | None = None
         self._work = work
@@ -113,7 +113,7 @@ class GroupCommit:
     thread between a writer and the disk.
 
     Args:
-        journal: where footnotes of the calling thread are taken from.
+        journal: where statements attached by the calling thread are taken from.
         transaction: a method that opens a transaction, and after its commit shows what was written
             to readers; its object is not kept alive.
     """
@@ -137,7 +137,7 @@ class GroupCommit:
             work: writes, on the thread of the leader; called a second time if the transaction of
                 the first was lost.
         """
-        outcome = self._outcomes([Member(work, self._journal.take_footnote())])[0]
+        outcome = self._outcomes([Member(work, self._journal.take_attached())])[0]
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

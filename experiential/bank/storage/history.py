@@ -1,4 +1,4 @@
-"""Commits, entry versions and generations of one namespace: what the journal says was known when."""
+"""Keep the commits, entry versions and generations of one namespace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiential.types import Experience, Generation
 
 
 class Stored(NamedTuple):
-    """One entry version as journalled; ``origins`` are the task instances that its text was made from."""
+    """Hold one journalled entry version and the task instances that its text was made from."""
 
     experience: Experience
     vector: Vector
@@ -23,7 +23,7 @@ class Stored(NamedTuple):
 
 
 class Live(NamedTuple):
-    """One entry as it stands now, and the task instances that its text was made from."""
+    """Hold one live entry and the task instances that its text was made from."""
 
     experience: Experience
     origins: frozenset[str]
@@ -31,20 +31,22 @@ class Live(NamedTuple):
 
 _LATEST = """
     SELECT v.record, v.vector, v.origins FROM changes c
-    JOIN (SELECT MAX(seq) AS seq, MIN(seq) AS born FROM changes WHERE namespace = ? AND commit_id <= ? GROUP BY id) m ON c.seq = m.seq
+    JOIN (SELECT MAX(seq) AS seq,
+    MIN(seq) AS born FROM changes WHERE namespace = ? AND commit_id <= ?
+        GROUP BY id) m ON c.seq = m.seq
     JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
     ORDER BY m.born"""
 
 
 class History:
-    """Reads and writes the history of one namespace; writes must happen inside ``Journal.transaction``."""
+    """Read and write the history of one namespace; writes need a ``Journal.transaction``."""
 
     def __init__(self, journal: Journal, namespace: str) -> None:
         self._journal = journal
         self._namespace = namespace
 
     def begin(self, author: str, cause: str, ref: str | None) -> int:
-        """Open a commit; gives its id."""
+        """Open a commit and return its id."""
         statement = (
             "INSERT INTO commits (namespace, time, author, cause, ref) VALUES (?, ?, ?, ?, ?)"
         )
@@ -66,16 +68,16 @@ class History:
         )
 
     def point(self, id: str, version: int | None, commit: int) -> int:
-        """From this commit on, entry ``id`` stands at ``version``; None removes it. Gives the position of the change."""
+        """Set the live version of an entry (None removes it); return the position of the change."""
         statement = "INSERT INTO changes (namespace, commit_id, id, version) VALUES (?, ?, ?, ?)"
         return self._journal.run(statement, self._namespace, commit, id, version)
 
     def live(self, commit: int) -> list[Stored]:
-        """All entries as they stood after ``commit``, oldest entry first."""
+        """Return all entries as they stood after ``commit``, oldest first."""
         return [_stored(row) for row in self._journal.rows(_LATEST, self._namespace, commit)]
 
     def live_count(self) -> int:
-        """How many entries stand now."""
+        """Return the number of live entries."""
         return self._journal.value(
             "SELECT COUNT(*) FROM changes c JOIN (SELECT MAX(seq) AS seq FROM changes WHERE"
             " namespace = ? GROUP BY id) m ON c.seq = m.seq WHERE c.version IS NOT NULL",
@@ -83,7 +85,7 @@ class History:
         )
 
     def stored(self, id: str, version: int) -> Stored | None:
-        """One version of one entry, live or not."""
+        """Return one version of one entry, live or not."""
         statement = (
             "SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND"
             " version = ?"
@@ -92,7 +94,7 @@ class History:
         return _stored(rows[0]) if rows else None
 
     def last_version(self, id: str) -> int:
-        """The highest version that entry ``id`` ever had; 0 when it never existed."""
+        """Return the highest version that an entry ever had; 0 if it never existed."""
         return (
             self._journal.value(
                 "SELECT MAX(version) FROM versions WHERE namespace = ? AND id = ?",
@@ -103,7 +105,7 @@ class History:
         )
 
     def is_empty(self) -> bool:
-        """Whether this namespace never held an entry."""
+        """Return whether this namespace never held an entry."""
         return (
             self._journal.value(
                 "SELECT 1 FROM versions WHERE namespace = ? LIMIT 1", self._namespace
@@ -112,14 +114,14 @@ class History:
         )
 
     def head(self) -> int:
-        """The id of the last commit; 0 when there is none."""
+        """Return the id of the last commit; 0 if there is none."""
         return (
             self._journal.value("SELECT MAX(id) FROM commits WHERE namespace = ?", self._namespace)
             or 0
         )
 
     def commits(self) -> list[Commit]:
-        """Every commit, oldest first."""
+        """Return every commit, oldest first."""
         statement = (
             "SELECT id, time, author, cause, ref FROM commits WHERE namespace = ? ORDER BY id"
         )
@@ -129,19 +131,19 @@ class History:
         ]
 
     def has_commit(self, commit: int) -> bool:
-        """Whether ``commit`` is a commit of this namespace (0, before the first, is)."""
+        """Return whether ``commit`` belongs to this namespace; 0, before the first, does."""
         statement = "SELECT 1 FROM commits WHERE namespace = ? AND id = ?"
         return commit == 0 or self._journal.value(statement, self._namespace, commit) is not None
 
     def last_seq(self) -> int:
-        """Position of the last change, for whoever follows the journal."""
+        """Return the position of the last change, for followers of the journal."""
         return (
             self._journal.value("SELECT MAX(seq) FROM changes WHERE namespace = ?", self._namespace)
             or 0
         )
 
     def stamp(self, seq: int) -> str:
-        """What tells the change at a position from one at the same position of another journal."""
+        """Return a mark that differs from that of the same position in another journal."""
         statement = (
             "SELECT n.id || ' ' || c.time FROM changes n JOIN commits c ON c.id = n.commit_id WHERE"
             " n.namespace = ? AND n.seq = ?"
@@ -149,7 +151,7 @@ class History:
         return self._journal.value(statement, self._namespace, seq) or ""
 
     def changes_after(self, seq: int, limit: int) -> list[tuple[int, str, Stored | None]]:
-        """The next ``limit`` changes after position ``seq``: position, entry id, and what it became (None: removed)."""
+        """Return the next changes: position, entry id and new version (None if removed)."""
         rows = self._journal.rows(
             "SELECT c.seq, c.id, v.record, v.vector, v.origins FROM changes c LEFT JOIN versions v"
             " ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version WHERE"
@@ -161,19 +163,19 @@ class History:
         return [(row[0], row[1], None if row[2] is None else _stored(row[2:])) for row in rows]
 
     def keep_generation(self, generation: Generation) -> None:
-        """Journal one generation; a second time changes nothing."""
+        """Journal one generation, once."""
         statement = "INSERT OR IGNORE INTO generations VALUES (?, ?, ?)"
         self._journal.run(statement, self._namespace, generation.id, generation.model_dump_json())
 
     def generation(self, id: str) -> Generation | None:
-        """One journalled generation."""
+        """Return one journalled generation."""
         record = self._journal.value(
             "SELECT record FROM generations WHERE namespace = ? AND id = ?", self._namespace, id
         )
         return None if record is None else Generation.model_validate_json(record)
 
     def meta(self, key: str) -> str | None:
-        """One recorded fact about this namespace."""
+        """Return one recorded fact about this namespace."""
         return self._journal.value(
             "SELECT value FROM meta WHERE namespace = ? AND key = ?", self._namespace, key
         )

@@ -1,4 +1,4 @@
-"""The journal: one SQLite file that holds everything a bank was ever told.
+"""Keep everything that a bank was ever given in one SQLite file, the journal.
 
 Write-ahead logging with ``synchronous=FULL``: a commit is on the disk before it is acknowledged, so
 it outlives a killed process and a power cut; measured cost 0.2 ms a commit. Rows are only ever
@@ -25,51 +25,61 @@ JOURNAL_NAME = "journal.sqlite"
 SCHEMA_VERSION = 1
 _CLOCK_TICK_NS = 20_000_000
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (namespace TEXT, key TEXT, value TEXT, PRIMARY KEY (namespace, key));
+CREATE TABLE IF NOT EXISTS meta (namespace TEXT, key TEXT, value TEXT, PRIMARY KEY (namespace,
+    key));
 CREATE TABLE IF NOT EXISTS commits (
     id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, time REAL NOT NULL,
     author TEXT NOT NULL, cause TEXT NOT NULL, ref TEXT);
 CREATE TABLE IF NOT EXISTS versions (
-    namespace TEXT, id TEXT, version INTEGER, commit_id INTEGER NOT NULL, record TEXT NOT NULL, vector BLOB NOT NULL,
+    namespace TEXT, id TEXT, version INTEGER, commit_id INTEGER NOT NULL, record TEXT NOT NULL,
+    vector BLOB NOT NULL,
     origins TEXT NOT NULL, PRIMARY KEY (namespace, id, version));
 CREATE TABLE IF NOT EXISTS changes (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, commit_id INTEGER NOT NULL, id TEXT NOT NULL, version INTEGER);
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, commit_id INTEGER NOT NULL,
+    id TEXT NOT NULL, version INTEGER);
 CREATE INDEX IF NOT EXISTS changes_by_entry ON changes (namespace, id, seq);
-CREATE TABLE IF NOT EXISTS generations (namespace TEXT, id TEXT, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
+CREATE TABLE IF NOT EXISTS generations (namespace TEXT, id TEXT, record TEXT NOT NULL,
+    PRIMARY KEY (namespace, id));
 CREATE TABLE IF NOT EXISTS trajectories (
-    namespace TEXT, id TEXT, commit_id INTEGER NOT NULL, instance TEXT, grp TEXT, condition TEXT, success INTEGER, reward REAL,
+    namespace TEXT, id TEXT, commit_id INTEGER NOT NULL, instance TEXT, grp TEXT, condition TEXT,
+    success INTEGER, reward REAL,
     error TEXT, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
-CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories (namespace, grp, condition, error, success);
+CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories (namespace, grp, condition,
+    error, success);
 CREATE TABLE IF NOT EXISTS uses (
-    namespace TEXT, id TEXT, trajectory TEXT NOT NULL, experience TEXT NOT NULL, version INTEGER NOT NULL,
+    namespace TEXT, id TEXT, trajectory TEXT NOT NULL, experience TEXT NOT NULL,
+    version INTEGER NOT NULL,
     success INTEGER, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
 CREATE INDEX IF NOT EXISTS uses_by_version ON uses (namespace, experience, version);
 CREATE TABLE IF NOT EXISTS statistics (
-    namespace TEXT, id TEXT, retrievals INTEGER NOT NULL, uses INTEGER NOT NULL, successes INTEGER NOT NULL, PRIMARY KEY (namespace, id));
+    namespace TEXT, id TEXT, retrievals INTEGER NOT NULL, uses INTEGER NOT NULL,
+    successes INTEGER NOT NULL, PRIMARY KEY (namespace, id));
 CREATE TABLE IF NOT EXISTS queue (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, id TEXT NOT NULL, state TEXT NOT NULL,
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, id TEXT NOT NULL,
+    state TEXT NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (namespace, id));
 CREATE INDEX IF NOT EXISTS queue_by_state ON queue (namespace, state);
 CREATE TABLE IF NOT EXISTS receipts (
-    namespace TEXT, key TEXT, digest TEXT NOT NULL, commit_id INTEGER NOT NULL, PRIMARY KEY (namespace, key));
+    namespace TEXT, key TEXT, digest TEXT NOT NULL, commit_id INTEGER NOT NULL,
+    PRIMARY KEY (namespace, key));
 """
 
-Footnote = tuple[str, tuple[Any, ...]]
-"""A statement and its arguments, written at the end of a transaction that somebody else makes."""
+Attached = tuple[str, tuple[Any, ...]]
+"""A statement with arguments, to be written at the end of another caller's transaction."""
 
 
 class Journal:
-    """One connection to the journal, shared by all threads of a bank; every statement holds ``lock``."""
+    """Share one connection to the journal among the threads of a bank; statements hold ``lock``."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.lock = threading.RLock()
         self._connection = connection
         self._open = True
-        self._footnotes: dict[int, Footnote] = {}
+        self._attached: dict[int, Attached] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Journal:
-        """Open the journal of ``folder`` for writing, making it when it is not there."""
+        """Open the journal of ``folder`` for writing; make it when there is none."""
         connection = _connect(folder / JOURNAL_NAME)
         _check_schema(connection, folder)
         connection.execute("PRAGMA journal_mode=WAL")
@@ -98,18 +108,18 @@ class Journal:
         return cls(connection)
 
     def rows(self, statement: str, *arguments: Any) -> list[Any]:
-        """All rows of one statement."""
+        """Return all rows of one statement."""
         with self.lock:
             self._check_open()
             return self._connection.execute(statement, arguments).fetchall()
 
     def value(self, statement: str, *arguments: Any) -> Any:
-        """The first column of the first row, or None."""
+        """Return the first column of the first row, or None."""
         found = self.rows(statement, *arguments)
         return found[0][0] if found else None
 
     def run(self, statement: str, *arguments: Any) -> int:
-        """Run one statement; gives the id of the row it inserted."""
+        """Run one statement and return the id of the row it inserted."""
         with self.lock:
             self._check_open()
             try:
@@ -119,13 +129,13 @@ class Journal:
 
     @contextmanager
     def transaction(self) -> Generator[None]:
-        """All statements inside become durable together when the block ends, or none does."""
+        """Make all statements inside durable together when the block ends, or none."""
         with self.lock:
             self._check_open()
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
-                self.write_footnote(self.take_footnote())
+                self.write_attached(self.take_attached())
                 self._connection.execute("COMMIT")
             except sqlite3.DatabaseError as error:
                 raise _explained(error) from error
@@ -135,7 +145,7 @@ class Journal:
 
     @contextmanager
     def savepoint(self) -> Generator[None]:
-        """Inside a transaction: when the block fails, its own statements are undone and the others stay."""
+        """Undo only the statements of this block, inside a transaction, when it fails."""
         self._connection.execute("SAVEPOINT member")
         with ExitStack() as failed:
             failed.callback(self._undo_savepoint)
@@ -150,29 +160,29 @@ class Journal:
 
     @property
     def in_transaction(self) -> bool:
-        """Whether a transaction is open; SQLite gives one up by itself over some errors, a full disk among them."""
+        """Return whether a transaction is open; SQLite ends one itself when a disk is full."""
         return self._connection.in_transaction
 
     @contextmanager
-    def footnote(self, statement: str, *arguments: Any) -> Generator[None]:
-        """Inside this block, the next transaction of this thread ends with this statement, as a part of it."""
-        self._footnotes[threading.get_ident()] = (statement, arguments)
+    def attach(self, statement: str, *arguments: Any) -> Generator[None]:
+        """End the next transaction of this thread with this statement, as a part of it."""
+        self._attached[threading.get_ident()] = (statement, arguments)
         try:
             yield
         finally:
-            self.take_footnote()
+            self.take_attached()
 
-    def take_footnote(self) -> Footnote | None:
-        """What ``footnote`` holds for this thread; from here on the caller has to write it."""
-        return self._footnotes.pop(threading.get_ident(), None)
+    def take_attached(self) -> Attached | None:
+        """Take the statement attached by this thread; the caller must write it from now on."""
+        return self._attached.pop(threading.get_ident(), None)
 
-    def write_footnote(self, note: Footnote | None) -> None:
-        """Write a footnote that was taken; None writes nothing."""
+    def write_attached(self, note: Attached | None) -> None:
+        """Write an attached statement that was taken; None writes nothing."""
         if note is not None:
             self._connection.execute(*note)
 
     def backup(self, folder: Path) -> None:
-        """Write a consistent copy of the whole journal into another folder; it has its name there once it is whole."""
+        """Write a consistent copy of the journal into another folder, named once complete."""
         part = folder / f"{JOURNAL_NAME}.part"
         part.unlink(missing_ok=True)
         try:
@@ -185,7 +195,7 @@ class Journal:
         _sync_folder(folder)
 
     def close(self) -> None:
-        """Close the connection; the write-ahead log is folded into the file."""
+        """Close the connection and fold the write-ahead log into the file."""
         with self.lock:
             if self._open:
                 self._open = False
@@ -199,7 +209,7 @@ class Journal:
 
 
 def _explained(error: sqlite3.DatabaseError) -> Exception:
-    """What to raise for an error of a write: what the disk is to blame for says what to do, a fault of this program stays as it is."""
+    """Return the error to raise for a failed write; errors of the disk are explained."""
     if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
         return error
     return BankError(
@@ -213,7 +223,7 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let a new name in a folder outlive a power cut."""
+    """Make a new name in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -239,7 +249,7 @@ def _check_schema(connection: sqlite3.Connection, folder: Path) -> None:
 
 
 def _copy_stable(source: Path, target: Path, attempts: int = 50) -> None:
-    """Copy a database and its write-ahead log; repeat when a checkpoint of a live writer fell in between.
+    """Copy a database and its write-ahead log; repeat if a live writer made a checkpoint meanwhile.
 
     Frames appended to the log while it is copied do no harm: SQLite ignores an incomplete tail by
     its checksums.
@@ -268,7 +278,7 @@ def _copy_stable(source: Path, target: Path, attempts: int = 50) -> None:
 
 
 def _fingerprint(source: Path, log: Path) -> tuple[tuple[int, int], bytes]:
-    """Changes exactly when the database file was written or its log was started anew."""
+    """Return a value that changes when the database file is written or its log starts anew."""
     status = source.stat()
     try:
         with log.open("rb") as file:

@@ -1,4 +1,4 @@
-"""One writer per bank folder: a lock file held with ``flock``, so that it dies with its process."""
+"""Allow one writer per bank folder, by a file held with ``flock``, which dies with its process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCK_NAME = "writer.lock"
 
 
 class FolderLock:
-    """The operating-system lock of one bank folder, with its owner written inside for people to read."""
+    """Hold the operating-system lock of a bank folder; the file names its owner for people."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class FolderLock:
         self.forget()
 
     def forget(self) -> None:
-        """Close this process's handle; the lock itself stays while another process (the parent of a fork) has one."""
+        """Close this process's handle; the lock stays while the parent of a fork has one."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -77,7 +77,7 @@ def _owner(content: bytes) -> dict[str, Any] | None:
 
 
 class WriterLock:
-    """The right to write one namespace of a folder.
+    """Hold the right to write one namespace of a folder.
 
     Namespaces of one folder may be open side by side in one process, which then shares the folder's
     lock between them; any other process, and a second writer of the same namespace, is refused with
@@ -99,7 +99,7 @@ class WriterLock:
             _shared[self._key] = (lock, names)
 
     def release(self) -> None:
-        """Give the right back; safe to call twice."""
+        """Release the right; safe to call twice."""
         with _guard:
             lock, names = _shared.get(self._key, (None, set[str]()))
             if lock is None or self._namespace not in names:

@@ -1,4 +1,4 @@
-"""The log of a bank: its commits with what each changed, and what differs between two states."""
+"""Read the log of a bank: its commits, their changes, and the difference of two states."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from experiential.types import Experience
 
 
 class Log:
-    """Reads the commits of one namespace with what they changed."""
+    """Read the commits of one namespace with their changes."""
 
     def __init__(self, journal: Journal, namespace: str) -> None:
         self._journal = journal
         self._namespace = namespace
 
     def commits(self) -> list[LogEntry]:
-        """Every commit, oldest first."""
+        """Return every commit, oldest first."""
         rows = self._journal.rows(
             "SELECT c.id, c.time, c.author, c.cause, c.ref, COALESCE(n.changes, 0) FROM commits c"
             " LEFT JOIN (SELECT commit_id, COUNT(DISTINCT id) AS changes FROM changes WHERE"
@@ -30,7 +30,7 @@ class Log:
         return [LogEntry(**dict(zip(names, row, strict=True))) for row in rows]
 
     def of(self, id: str) -> list[LogEntry]:
-        """The commits that changed one entry, oldest first, each with the version at which it left it."""
+        """Return the commits that changed one entry, oldest first, with the version after each."""
         rows = self._journal.rows(
             "SELECT commit_id, version FROM changes WHERE namespace = ? AND id = ? ORDER BY seq",
             self._namespace,
@@ -44,7 +44,7 @@ class Log:
         ]
 
     def written_from(self, trajectory: str) -> list[Ancestor]:
-        """Id and version of every entry version that was distilled from a trajectory, in the order of writing."""
+        """Return (id, version) of all that was distilled from a trajectory, in order."""
         rows = self._journal.rows(
             "SELECT n.id, n.version FROM commits c JOIN changes n ON n.commit_id = c.id AND"
             " n.namespace = c.namespace WHERE c.namespace = ? AND c.cause = 'trajectory' AND c.ref"
@@ -56,7 +56,7 @@ class Log:
 
 
 def difference(before: Iterable[Experience], after: Iterable[Experience]) -> Difference:
-    """What was added, removed and changed from one state to another; counters are no change."""
+    """Return the entries added, removed and changed between two states; counters do not count."""
     old, new = {entry.id: entry for entry in before}, {entry.id: entry for entry in after}
     both = [(old[id], entry) for id, entry in new.items() if id in old]
     return Difference(

@@ -1,4 +1,4 @@
-"""Entries as a Markdown page to read and edit: a heading for each task, a list item for each entry, machine data in comments.
+"""Read and write entries as a Markdown page: a heading per task, a list item per entry.
 
 The text that is seen is the text that is read back, exactly: what Markdown or an editor would lose
 stands as ``&#N;``.
@@ -27,14 +27,14 @@ _REFERENCE = re.compile(r"&(?:amp|#(\d{1,7}));")
 
 
 class Row(NamedTuple):
-    """One entry as fields, and the number of the line on which it stands."""
+    """Hold one entry as fields, and its line number."""
 
     line: int
     fields: dict[str, Any]
 
 
 def dump(header: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
-    """A page of entries given as fields; they are grouped by task, and the field ``n`` keeps their order."""
+    """Return a page of entries, grouped by task; the field ``n`` keeps their order."""
     sections: dict[str | None, list[str]] = {}
     for number, fields in enumerate(rows, start=1):
         sections.setdefault(fields.get("task"), []).append(_item({"n": number, **fields}))
@@ -46,7 +46,7 @@ def dump(header: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
 
 
 def load(text: str, name: str) -> tuple[dict[str, Any], list[Row]]:
-    """The front matter and the entries of a page, in their first order; a page written by hand has neither comments nor front matter.
+    """Return the front matter and the entries of a page, in their first order.
 
     Raises:
         BankError: a line belongs to nothing, or a comment is damaged; the message names the line.
@@ -96,7 +96,7 @@ def _item(fields: dict[str, Any]) -> str:
 
 
 def _escape(line: str) -> str:
-    """``line`` with references for what would not come back: invisible characters, white space at the end, comments, references."""
+    """Replace invisible characters, trailing blanks and comments by references."""
     line = re.sub(r"&(?=(?:amp|#\d{1,7});)", "&amp;", line).replace("<!--", "&#60;!--")
     line = "".join(one if one.isprintable() or one == "\t" else f"&#{ord(one)};" for one in line)
     return f"{line[:-1]}&#{ord(line[-1])};" if line.endswith((" ", "\t")) else line
@@ -112,7 +112,7 @@ def _character(found: re.Match[str]) -> str:
 
 
 def _front_matter(lines: Sequence[str], name: str) -> tuple[dict[str, Any], int]:
-    """What stands between two lines of ``---`` at the top, and the place of the first line after it."""
+    """Return the fields between two lines of ``---`` at the top, and the index of the next line."""
     if lines[0].rstrip() != "---":
         return {}, 0
     end = next(
@@ -173,7 +173,7 @@ def _machine_data(found: re.Match[str] | None, number: int, name: str) -> dict[s
 
 
 def _in_order(rows: Iterable[Row], name: str) -> list[Row]:
-    """The rows by their ``n``; one without, new in the file, stays behind its neighbour."""
+    """Sort rows by their ``n``; one without, new in the file, stays behind its neighbour."""
     placed: list[tuple[int, Row]] = []
     place = 0
     for row in rows:

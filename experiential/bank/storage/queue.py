@@ -1,4 +1,4 @@
-"""The durable distillation queue: states in the journal, one row for each submitted trajectory."""
+"""Keep the distillation queue in the journal, one row for each submitted trajectory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from experiential.bank.storage.journal import Journal
 
 
 class DistillationQueue:
-    """Items go from ``queued`` to ``done`` or ``dead``; an item being worked on is still ``queued``, so a crash loses nothing.
+    """Move items from ``queued`` to ``done`` or ``dead``; see `Queue`.
 
     The id of an item is the id of its trajectory, which makes submitting twice harmless. Writes
     that belong to a commit happen inside ``Journal.transaction``.
@@ -18,7 +18,7 @@ class DistillationQueue:
         self._namespace = namespace
 
     def put(self, id: str) -> bool:
-        """Queue a trajectory; False when it was queued before."""
+        """Queue a trajectory; return False if it was queued before."""
         if self.state(id) is not None:
             return False
         self._journal.run(
@@ -27,25 +27,25 @@ class DistillationQueue:
         return True
 
     def state(self, id: str) -> str | None:
-        """'queued', 'done', 'dead', or None for a stranger."""
+        """Return "queued", "done", "dead", or None for an unknown item."""
         return self._journal.value(
             "SELECT state FROM queue WHERE namespace = ? AND id = ?", self._namespace, id
         )
 
     def waiting(self) -> list[str]:
-        """Ids still to be distilled, oldest first."""
+        """Return the ids of queued items, oldest first."""
         statement = "SELECT id FROM queue WHERE namespace = ? AND state = 'queued' ORDER BY seq"
         return [row[0] for row in self._journal.rows(statement, self._namespace)]
 
     def finish(self, id: str) -> bool:
-        """Mark an item done; False when it was not waiting any more, and nothing must be written for it."""
+        """Mark an item done; if False is returned, nothing may be written for it."""
         if self.state(id) != "queued":
             return False
         self._set(id, "done", None)
         return True
 
     def fail(self, id: str, reason: str, *, last: bool) -> int:
-        """Count a failed attempt, the last one ends among the dead letters; gives the attempts so far."""
+        """Count a failed attempt and return the number so far; ``last`` makes a dead letter."""
         with self._journal.transaction():
             statement = "UPDATE queue SET attempts = attempts + 1 WHERE namespace = ? AND id = ?"
             self._journal.run(statement, self._namespace, id)
@@ -53,7 +53,7 @@ class DistillationQueue:
         return self.attempts(id)
 
     def attempts(self, id: str) -> int:
-        """Failed attempts so far."""
+        """Return the number of failed attempts."""
         return (
             self._journal.value(
                 "SELECT attempts FROM queue WHERE namespace = ? AND id = ?", self._namespace, id
@@ -62,7 +62,7 @@ class DistillationQueue:
         )
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Items that were given up, oldest first."""
+        """Return the items that were given up, oldest first."""
         statement = (
             "SELECT id, attempts, reason FROM queue WHERE namespace = ? AND state = 'dead' ORDER"
             " BY seq"
@@ -71,7 +71,7 @@ class DistillationQueue:
         return [DeadLetter(id=row[0], attempts=row[1], reason=row[2] or "") for row in rows]
 
     def requeue(self, id: str) -> bool:
-        """Give a dead letter a new life with all its attempts; False when it is not dead."""
+        """Queue a dead letter again with all its attempts; return False if it is not dead."""
         with self._journal.transaction():
             if self.state(id) != "dead":
                 return False
@@ -82,7 +82,7 @@ class DistillationQueue:
         return True
 
     def clear(self) -> None:
-        """Forget all items."""
+        """Delete all items."""
         self._journal.run("DELETE FROM queue WHERE namespace = ?", self._namespace)
 
     def _set(self, id: str, state: str, reason: str | None) -> None:

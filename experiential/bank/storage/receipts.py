@@ -1,4 +1,4 @@
-"""Which requests were carried out already: a row beside each served write, in the same transaction."""
+"""Remember which requests were carried out: a row beside each write, in its transaction."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from experiential.bank.storage.journal import Journal
 
 
 class Receipt(NamedTuple):
-    """What is known of a request that was carried out: a digest of what it asked for, and the commit that it made."""
+    """Hold the digest of a request that was carried out, and the commit that it made."""
 
     digest: str
     commit: int
 
 
 class Receipts:
-    """The keys of the served writes of one namespace.
+    """Keep the keys of the served writes of one namespace.
 
     The row is written by the transaction that writes the commit, so after a crash there are both or
     none.
@@ -27,21 +27,21 @@ class Receipts:
         self._namespace = namespace
 
     def find(self, key: str) -> Receipt | None:
-        """The receipt of a key, or None when no write was made under it."""
+        """Return the receipt of a key, or None if no write had it."""
         statement = "SELECT digest, commit_id FROM receipts WHERE namespace = ? AND key = ?"
         rows = self._journal.rows(statement, self._namespace, key)
         return Receipt(*rows[0]) if rows else None
 
     def noting(self, key: str, digest: str) -> AbstractContextManager[None]:
-        """Inside this block, the next transaction of this thread writes the receipt of ``key`` too."""
+        """Write the receipt of ``key`` in the next transaction of this thread."""
         statement = (
             "INSERT INTO receipts SELECT ?, ?, ?, COALESCE(MAX(id), 0) FROM commits WHERE"
             " namespace = ?"
         )
-        return self._journal.footnote(statement, self._namespace, key, digest, self._namespace)
+        return self._journal.attach(statement, self._namespace, key, digest, self._namespace)
 
     def written(self, commit: int) -> list[tuple[str, int]]:
-        """Id and version of every entry version that a commit made to stand, in the order of writing."""
+        """Return (id, version) of everything that a commit wrote, in the order of writing."""
         statement = (
             "SELECT id, version FROM changes WHERE namespace = ? AND commit_id = ? AND version IS"
             " NOT NULL ORDER BY seq"
@@ -49,7 +49,7 @@ class Receipts:
         return [(row[0], row[1]) for row in self._journal.rows(statement, self._namespace, commit)]
 
     def removed(self, commit: int) -> list[tuple[str, int]]:
-        """Id and last standing version of every entry that a commit took out, in the order of removing."""
+        """Return (id, last version) of every entry that a commit removed, in order."""
         statement = (
             "SELECT n.id, (SELECT o.version FROM changes o WHERE o.namespace = n.namespace AND o.id"
             " = n.id AND o.seq < n.seq ORDER BY o.seq DESC LIMIT 1) FROM changes n WHERE"
