@@ -47,6 +47,8 @@ def exit_code(action: Callable[[], object], interrupted: str = "interrupted") ->
         return complain(error.format_message(), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return complain(interrupted, 130)
+    if code == 130:  # typer turns an interrupt into this code and says nothing
+        return complain(interrupted, 130)
     return code if isinstance(code, int) else 0
 
 

@@ -108,9 +108,14 @@ class LocalRuntime(PolicyRuntime):
             check_sample(sample)
         if not usable:
             return TrainStats(version=self.version)
-        return await self.llm.executor.run(
-            lambda: self._train(usable, loss), priority=self._priority
-        )
+        try:
+            return await self.llm.executor.run(
+                lambda: self._train(usable, loss), priority=self._priority
+            )
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"{error}; lower optim.tokens_per_micro_batch of the {self.name}"
+            ) from error
 
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Log-probability of each trained token, per sample, in nats."""

@@ -18,7 +18,7 @@ from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import ForkableBank
 from experiential.config import Experiment
-from experiential.errors import CheckpointError
+from experiential.errors import CheckpointError, ExperientialError
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, compare
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
@@ -92,28 +92,38 @@ class Trainer:
         return asyncio.run(self.arun())
 
     async def arun(self) -> dict[str, Any]:
-        """Coroutine form of ``run``."""
+        """Train and evaluate from inside an event loop; see ``run``.
+
+        Raises:
+            ExperientialError: the run cannot go on; its last checkpoint can be resumed.
+        """
         begin = time.perf_counter()
-        async with contextlib.AsyncExitStack() as stack:
-            await self._open(stack)
-            steps = await self._train()
-            await self._settle()
-            if self.experiment.eval.after:
-                await self._evaluate(steps)
-            await self._checkpoint(steps)
-            await self._export()
-            self._metrics.emit(
-                {
-                    "event": "end",
-                    "step": steps,
-                    "seconds": time.perf_counter() - begin,
-                    "peak_memory_gb": peak_memory_gb(),
-                }
-            )
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                await self._open(stack)
+                steps = await self._train()
+                await self._settle()
+                if self.experiment.eval.after:
+                    await self._evaluate(steps)
+                await self._checkpoint(steps)
+                await self._export()
+                self._metrics.emit(
+                    {
+                        "event": "end",
+                        "step": steps,
+                        "seconds": time.perf_counter() - begin,
+                        "peak_memory_gb": peak_memory_gb(),
+                    }
+                )
+        except (OSError, MemoryError) as error:
+            raise ExperientialError(
+                f"Expected room to train in {self.output}, got {type(error).__name__}: {error};"
+                " free some disk or memory, then go on with --resume"
+            ) from error
         return self._summary(steps, time.perf_counter() - begin)
 
     async def aevaluate(self, checkpoint: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-        """Evaluate a checkpoint in this run's folder, and train nothing; gives the eval events, which the observer gets one by one.
+        """Evaluate a checkpoint in this run's folder without training; return the eval events.
 
         Args:
             checkpoint: its folder, of this run or another.

@@ -33,5 +33,6 @@ def build_methods(run: Run) -> list[Method]:
     """
     shaped = run.experiment.actor.format_reward > 0
     name = run.experiment.method or ("evolver" if shaped else "policy_gradient")
-    main: Method = resolve("methods", name, METHODS)(run)
+    builtins: dict[str, str | Callable[[Run], Method]] = dict(METHODS)
+    main = resolve("methods", name, builtins)(run)
     return [main, *(method for of in ADDITIONS if (method := of(run)) is not None)]
