@@ -46,11 +46,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("base")
     for part in tiny_random_model():
         part.save_pretrained(folder / "model")
-    settings = [
-        "--recipe=complementary", "--plain", f"model.name={folder / 'model'}", "model.prompts=brief", "bank.embedder=hashing",
-        "bank.retrieval.floor=0", "actor.groups=2", "actor.group_size=2", "actor.max_tokens=8", "extractor.batch_size=2",
-        "extractor.max_tokens=8", "actor.kl=0.01", "run.checkpoint_every=1", "eval.before=false", "eval.after=false", "run.drain=true",
-    ]  # fmt: skip
+    settings = (
+        f"--recipe=complementary --plain model.name={folder / 'model'} model.prompts=brief"
+        " bank.embedder=hashing bank.retrieval.floor=0 actor.groups=2 actor.group_size=2"
+        " actor.max_tokens=8 actor.kl=0.01 extractor.batch_size=2 extractor.max_tokens=8"
+        " run.checkpoint_every=1 run.drain=true eval.before=false eval.after=false"
+    ).split()
     run = folder / "run"
     case = {"kind": None, "moment": 0, "log": str(folder / "log")}
     case["argv"] = [*settings, "--output", str(run), "run.steps=1"]
