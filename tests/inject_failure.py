@@ -106,7 +106,7 @@ def run_case(case: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """Run all cases, a few at once; print their exit codes, or return the code of one in its fork."""
+    """Run all cases, a few at once; return the exit code of one in its fork, print all here."""
     cases: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
     running: dict[int, int] = {}
     codes: list[int | None] = [None] * len(cases)
