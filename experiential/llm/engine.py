@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -339,13 +338,15 @@ def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int])
 def _draw(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
     """Draw one index per row of ``scores`` with the settings of its request; see `draw_tokens`."""
     sampling = [request.sampling for request in requests]
-    tensor = partial(torch.tensor, device=scores.device)
+    device = scores.device
     return draw_tokens(
         scores,
-        tensor([each.temperature for each in sampling], dtype=torch.float32),
-        tensor([each.top_k for each in sampling], dtype=torch.int64),
-        tensor([each.top_p for each in sampling], dtype=torch.float32),
-        tensor([request.uniform() for request in requests], dtype=torch.float64),
+        torch.tensor([each.temperature for each in sampling], dtype=torch.float32, device=device),
+        torch.tensor([each.top_k for each in sampling], dtype=torch.int64, device=device),
+        torch.tensor([each.top_p for each in sampling], dtype=torch.float32, device=device),
+        torch.tensor(
+            [request.uniform() for request in requests], dtype=torch.float64, device=device
+        ),
     )
 
 

@@ -135,7 +135,8 @@ class Request:
             self.finish = FinishReason.STOP
         elif len(self.response) >= self.limit:
             self.finish = FinishReason.LENGTH
-        self.pending = tuple(self.response[start:])
+        alone = len(self.response) == start + 1  # the common case, once a row and forward
+        self.pending = (token,) if alone else tuple(self.response[start:])
 
     def text(self) -> str:
         """Return the finished text; it ends with its first stop string, if it has one."""
