@@ -25,7 +25,8 @@ import experiential as xp
 from experiential.bank.folder import FolderBank
 from experiential.bank.index import follower
 from experiential.bank.index.chroma import TOKEN_VARIABLE
-from experiential.bank.index.store import IndexLostError, checked_store
+from experiential.bank.index.site import checked_store
+from experiential.bank.index.store import IndexLostError
 from experiential.cli import main
 from experiential.cli.errors import run_app
 

@@ -17,7 +17,7 @@ import pytest
 
 import experiential as xp
 from experiential.bank.index.follower import Replica
-from experiential.bank.index.store import Site
+from experiential.bank.index.site import Site
 from experiential.cli import main
 from experiential.cli.errors import run_app
 

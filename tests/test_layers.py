@@ -113,3 +113,39 @@ def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
 
 def test_every_module_has_a_layer() -> None:
     assert {layer(module_name(path)) for path in FILES} == set(RANK)
+
+
+def import_circles() -> list[tuple[str, ...]]:
+    """Groups of modules that import each other, counting imports inside functions and for type
+    checkers.
+    """
+    modules = {module_name(path): path for path in FILES}
+    edges: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        edges[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    target = f"{node.module}.{alias.name}"
+                    edges[name].add(target if target in modules else node.module)
+            elif isinstance(node, ast.Import):
+                edges[name].update(alias.name for alias in node.names)
+        edges[name] = {target for target in edges[name] if target in modules} - {
+            name,
+            "experiential",
+        }
+
+    def reached(start: str) -> set[str]:
+        found, todo = set[str](), [start]
+        while todo:
+            new = edges[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
+    after = {name: reached(name) for name in modules}
+    return sorted({tuple(sorted(b for b in after[a] if a in after[b])) for a in modules} - {()})
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert import_circles() == []

@@ -34,7 +34,7 @@ from experiential.bank.index.embed import (
 )
 from experiential.bank.index.follower import IndexFollower
 from experiential.bank.index.nearest import Nearest
-from experiential.bank.index.store import CHROMA, chosen_site
+from experiential.bank.index.site import CHROMA, chosen_site
 from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.operations import Consolidator, Distiller, keys_to_embed, source_of
 from experiential.bank.protocol import Bank

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiential.bank.index.store import checked_store
+from experiential.bank.index.site import checked_store
 from experiential.bank.search.strategies import STRATEGIES
 from experiential.cli.trackers import TRACKERS
 from experiential.config import (

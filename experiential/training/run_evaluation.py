@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from experiential.bank.index.store import CHROMA
+from experiential.bank.index.site import CHROMA
 from experiential.config import Arm, Experiment
 from experiential.errors import CheckpointError
 from experiential.evaluation.cell import Cell, cell_name, cell_of, folder_digest, settings_digest

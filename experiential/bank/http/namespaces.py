@@ -25,7 +25,7 @@ from experiential.bank.http.wire import (
     Written,
 )
 from experiential.bank.index.embed import Embedder
-from experiential.bank.index.store import checked_store
+from experiential.bank.index.site import checked_store
 from experiential.bank.records import Duplicates
 from experiential.bank.search.where import Where
 from experiential.bank.storage.journal import Journal

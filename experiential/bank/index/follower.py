@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from experiential.bank.index.seal import Seal
-from experiential.bank.index.store import Indexed, IndexLostError, IndexStore, Site
+from experiential.bank.index.site import Site
+from experiential.bank.index.store import Indexed, IndexLostError, IndexStore
 from experiential.bank.index.vectors import Vector
 from experiential.bank.storage.history import History, Stored
 

@@ -17,7 +17,8 @@ from typing import Literal
 import numpy as np
 
 from experiential.bank.index.follower import Replica
-from experiential.bank.index.store import CHROMA, IndexLostError, Site, recorded_site
+from experiential.bank.index.site import CHROMA, Site, recorded_site
+from experiential.bank.index.store import IndexLostError
 from experiential.bank.index.vectors import Vector
 from experiential.bank.storage.history import History
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal

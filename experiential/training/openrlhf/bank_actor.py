@@ -23,7 +23,7 @@ from experiential.bank.http import wire
 from experiential.bank.http.client import RemoteBank
 from experiential.bank.http.connection import Connection
 from experiential.bank.http.wire import Body, Operation
-from experiential.bank.index.store import CHROMA
+from experiential.bank.index.site import CHROMA
 from experiential.bank.protocol import ForkableBank
 from experiential.config import BankSettings, ClusterSettings
 from experiential.errors import (
