@@ -1,4 +1,4 @@
-"""The border to an environment: its next answer can be awaited before the synchronous wrappers ask for it, and its failures get a name."""
+"""Await an environment's answers before the synchronous wrappers ask; wrap its failures."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 @runtime_checkable
 class AwaitableEnv(Protocol):
-    """An environment with coroutines beside ``reset`` and ``step``; they raise what those raise."""
+    """Extend an environment by coroutines beside ``reset`` and ``step``, with the same errors."""
 
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> Start:
-        """Coroutine form of ``reset``."""
+        """Reset the environment as a coroutine."""
         ...
 
     async def astep(self, action: str) -> Step:
-        """Coroutine form of ``step``."""
+        """Step the environment as a coroutine."""
         ...
 
 
 class AwaitedEnv(gym.Wrapper[str, str, str, str]):
-    """The innermost wrapper of a stack that an event loop plays: ``reset`` and ``step`` return at once what was awaited before.
+    """Return awaited answers from ``reset`` and ``step`` at once.
+
+    This is the innermost wrapper of a stack that an event loop plays.
 
     Gymnasium's wrappers are synchronous, so a wrapper that waits for a remote environment holds a
     thread while it waits. Here the loop first awaits ``await_reset`` or ``await_step``, with no
@@ -68,7 +70,7 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         self._step: tuple[str, Step] | None = None
 
     async def await_reset(self, *, seed: int | None, options: dict[str, Any] | None) -> None:
-        """Fetch the answer of the next ``reset``; nothing happens where the environment cannot be awaited."""
+        """Fetch the answer of the next ``reset``; do nothing if the environment is synchronous."""
         self._start = self._step = None
         if self._awaitable is not None:
             self._start = given(await awaited(_awaited_start(self._awaitable, seed, options)))
@@ -121,7 +123,7 @@ async def _awaited_step(
 
 
 def given(outcome: T | Exception) -> T:
-    """What an environment gave, or what it raised as the error that ends its episode.
+    """Return the environment's answer, or raise its failure as the error that ends the episode.
 
     Errors that this package raises on purpose pass as they are: they say more, and one of them (no
     worker is left) ends a run.
@@ -137,7 +139,7 @@ def given(outcome: T | Exception) -> T:
 
 
 def checked_start(answer: Any) -> Start:
-    """What a ``reset`` returned, if it is an answer.
+    """Check and return the answer of ``reset``.
 
     Raises:
         TypeError, ValueError: it is none.
@@ -147,7 +149,7 @@ def checked_start(answer: Any) -> Start:
 
 
 def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -> Step:
-    """What a ``step`` returned, if it is an answer; its reward as a float.
+    """Check and return the answer of ``step``, its reward as a float.
 
     Args:
         answer: what it returned.

@@ -1,4 +1,7 @@
-"""Rollouts: many episodes at once, each an actor in a wrapped environment, each giving a trajectory and its tokens."""
+"""Roll out many episodes at once, each an actor in a wrapped environment.
+
+Each episode yields a trajectory and its tokens.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _REASON = 120
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one episode starts from; members of a group share it."""
+    """Define the start of an episode; members of a group share it."""
 
     seed: int
     group: str
@@ -41,7 +44,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One episode to play: a task, its condition and the seed of its sampling.
+    """Describe one episode to play: a task, its condition and the seed of its sampling.
 
     ``advice`` is a block that the actor sees from the start in place of what the bank would give;
     ``attempt`` counts the tries at one instance, from 1.
@@ -56,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A finished episode with the responses that made it.
+    """Represent a finished episode with its responses.
 
     Attributes:
         trajectory: what happened in the environment.
@@ -73,22 +76,22 @@ class Episode:
     job: Job | None = None
 
     def acts(self) -> list[Generation]:
-        """The responses that stepped the environment, one per turn of the trajectory."""
+        """Return the responses that stepped the environment, one per turn of the trajectory."""
         asked = self.asked or (False,) * len(self.generations)
         return [one for one, call in zip(self.generations, asked, strict=True) if not call]
 
 
 class NoBank:
-    """Stands where a manager would when a recipe has no bank: finds nothing, keeps nothing."""
+    """Replace the manager in a recipe without a bank: find nothing, keep nothing."""
 
     def search(
         self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = ""
     ) -> Any:
-        """No hits."""
+        """Return no hits."""
         return [] if isinstance(query, str) else [[] for _ in query]
 
     def submit(self, trajectory: Trajectory) -> str | None:
-        """Nothing is queued."""
+        """Return at once; nothing is queued."""
         return None
 
     def ask(
@@ -100,15 +103,15 @@ class NoBank:
         turn: int = 0,
         exclude_instance: str | None = None,
     ) -> Answer:
-        """Nothing to say."""
+        """Return an empty answer."""
         return Answer()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing; there is nothing to close."""
 
 
 class Reviewer(Protocol):
-    """Judges what was retrieved for an episode before its first action."""
+    """Judge retrieved experience for an episode before its first action."""
 
     async def review(self, env: gym.Env[str, str], info: dict[str, Any]) -> dict[str, Any]:
         """Return the info of the reset with the advice that may be shown.
@@ -126,20 +129,23 @@ MakeEnv = Callable[[EnvSettings, dict[str, Any]], gym.Env[str, str]]
 
 
 def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
-    """The environment that settings name, in this process; ``kwargs`` override those of the settings."""
+    """Make the environment of the settings, in this process; ``kwargs`` override theirs."""
     kwargs = settings.kwargs | kwargs
     return make(settings.id, max_episode_steps=settings.max_turns, **kwargs)
 
 
 class Stack(NamedTuple):
-    """A wrapped environment and its innermost wrapper, which awaits the environment."""
+    """Hold a wrapped environment and its innermost wrapper, which awaits the environment."""
 
     env: gym.Env[str, str]
     inner: AwaitedEnv
 
 
 class Slot:
-    """One place of a rollout: an actor, and the environment it plays in, from the first episode until one that the environment fails."""
+    """Hold one place of a rollout: an actor and its environment.
+
+    The environment is made for the first episode and replaced after it fails.
+    """
 
     def __init__(self, actor: ActorAgent) -> None:
         self.actor = actor
@@ -147,7 +153,7 @@ class Slot:
 
 
 class Rollout:
-    """Slots of environment and actor that play episodes concurrently.
+    """Play episodes concurrently in slots of environment and actor.
 
     Environment calls run in threads, so a slow environment or a bank query never holds up the
     others; the backend batches the actors' requests. An environment with ``areset`` and ``astep``
@@ -199,7 +205,7 @@ class Rollout:
         self.close_errors: Counter[str] = Counter()
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
-        """Play all jobs, at most ``slots`` at a time; a failed episode comes back with its reason as an error."""
+        """Play all jobs, at most ``slots`` at a time; a failed episode carries its reason."""
         while len(self._slots) < min(self._limit, len(jobs)):
             self._slots.append(Slot(self._make_actor()))
         free: asyncio.Queue[Slot] = asyncio.Queue()
@@ -316,7 +322,7 @@ class Rollout:
 
 
 def _failed(job: Job, info: dict[str, Any], reason: str, *, broken: bool = False) -> Episode:
-    """An episode that ended for a technical reason: no turns, no uses, nothing to train on."""
+    """Return an episode that ended for a technical reason: no turns, no uses, no samples."""
     task = str(info.get("task", ""))
     told = Trajectory(
         task=task, group=job.task.group, seed=job.task.seed, condition=job.condition, error=reason
@@ -325,12 +331,12 @@ def _failed(job: Job, info: dict[str, Any], reason: str, *, broken: bool = False
 
 
 def _calls(env: gym.Env[str, str], action: str) -> bool:
-    """Whether the action is a question to the bank, which does not step the environment."""
+    """Return whether the action asks the bank, which does not step the environment."""
     return isinstance(env, SearchAndAskWrapper) and env.query_of(action) is not None
 
 
 def _closed(stack: Stack) -> str | None:
-    """Close an environment; gives why it failed to, or None."""
+    """Close an environment; return the reason of a failure, or None."""
     try:
         stack.env.close()
     except EnvError as error:
@@ -339,7 +345,7 @@ def _closed(stack: Stack) -> str | None:
 
 
 def shortened(reason: str) -> str:
-    r"""The first line of a reason, at most 120 characters of it.
+    r"""Return the first line of a reason, at most 120 characters of it.
 
     >>> shortened("env: ValueError: no such room\nIt was torn down.")
     'env: ValueError: no such room'
@@ -348,7 +354,7 @@ def shortened(reason: str) -> str:
 
 
 def failures(episodes: Sequence[Episode]) -> dict[str, int]:
-    """How many of these episodes failed for which technical reason, shortened, the most frequent first."""
+    """Count these episodes' technical failures by shortened reason, the most frequent first."""
     return dict(
         Counter(
             shortened(e.trajectory.error) for e in episodes if e.trajectory.error is not None
@@ -357,7 +363,7 @@ def failures(episodes: Sequence[Episode]) -> dict[str, int]:
 
 
 def refuse_broken(episodes: Sequence[Episode]) -> None:
-    """Refuse to go on when the environment failed every one of these episodes, since nothing can be learned from it.
+    """Refuse to continue when the environment failed every one of these episodes.
 
     Episodes whose environment went down with its process do not count: the next ones have another,
     for as long as there is one.
@@ -377,6 +383,6 @@ def refuse_broken(episodes: Sequence[Episode]) -> None:
 
 
 def guided_members(group_size: int, guided: str) -> list[Condition]:
-    """Conditions of a group's members: the first ceil(K/2) guided under ``half``, or all, or none."""
+    """Return the conditions of a group: the first ceil(K/2) guided (``half``), or all, or none."""
     share = {"all": group_size, "none": 0, "half": (group_size + 1) // 2}[guided]
     return [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)

@@ -1,4 +1,7 @@
-"""Which tasks a training step plays: a pure function of seed and step, so that a resumed run draws the same ones."""
+"""Choose the tasks of a training step by a pure function of seed and step.
+
+So a resumed run draws the same tasks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _WORLDS = 1  # third coordinate of the draws of worlds, so that they differ from
 
 
 class TaskSource:
-    """Draws the tasks of each step.
+    """Draw the tasks of each step.
 
     An environment that lists ``worlds`` is asked for them by ``reset(options={"world": i})``, each
     world once per step while there are enough, and the same ones for ``settings.visits`` steps in a
@@ -32,7 +35,7 @@ class TaskSource:
         self._worlds, self._visits, self._seed = worlds, settings.visits, seed
 
     def tasks(self, step: int, groups: int) -> list[Task]:
-        """The tasks of a step."""
+        """Return the tasks of a step."""
         rng = np.random.default_rng([self._seed, step])
         seeds = rng.integers(2**31 - 1, size=groups)
         options = self._options(step, groups)
@@ -42,7 +45,7 @@ class TaskSource:
         ]
 
     def jobs(self, step: int, groups: int, group_size: int, guided: str) -> list[Job]:
-        """The episodes of a step: each task once per member of its group."""
+        """Return the episodes of a step: each task once per member of its group."""
         conditions = guided_members(group_size, guided)
         return [
             Job(task, condition, sampling_seed=episode_seed(self._seed, step, g, k))
@@ -66,12 +69,12 @@ class TaskSource:
 
 
 def episode_seed(*parts: int) -> int:
-    """A sampling seed from the coordinates of an episode."""
+    """Derive a sampling seed from the coordinates of an episode."""
     return int(np.random.SeedSequence([p & 0xFFFFFFFF for p in parts]).generate_state(1)[0])
 
 
 def world_count(env_id: str, kwargs: dict[str, Any]) -> int | None:
-    """How many worlds an environment lists, None when it has no such notion."""
+    """Return the number of worlds of an environment; None if it lists none."""
     env = make(env_id, **kwargs)
     worlds = getattr(env.unwrapped, "worlds", None)
     env.close()

@@ -1,1 +1,1 @@
-"""The training loop: rollouts, advantages, losses, buffers, checkpoints and the embedded runtime."""
+"""Train: rollouts, advantages, losses, buffers, checkpoints and the embedded runtime."""

@@ -1,4 +1,4 @@
-"""Advantages and per-trajectory weights: NumPy in, NumPy out, no gradient needed.
+"""Compute advantages and weights per trajectory in NumPy; no gradient is needed.
 
 An estimator is a function of `Cells`. To add one, name a ``module:function`` as
 ``actor.estimator``, or declare an entry point of group ``experiential.estimators``.

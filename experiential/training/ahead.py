@@ -1,4 +1,4 @@
-"""Rollouts that run ahead of training: while a step is learnt from, the next ones are already played."""
+"""Run rollouts ahead of training: play the next steps while the trainer learns from one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class RolloutsAhead(Generic[T]):
-    """Plays steps one after the other, at most ``ahead`` beyond the one that was taken last.
+    """Play steps one after the other, at most ``ahead`` beyond the last one taken.
 
     So a step is played by weights that lack at most ``ahead`` updates; its samples carry the
     version and the log-probabilities of the weights that drew them.
@@ -27,7 +27,7 @@ class RolloutsAhead(Generic[T]):
         self._turn = asyncio.Lock()
 
     async def take(self, step: int, until: int) -> T:
-        """What playing ``step`` gave, once it has; then later steps are let go, none from ``until`` on."""
+        """Return the result of ``step``; start later steps, up to ``until`` (exclusive)."""
         try:
             played = await self._started(step)
         finally:

@@ -1,4 +1,4 @@
-"""Samples that wait to train the extractor: one per experience version, its rewards averaged over uses and steps."""
+"""Store extractor samples: one per experience version, its rewards averaged over uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MALFORMED = (  # in front of the generation id, in the keys of responses that w
 
 
 class BufferSample(Record):
-    """One sample of an extractor batch.
+    """Represent one sample of an extractor batch.
 
     Attributes:
         key: (experience id, version); None for a malformed response.
@@ -41,7 +41,7 @@ class BufferSample(Record):
 
 
 class _Waiting(Record):
-    """A sample before it is taken; rewards are kept as sum and count."""
+    """Hold a waiting sample; its rewards are kept as sum and count."""
 
     generation: Generation
     span: Span | None = None
@@ -50,14 +50,14 @@ class _Waiting(Record):
 
 
 class _History(Record):
-    """How often and when an experience version was last trained on."""
+    """Record how often and when an experience version was last trained on."""
 
     count: int = Field(ge=1)
     last: int
 
 
 class _State(Record):
-    """All that a buffer must remember."""
+    """Hold the state that a checkpoint of the buffer contains."""
 
     waiting: tuple[tuple[Key, _Waiting], ...]
     history: tuple[tuple[Key, _History], ...]
@@ -66,7 +66,7 @@ class _State(Record):
 
 @dataclass(slots=True)
 class BufferCounters:
-    """What became of samples: ``evicted`` for want of room, ``stale`` dropped by age, ``trained`` taken."""
+    """Count samples ``evicted`` for lack of room, ``stale`` by age, and ``trained`` on."""
 
     evicted: int = 0
     stale: int = 0
@@ -74,7 +74,7 @@ class BufferCounters:
 
 
 class ExtractorBuffer:
-    """A bounded, first-in first-out store of extractor samples.
+    """Store extractor samples in a bounded, first-in first-out queue.
 
     A use of an entry that already waits adds to its mean. An entry that was taken and is used again
     waits again, with the weight that its training count leaves it (eq. 7); while it cools down it
@@ -128,7 +128,7 @@ class ExtractorBuffer:
         self._history: dict[Key, _History] = {}
 
     def __len__(self) -> int:
-        """Samples that wait, cooling ones included."""
+        """Return the number of waiting samples, cooling ones included."""
         return len(self._waiting)
 
     def add_use(self, key: Key, reward: float, generation: Generation, span: Span | None) -> None:
@@ -149,18 +149,18 @@ class ExtractorBuffer:
         )
 
     def train_count(self, key: Key) -> int:
-        """How often this version was trained on: c_train of eq. 7."""
+        """Return the number of times this version was trained on: c_train of eq. 7."""
         return self._history[key].count if key in self._history else 0
 
     def ready(self, step: int, version: int) -> bool:
-        """Whether ``take`` would give a batch."""
+        """Return whether ``take`` would return a batch."""
         fresh = {
             key: sample for key, sample in self._waiting.items() if not self._stale(sample, version)
         }
         return len(self._chosen(fresh, step)) == self.batch_size
 
     def take(self, step: int, version: int) -> list[BufferSample]:
-        """Remove and return the oldest ``batch_size`` samples that may be trained on, or nothing when there are fewer.
+        """Remove and return the oldest ``batch_size`` trainable samples; none if there are fewer.
 
         Of malformed responses the newest are taken, as many as the batch may hold. Samples older
         than ``max_staleness`` are dropped first. Training counts and times are updated here.
@@ -181,7 +181,7 @@ class ExtractorBuffer:
         return _batch(keys, waiting, [weights[key] for key in keys])
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that ``load_state_dict`` needs, as plain JSON values."""
+        """Return the state for ``load_state_dict`` as plain JSON values."""
         counters = {
             "evicted": self.counters.evicted,
             "stale": self.counters.stale,
@@ -195,7 +195,7 @@ class ExtractorBuffer:
         return state.model_dump(mode="json")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave, order of samples included; what was here is replaced.
+        """Replace the contents by a ``state_dict``, in its order of samples.
 
         Raises:
             CheckpointError: ``state`` is no such dictionary.
@@ -229,7 +229,7 @@ class ExtractorBuffer:
         self.counters.stale += len(stale)
 
     def _chosen(self, waiting: dict[Key, _Waiting], step: int) -> dict[Key, float]:
-        """The next batch with its weights, or what there is of it."""
+        """Return the next batch with its weights; fewer samples if there is no full batch."""
         weights = self._eligible(waiting, step)
         malformed = [key for key in weights if _is_malformed(key)]
         too_many = set(malformed[: max(0, len(malformed) - self._most_malformed)])
@@ -237,7 +237,7 @@ class ExtractorBuffer:
         return {key: weights[key] for key in keys}
 
     def _eligible(self, waiting: dict[Key, _Waiting], step: int) -> dict[Key, float]:
-        """Samples whose weight is positive, oldest first, with their weights."""
+        """Return the samples with a positive weight, oldest first, with their weights."""
         past = [self._history.get(key) for key in waiting]
         last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
         weights = training_count_weights(

@@ -1,4 +1,7 @@
-"""Joint checkpoints: both policies, buffer, bank and step in one folder, written beside and renamed."""
+"""Write joint checkpoints: both policies, buffer, bank and step in one folder.
+
+A checkpoint is written beside its final place and renamed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _MANIFEST = "manifest.json"
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in numbered folders.
+    """Keep the checkpoints of one run, in numbered folders.
 
     A checkpoint becomes visible by one rename, after everything in it was flushed to disk; a kill
     at any moment leaves the previous one whole.
@@ -25,7 +28,7 @@ class CheckpointStore:
         self.folder, self._keep = folder, keep
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the parts of the checkpoint of ``step`` into."""
+        """Create an empty folder for the parts of the checkpoint of ``step``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         draft = self.folder / f".draft-{step:06d}"
         shutil.rmtree(draft, ignore_errors=True)
@@ -33,7 +36,7 @@ class CheckpointStore:
         return draft
 
     def commit(self, draft: Path, step: int, manifest: dict[str, Any]) -> Path:
-        """Make the draft the checkpoint of ``step`` and remove what is older than the last ``keep``."""
+        """Rename the draft to the checkpoint of ``step``; remove all but the last ``keep``."""
         (draft / _MANIFEST).write_text(
             json.dumps({"step": step} | manifest, indent=1), encoding="utf-8"
         )
@@ -49,11 +52,11 @@ class CheckpointStore:
         return final
 
     def all(self) -> Sequence[Path]:
-        """Complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return sorted(p for p in self.folder.glob("step-*") if (p / _MANIFEST).is_file())
 
     def latest(self) -> tuple[Path, dict[str, Any]]:
-        """The newest checkpoint and its manifest.
+        """Return the newest checkpoint and its manifest.
 
         Raises:
             CheckpointError: there is none, or its manifest cannot be read.

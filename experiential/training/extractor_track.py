@@ -1,4 +1,4 @@
-"""The background track: credit from uses to the generations that wrote the entries, and CISPO on them."""
+"""Train the extractor in the background: credit entries for their uses and update by CISPO."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from experiential.types import Condition, Distillation, Experience, Generation, 
 
 
 class Written(NamedTuple):
-    """What an entry version was written by: its key in the buffer, the generation, and the characters of it that did."""
+    """Describe the origin of an entry version: buffer key, generation and character span."""
 
     key: tuple[str, int]
     generation: Generation
@@ -31,7 +31,7 @@ class Written(NamedTuple):
 
 
 class ExtractorTrack:
-    """Trains the extractor on whether its entries helped, on a schedule of its own.
+    """Train the extractor on whether its entries helped, on a schedule of its own.
 
     Every use of an entry version gives the generation that wrote it, and those of its merged
     ancestors, a reward of -1 or +1; malformed answers are samples with the lowest reward. When the
@@ -95,7 +95,10 @@ class ExtractorTrack:
     def on_distillation(
         self, trajectory: Trajectory, distillation: Distillation, written: Sequence[Experience]
     ) -> None:
-        """Count a malformed answer and keep it as a sample with the lowest reward (manager hook)."""
+        """Count a malformed answer and keep it as a sample with the lowest reward.
+
+        The manager calls this hook.
+        """
         if distillation.generation is not None and not distillation.parsed.operations:
             self._refused.append(
                 distillation.generation
@@ -104,7 +107,7 @@ class ExtractorTrack:
     async def credit(
         self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float] | None = None
     ) -> int:
-        """Give every use of these trajectories its reward; returns how many uses counted.
+        """Credit the uses of these trajectories with rewards; return the number of counted uses.
 
         The reward is the outcome of the episode (section 3.3), or with ``reward: relative`` its
         gain over the group's free members; a verdict of the actor adds its score (eq. 8), and a use
@@ -128,7 +131,10 @@ class ExtractorTrack:
     def _rewarded(
         self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float]
     ) -> list[tuple[Use, float]]:
-        """Every use that counts with its reward; uses of groups without a free member have none under ``relative`` and are counted."""
+        """Return every counted use with its reward.
+
+        Under ``relative``, uses of groups without a free member have no reward and are counted.
+        """
         if self._settings.reward == "relative":
             guided = [t.condition is Condition.GUIDED for t in trajectories]
             bases = relative_rewards(
@@ -186,7 +192,7 @@ class ExtractorTrack:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a checkpoint needs, as JSON."""
+        """Return the state for a checkpoint, as JSON."""
         return {
             "buffer": self.buffer.state_dict(),
             "updates": self.updates,
@@ -194,7 +200,7 @@ class ExtractorTrack:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore a ``state_dict``."""
         self.buffer.load_state_dict(state["buffer"])
         self.updates, self.malformed = state["updates"], state["malformed"]
 
@@ -206,7 +212,10 @@ class ExtractorTrack:
                 self.buffer.add_malformed(generation, self._malformed_reward)
 
     def _written_by(self, use: Use) -> list[Written]:
-        """The generations that the outcome of a use belongs to: of the version, of its ancestors, and the refinement."""
+        """Return the generations that a use credits.
+
+        These are the generations of the version, of its merged ancestors, and of the refinement.
+        """
         written: list[Written] = []
         for identity, version in self._bank.lineage(use.experience_id, use.experience_version):
             entry = self._bank.version(identity, version)
@@ -263,7 +272,7 @@ def counted_uses(trajectory: Trajectory) -> list[Use]:
 
 
 def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: Any) -> list[bool]:
-    """Which response tokens belong to the operation at ``span``; all of them when the answer held no other.
+    """Mark the response tokens of the operation at ``span``; all if it is the only one.
 
     A response with several operations gives each its own advantage, so a token counts for an
     operation when its characters overlap the span. The first operation of an answer also answers

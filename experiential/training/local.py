@@ -1,4 +1,4 @@
-"""`LocalRuntime`: a policy trained with torch and transformers inside this process, on a CPU or one GPU."""
+"""Train a policy with torch and transformers inside this process, on a CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ all the same.
 
 
 class LocalRuntime(PolicyRuntime):
-    """Weights, optimiser and generation in one process.
+    """Hold weights, optimiser and generation in one process.
 
     Generation and training run on one `DeviceExecutor`, so a training step is atomic for generation
     and there is nothing to synchronise. With LoRA, several runtimes share one frozen base, each
@@ -53,7 +53,8 @@ class LocalRuntime(PolicyRuntime):
         name: role of this policy, stored in its generations.
         reference: keep what the KL penalty needs (the frozen base under LoRA, else a frozen copy of
             the weights).
-        priority: of training on the executor; 1 lets rollouts and the other policy's updates go first.
+        priority: of training on the executor; 1 lets rollouts and the other policy's updates go
+            first.
         owns_executor: close the executor with this policy.
     """
 
@@ -84,17 +85,17 @@ class LocalRuntime(PolicyRuntime):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the model."""
+        """Return the tokenizer of the model."""
         return self.llm.tokenizer
 
     @property
     def version(self) -> int:  # type: ignore[override]  # a live value here, a class default in the base
-        """Optimiser steps the weights have seen."""
+        """Return the number of optimiser steps that the weights have seen."""
         return self.llm.version
 
     @property
     def tokens_processed(self) -> int:
-        """Prompt and response tokens of all generations so far."""
+        """Count the prompt and response tokens of all generations so far."""
         return self.llm.stats.prompt_tokens + self.llm.stats.generated_tokens
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
@@ -118,13 +119,13 @@ class LocalRuntime(PolicyRuntime):
             ) from error
 
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Log-probability of each trained token, per sample, in nats."""
+        """Return the log-probability of each trained token, per sample, in nats."""
         return await self.llm.executor.run(
             lambda: self._measured(samples, token_logprobs), priority=self._priority
         )
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Entropy of what each trained token was drawn from, per sample, in nats."""
+        """Return the entropy of the distribution of each trained token, per sample, in nats."""
         return await self.llm.executor.run(
             lambda: self._measured(samples, token_entropies), priority=self._priority
         )
@@ -134,7 +135,7 @@ class LocalRuntime(PolicyRuntime):
         return self.llm.executor.foreground()
 
     async def sync(self) -> int:
-        """Generation already uses the trained weights."""
+        """Return the version: generation already uses the trained weights."""
         return self.version
 
     async def save(self, folder: Path) -> None:
@@ -146,7 +147,10 @@ class LocalRuntime(PolicyRuntime):
         await self.llm.executor.run(lambda: self._load(Path(folder)), priority=0)
 
     async def anchor(self) -> None:
-        """Take the weights of now as what a KL penalty is taken to, if a copy is kept for it; a checkpoint then holds them, too."""
+        """Make the current weights the reference of the KL penalty, if a copy is kept for it.
+
+        A checkpoint then holds them, too.
+        """
         await self.llm.executor.run(self._anchor, priority=0)
 
     def _anchor(self) -> None:
@@ -192,7 +196,7 @@ class LocalRuntime(PolicyRuntime):
     def _step(
         self, samples: list[Sample], loss: LossSettings, stats: TrainStats, sums: Sums
     ) -> None:
-        """One optimiser step, its gradient accumulated over micro-batches."""
+        """Make one optimiser step, its gradient accumulated over micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         total = sum(len(s.positions) for s in samples)
         for rows in micro_batches(
@@ -213,7 +217,9 @@ class LocalRuntime(PolicyRuntime):
         self.llm.weights_changed(self.version + 1)
 
     def _parity(self) -> int:
-        """Row length at which attention costs as much as all else, or 0 if rows must not branch.
+        """Estimate the row length at which attention costs as much as all other operations.
+
+        It is 0 if rows must not branch.
 
         Counted in operations that is 6 d for a transformer of width d; measured on CPUs, where
         attention is the slower kind, 4 d.
@@ -233,7 +239,7 @@ class LocalRuntime(PolicyRuntime):
         return batch_loss(logp, members, loss, total, reference)
 
     def _measured(self, samples: Sequence[Sample], measure: Measure) -> list[tuple[float, ...]]:
-        """What ``measure`` gives of each trained token, per sample."""
+        """Apply ``measure`` to every trained token, per sample."""
         found: list[tuple[float, ...]] = [()] * len(samples)
         usable = [i for i, s in enumerate(samples) if s.positions]
         chosen = [samples[i] for i in usable]
@@ -254,7 +260,10 @@ class LocalRuntime(PolicyRuntime):
     def _logprobs(
         self, rows: list[Row], samples: list[Sample], measure: Measure = token_logprobs
     ) -> torch.Tensor:
-        """Log-probability (or another measure) of every trained token of the rows' samples, in the order of ``rows``, shape (n,)."""
+        """Compute the log-probability (or another measure) of every trained token, shape (n,).
+
+        Samples follow the order of ``rows``.
+        """
         device = next(self._model.parameters()).device
         places = [
             (i, m, path)
@@ -429,18 +438,21 @@ def build_runtimes(
     runtimes = [
         LocalRuntime(
             TransformersLLM(
-                weights, words, max_batch=max_batch, prefix_cache_tokens=settings.prefix_cache_tokens, executor=executor,
+                weights, words, max_batch=max_batch,
+                prefix_cache_tokens=settings.prefix_cache_tokens, executor=executor,
                 adapter=role if settings.lora else None, name=role,
             ),
             optim, name=role, reference=reference, priority=priority, owns_executor=priority == 0,
         )
-        for priority, (settings, role, weights, words, optim, reference) in enumerate(pairs[:1] if shared else pairs)
+        for priority, (settings, role, weights, words, optim, reference) in enumerate(
+            pairs[:1] if shared else pairs
+        )
     ]  # fmt: skip
     return runtimes[0], runtimes[-1]
 
 
 def _trainable(model: Any, adapter: str | None) -> list[torch.nn.Parameter]:
-    """The adapter's parameters under LoRA, else all of them."""
+    """Return the adapter's parameters under LoRA, else all parameters."""
     if adapter is None:
         model.requires_grad_(True)
         return list(model.parameters())
@@ -451,14 +463,17 @@ def _trainable(model: Any, adapter: str | None) -> list[torch.nn.Parameter]:
 
 
 def _base(model: Any) -> Any:
-    """The causal language model inside a peft wrapper, or the model itself."""
+    """Return the causal language model inside a peft wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _inputs(
     rows: Sequence[Row], device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """What the model takes for these rows, padded on the right: plain causal attention where no row branches, else along paths only."""
+    """Build the model's inputs for these rows, padded on the right.
+
+    Attention is plain and causal if no row branches, else along paths only.
+    """
     width = max(len(r.tokens) for r in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -484,7 +499,7 @@ def _inputs(
 
 @torch.no_grad()
 def _branches(model: Any) -> bool:
-    """Whether the model computes branched rows as it does plain ones, found by trying.
+    """Test whether the model computes branched rows and plain ones alike.
 
     Not all do: some attention kernels take no mask of their own, and some models make positions
     themselves.
@@ -527,7 +542,10 @@ def _branches(model: Any) -> bool:
 
 
 def _logits(model: Any, inputs: dict[str, torch.Tensor], picks: torch.Tensor) -> torch.Tensor:
-    """Logits in float32 at (row, position) ``picks`` of shape (m, 2) only: the head never sees the other positions."""
+    """Compute float32 logits at the (row, position) pairs ``picks``, shape (m, 2).
+
+    The head never sees the other positions.
+    """
     base = _base(model)
     config = base.config
     if any(
@@ -541,7 +559,7 @@ def _logits(model: Any, inputs: dict[str, torch.Tensor], picks: torch.Tensor) ->
 
 
 def _split(order: list[int], parts: int) -> list[list[int]]:
-    """``order`` in at most ``parts`` pieces of nearly equal size, none empty."""
+    """Split ``order`` into at most ``parts`` pieces of nearly equal size, none empty."""
     parts = min(parts, len(order))
     edges = [round(i * len(order) / parts) for i in range(parts + 1)]
     return [order[a:b] for a, b in zip(edges, edges[1:], strict=False)]

@@ -1,4 +1,7 @@
-"""From logits to the log-probabilities that losses take: temperature and constraints as they were when the tokens were drawn."""
+"""Compute log-probabilities from logits, for the losses.
+
+Temperature and constraints are those at which the tokens were drawn.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Measure = Callable[[torch.Tensor, Sequence[Sample], torch.Tensor | None], torch.
 def token_logprobs(
     logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None
 ) -> torch.Tensor:
-    """Log-probability of every trained token under its sample's temperature and constraint.
+    """Compute the log-probability of every trained token under its temperature and constraint.
 
     Args:
         logits: float32, shape (n, vocabulary): one row per trained token of ``members``, in their
@@ -37,7 +40,9 @@ def token_logprobs(
 def token_entropies(
     logits: torch.Tensor, members: Sequence[Sample], blocked: torch.Tensor | None
 ) -> torch.Tensor:
-    """Entropy of what every trained token was drawn from: -sum_v p(v) log p(v), with the arguments of ``token_logprobs``.
+    """Compute the entropy at every trained token: -sum_v p(v) log p(v).
+
+    The arguments are those of ``token_logprobs``.
 
     Returns:
         shape (n,), in nats; 0 where only one token was allowed.
@@ -63,7 +68,9 @@ def _log_softmax(
 def blocked_tokens(
     members: Sequence[Sample], vocabulary: int, schemas: Callable[[], Schemas]
 ) -> torch.Tensor | None:
-    """The tokens that could not have been drawn at each trained position, shape (n, vocabulary); None when any could.
+    """Mark the tokens excluded at each trained position, shape (n, vocabulary).
+
+    The result is None if no position excludes any.
 
     Args:
         members: the samples.

@@ -1,4 +1,6 @@
-"""Losses as pure functions of flat token tensors, each with its equation; all are to be minimised.
+"""Define losses as pure functions of flat token tensors, each with its equation.
+
+All are to be minimised.
 
 A policy loss is a function of `Terms`. To add one, name a ``module:function`` as ``actor.loss``, or
 declare an entry point of group ``experiential.losses``.
@@ -69,7 +71,7 @@ def ppo(terms: Terms) -> tuple[Tensor, Stats]:
 
 
 def cispo(terms: Terms) -> tuple[Tensor, Stats]:
-    """Compute ``cispo_loss``: a mean over all tokens of the batch, whatever the samples' weights."""
+    """Compute ``cispo_loss``: the mean over all tokens of the batch; sample weights are ignored."""
     settings = terms.settings
     value, stats = cispo_loss(
         terms.logp,
@@ -229,9 +231,9 @@ def cispo_loss(
 ) -> tuple[Tensor, Stats]:
     """Compute CISPO, eq. 3 of Complementary RL, negated.
 
-    loss = -(1 / n) * sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_t log pi(t). The clipped ratio only weighs the gradient (sg: stop-gradient), so that no token loses its
-    gradient. The mean is over all tokens of the batch. Its gradient at rho = 1 is that of
-    REINFORCE.
+    loss = -(1 / n) * sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_t log pi(t). The clipped ratio only
+    weighs the gradient (sg: stop-gradient), so that no token loses its gradient. The mean is over
+    all tokens of the batch. Its gradient at rho = 1 is that of REINFORCE.
 
     Args:
         logp: log-probability of each token under the policy, shape (n,), float, carries the

@@ -1,4 +1,4 @@
-"""The metrics file: one JSON object a line, appended and flushed, so that a killed run loses nothing it reported."""
+"""Write the metrics file: one JSON object per line, flushed after each, so a kill loses none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Observer = Callable[[dict[str, Any]], None]
 
 
 class Metrics:
-    """Writes every event to ``metrics.jsonl`` and hands it to an observer."""
+    """Write every event to ``metrics.jsonl`` and hand it to an observer."""
 
     def __init__(self, path: Path, observer: Observer | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ class Metrics:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a metrics file, in order; a last line that a kill cut off is left out.
+    """Read the events of a metrics file, in order; skip a last line cut off by a kill.
 
     Raises:
         ConfigError: a line before the last is damaged.
@@ -69,7 +69,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def peak_memory_gb() -> float:
-    """Largest resident size of this process so far, in GB."""
+    """Measure the largest resident size of this process so far, in GB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e9 if sys.platform == "darwin" else 1e6 / 1.024)
 

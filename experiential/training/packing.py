@@ -1,4 +1,4 @@
-"""Packing of samples into forward passes, so that no prefix is computed twice that could be computed once.
+"""Pack samples into forward passes that compute shared prefixes once.
 
 The inputs of all samples form a forest: members of a group share their prompt, turns of an episode
 continue one another. A `Row` is a part of it laid out in one sequence, branch after branch; with
@@ -19,7 +19,7 @@ from experiential.training.runtime import Sample
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One forward pass: token ids, the indices of the samples read off it, and where in it each sample's inputs lie."""
+    """Describe one forward pass: token ids, its samples' indices, and the place of each input."""
 
     tokens: tuple[int, ...]
     samples: tuple[int, ...]
@@ -27,18 +27,21 @@ class Row:
 
     @property
     def branched(self) -> bool:
-        """Whether some path is not the row's beginning, so that plain causal attention would be wrong."""
+        """Return whether a path is no prefix of the row; plain causal attention is then wrong."""
         return any(path[-1] != len(path) - 1 for path in self.paths)
 
     def positions(self) -> NDArray[np.int64]:
-        """Position of each token in its own sequence, shape (n,)."""
+        """Return the position of each token in its own sequence, shape (n,)."""
         positions = np.zeros(len(self.tokens), dtype=np.int64)
         for path in set(self.paths):
             positions[list(path)] = np.arange(len(path))
         return positions
 
     def visible(self) -> NDArray[np.bool_]:
-        """Whether token i attends to token j: j is i itself or stands before it on a path, shape (n, n)."""
+        """Return whether token i attends to token j, shape (n, n).
+
+        It does if j is i itself or an earlier token on the same path.
+        """
         seen = np.zeros((len(self.tokens), len(self.tokens)), dtype=np.bool_)
         for path in set(self.paths):
             seen[np.ix_(path, path)] |= np.tri(len(path), dtype=np.bool_)
@@ -46,7 +49,7 @@ class Row:
 
 
 def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
-    """Rows that hold every sample's inputs ``tokens[:last position]``, longest first.
+    """Pack every sample's inputs ``tokens[:last position]`` into rows, longest first.
 
     Sorted lexicographically, a sequence stands right before its extensions and beside those it
     shares most with, so one backward pass finds what to share with what. A sequence that only
@@ -76,7 +79,7 @@ def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
 
 
 def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
-    """Consecutive rows whose padded size stays within ``tokens`` (at least one row each)."""
+    """Group consecutive rows within a padded size of ``tokens`` (at least one row each)."""
     batch: list[Row] = []
     width = 0
     for row in rows:
@@ -92,14 +95,14 @@ def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
 
 @dataclass(slots=True)
 class _Tree:
-    """A row that is still growing."""
+    """Build a row, one sequence at a time."""
 
     tokens: list[int]
     samples: list[int]
     paths: list[tuple[int, ...]]
 
     def grow(self, tokens: tuple[int, ...], shared: int, samples: Sequence[int]) -> None:
-        """Append what follows the first ``shared`` tokens, which the path added last begins with."""
+        """Append the tokens after the first ``shared``, which are a prefix of the last path."""
         new = range(len(self.tokens), len(self.tokens) + len(tokens) - shared)
         trunk = self.paths[-1][:shared] if shared else ()
         self.tokens += tokens[shared:]
@@ -111,7 +114,7 @@ class _Tree:
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
         min(len(first), len(second)),
@@ -119,7 +122,7 @@ def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 
 def _worthwhile(width: int, tokens: int, shared: int, parity: int) -> bool:
-    """Whether a row of ``width`` grows at less cost than a row of ``tokens`` has on its own."""
+    """Return whether adding to a row of ``width`` costs less than a row of ``tokens`` alone."""
     if not parity or not shared:
         return False
     new = tokens - shared

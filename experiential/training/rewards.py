@@ -1,4 +1,4 @@
-"""What outcomes are worth: to a trajectory (eq. 5) and to the experience that guided it (section 3.3)."""
+"""Reward trajectories (eq. 5) and the experience that guided them (section 3.3)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Key = tuple[str, int]
 
 
 def outcome(trajectory: Trajectory) -> float:
-    """R of eq. 1: 1.0 for a success, else 0.0; a fractional environment reward does not count."""
+    """Return R of eq. 1: 1.0 for a success, else 0.0; a fractional reward does not count."""
     return float(trajectory.success)
 
 
 def use_reward(success: bool) -> int:
-    """r(m) of section 2.3: +1 when the episode that used the entry succeeded, else -1."""
+    """Return r(m) of section 2.3: +1 if the episode that used the entry succeeded, else -1."""
     return 1 if success else -1
 
 
@@ -33,7 +33,7 @@ CRITIC_SCORES: dict[Verdict, float] = {"accept": 1.0, "refine": 0.5, "reject": 0
 
 
 def critic_reward(verdict: Verdict | None, outcome: float) -> float:
-    """r~(m) = s_c(m) + r(m): eq. 8 of Complementary RL.
+    """Compute r~(m) = s_c(m) + r(m): eq. 8 of Complementary RL.
 
     s_c is 1 for accept, 0.5 for refine and 0 for reject, so the outcome always counts and no
     failure that was accepted outweighs a success that was refined.
@@ -48,7 +48,9 @@ def critic_reward(verdict: Verdict | None, outcome: float) -> float:
 def relative_rewards(
     outcomes: npt.ArrayLike, group: Sequence[object], guided: npt.ArrayLike
 ) -> npt.NDArray[np.float64]:
-    """Gain of each guided member over the free members of its group: R - mean of R over them (appendix B.2 of Complementary RL).
+    """Compute the gain of each guided member: R - mean R of its group's free members.
+
+    See appendix B.2 of Complementary RL.
 
     Args:
         outcomes: R per trajectory, shape (n,), in [0, 1].
@@ -93,7 +95,9 @@ def entropy_bonus(
     high: float = 1.0,
     temperature: float = 1.0,
 ) -> float:
-    """Bonus for an entry that makes the actor surer of the task: appendix B.2 of Complementary RL, with D = H(q) - H(q, m).
+    """Compute the bonus of an entry that lowers the actor's entropy, D = H(q) - H(q, m).
+
+    See appendix B.2 of Complementary RL.
 
     * ``relative``: w clip(D / H(q), low, high);
     * ``tanh``: w tanh(D);
@@ -148,7 +152,9 @@ _FOUND: dict[FormatPart, re.Pattern[str]] = {
 
 
 def think_score(blocks: int) -> float:
-    """R_think of EvolveR by the number of thoughts: 0, .2, .3, .4, .6, .8, 1 for none to six, 1 for seven and eight, .5 for more.
+    """Compute R_think of EvolveR from the number of thoughts.
+
+    It is 0, .2, .3, .4, .6, .8, 1 for none to six, 1 for seven and eight, and .5 for more.
 
     The published code gives 0 for seven and eight, a gap in its table that the paper does not
     state.
@@ -159,7 +165,10 @@ def think_score(blocks: int) -> float:
 
 
 def search_score(experience: int, knowledge: int, kinds: int = 2) -> float:
-    """R_search of EvolveR, in [0, 1]: .5 when every kind of search was made, .2 for one of two, and .1 per further search, at most .5.
+    """Compute R_search of EvolveR, in [0, 1].
+
+    It is .5 for a search of every kind, .2 for one kind of two, and .1 per further search, at most
+    .5.
 
     Args:
         experience: searches for experience.
@@ -174,7 +183,7 @@ def search_score(experience: int, knowledge: int, kinds: int = 2) -> float:
 
 
 def format_reward(responses: Sequence[str], parts: Sequence[FormatPart] = ALL_PARTS) -> float:
-    """R_format of EvolveR: 1[complete] (R_think + R_search) / 2, in [0, 1].
+    """Compute R_format of EvolveR: 1[complete] (R_think + R_search) / 2, in [0, 1].
 
     Complete are responses with at least one thought, one search of any kind and one answer. What
     the environment has no use for is left out of ``parts``: it is then neither asked for nor
@@ -213,7 +222,9 @@ def format_reward(responses: Sequence[str], parts: Sequence[FormatPart] = ALL_PA
 def evolver_reward(
     outcome: float, form: float, *, outcome_weight: float = 1.0, format_weight: float = 0.1
 ) -> float:
-    """R = (w_o R_outcome + w_f R_format) / (w_o + w_f), with the weights of EvolveR's script as defaults.
+    """Compute R = (w_o R_outcome + w_f R_format) / (w_o + w_f).
+
+    The default weights are those of EvolveR's script.
 
     Args:
         outcome: R_outcome, in [0, 1].

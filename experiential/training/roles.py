@@ -1,4 +1,4 @@
-"""Who plays, distils and judges in a run: policies, and agents around them, as the experiment sets them."""
+"""Build the agents that play, distil and judge in a run, around its policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFLECTION_TOKENS = 96
 
 
 class Roles:
-    """Builds agents around the policies of a run.
+    """Build agents around the policies of a run.
 
     Args:
         experiment: temperatures, lengths, prompts and seeds.
@@ -28,7 +28,10 @@ class Roles:
         self._actor, self._extractor = policies
 
     def actor(self, temperature: float | None = None, llm: LLM | None = None) -> ActorAgent:
-        """An agent that plays; at the temperature of training and with the actor's policy when none is given."""
+        """Return an agent that plays.
+
+        Temperature and policy default to those of training and to the actor's.
+        """
         settings = self._experiment.actor
         return ActorAgent(
             llm or self._actor,
@@ -43,7 +46,7 @@ class Roles:
         )
 
     def extractor(self, llm: LLM | None = None) -> Extractor:
-        """Return the agent that distils; with the extractor's policy when none is given."""
+        """Return the agent that distils, with the extractor's policy by default."""
         settings = self._experiment.extractor
         return open_extractor(
             settings.agent,
@@ -57,7 +60,7 @@ class Roles:
         )
 
     def critic(self, llm: LLM | None = None) -> CriticAgent:
-        """The actor as judge of what was retrieved for it; with the actor's policy when none is given."""
+        """Return the judge of retrieved experience, with the actor's policy by default."""
         settings = self._experiment.actor
         return CriticAgent(
             llm or self._actor,
@@ -68,7 +71,7 @@ class Roles:
         )
 
     def reflector(self) -> Reflector | Retry:
-        """The actor's own policy as reflector, or what stands in its place without reflection.
+        """Return the actor's own policy as reflector, or its substitute without reflection.
 
         Raises:
             ValueError: the experiment has no second attempts.
@@ -88,7 +91,10 @@ class Roles:
 
 
 def prompt_set_name(settings: ModelSettings) -> str:
-    """The template set of a model: what the settings name, or ``brief`` for the tiny model and ``full`` for others."""
+    """Return the name of a model's template set.
+
+    It is the set named in the settings, else ``brief`` for the tiny model and ``full`` for others.
+    """
     if settings.prompts != "auto":
         return settings.prompts
     return "brief" if settings.name == "tiny" else "full"

@@ -1,4 +1,4 @@
-"""Contracts between a trainer and what computes for it: a `PolicyRuntime` each policy, a `Runtime` each run."""
+"""Define the contracts of computation: a `PolicyRuntime` per policy, a `Runtime` per run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOSSES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token sequence to learn from.
+    """Represent one token sequence to learn from.
 
     Attributes:
         tokens: prompt, responses and observations, as they were fed to the policy, shape (n,).
@@ -64,7 +64,7 @@ class Sample:
     kind: str | None = None
 
     def weighted(self, factor: float) -> Sample:
-        """The same with its weight multiplied."""
+        """Return the same sample with its weight multiplied."""
         return replace(self, weight=self.weight * factor)
 
 
@@ -89,7 +89,7 @@ def check_sample(sample: Sample) -> None:
 
 
 class LossSettings(Record):
-    """Which loss to minimise and its constants."""
+    """Select the loss to minimise and its constants."""
 
     kind: str = Field(default="ppo", description="a name for `LOSSES` or the plug-in door")
     low: float = Field(
@@ -105,7 +105,7 @@ class LossSettings(Record):
 
 @dataclass(slots=True)
 class TrainStats:
-    """What one call of ``train`` did.
+    """Report the work of one call of ``train``.
 
     ``tokens`` counts the sampled tokens learnt from, ``sequence_tokens`` all tokens of all samples,
     and ``forwarded_tokens`` what was really computed after equal prefixes were shared.
@@ -124,7 +124,7 @@ class TrainStats:
 
 
 class PolicyRuntime(LLM):
-    """A language model whose weights can be trained."""
+    """Train and sample from a language model."""
 
     @abstractmethod
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
@@ -136,23 +136,29 @@ class PolicyRuntime(LLM):
 
     @property
     def tokens_processed(self) -> int:
-        """Prompt and response tokens of all generations so far."""
+        """Count the prompt and response tokens of all generations so far."""
         return 0
 
     def busy(self) -> dict[str, float]:
-        """Shares of the time since this was last asked in which devices of this policy worked, where that is known; in [0, 1]."""
+        """Return the share of time since the last call in which each device of this policy worked.
+
+        In [0, 1]; devices without a measurement are left out.
+        """
         return {}
 
     def foreground(self) -> AbstractContextManager[None]:
-        """Around a rollout: where policies share a device, background work on it waits meanwhile."""
+        """Pause background work on a shared device during a rollout."""
         return nullcontext()
 
     @abstractmethod
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Log-probability of each trained token under the weights of now, at its sample's temperature and constraint; in nats."""
+        """Return the log-probability of each trained token under the current weights, in nats.
+
+        Temperature and constraint are those of its sample.
+        """
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Entropy of what each trained token was drawn from, under the weights of now; in nats.
+        """Return the entropy at each trained token under the current weights, in nats.
 
         Raises:
             ConfigError: this kind of runtime does not give it.
@@ -178,7 +184,7 @@ class PolicyRuntime(LLM):
         """
 
     async def anchor(self) -> None:
-        """Take the weights of now as what a KL penalty is taken to, where the policy keeps a copy for it.
+        """Make the current weights the reference of the KL penalty, if the policy keeps a copy.
 
         The frozen base below LoRA adapters, and the reference of a cluster's policy, stay what they
         are.
@@ -252,7 +258,9 @@ def build_runtime(experiment: Experiment, policies: Policies | None = None) -> R
 def sample_from_generation(
     generation: Generation, advantages: Sequence[float] | float, *, weight: float = 1.0
 ) -> Sample:
-    """A sample that trains on one response; tokens that a constraint forced carry no choice and are left out.
+    """Make a sample of one response.
+
+    Tokens forced by a constraint carry no choice and are left out.
 
     Args:
         generation: a response with token ids and behaviour log-probabilities.

@@ -1,4 +1,4 @@
-"""From episodes to what the actor learns from: advantages, weights of trajectories, and tokens."""
+"""Make the actor's samples from episodes: advantages, weights of trajectories, and tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ RewardOf = Callable[[Episode], float]
 
 
 def env_reward(episode: Episode) -> float:
-    """The sum of the environment's rewards."""
+    """Return the sum of the environment's rewards."""
     return episode.trajectory.reward
 
 
 def actor_samples(
     episodes: Sequence[Episode], settings: ActorSettings, reward_of: RewardOf = env_reward
 ) -> list[Sample]:
-    """Weighted samples of a batch of episodes.
+    """Make weighted samples of a batch of episodes.
 
     Advantages are relative to the members of a group in the same condition (``advantage: split``,
     eq. 5 of Complementary RL, whose weights let both halves of a group count equally) or to all of
@@ -72,14 +72,14 @@ def actor_samples(
 
 
 def trainable(episodes: Sequence[Episode]) -> list[Episode]:
-    """The episodes that can be learnt from: no technical failure, and at least one response."""
+    """Select the trainable episodes: no technical failure, and at least one response."""
     return [e for e in episodes if e.trajectory.error is None and e.generations]
 
 
 def uninformative(
     episodes: Sequence[Episode], settings: ActorSettings, reward_of: RewardOf = env_reward
 ) -> dict[str, int]:
-    """What of a batch teaches nothing, counted: no part of it goes missing silently.
+    """Count the parts of a batch without a learning signal, so that none is lost silently.
 
     Returns:
         ``empty``: finished episodes without a response; ``lone``: cells (group, condition, attempt)
@@ -103,7 +103,10 @@ def uninformative(
 def _cells(
     played: Sequence[Episode], settings: ActorSettings
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Per episode the number of its group, second attempts apart, and its half of the group (all in one with ``pooled``)."""
+    """Return, per episode, the number of its group and its half of the group.
+
+    Second attempts form groups of their own; with ``pooled`` a group has one half.
+    """
     keys = [(e.trajectory.group, e.job.attempt if e.job else 1) for e in played]
     names = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     group = np.array([names[key] for key in keys], dtype=np.int64)
@@ -118,7 +121,7 @@ def _advantages(
     settings: ActorSettings,
     reward_of: RewardOf,
 ) -> list[list[float]]:
-    """Per episode one advantage for each of its responses."""
+    """Compute, per episode, one advantage for each of its responses."""
     if settings.credit == "turn":
         rewards = [_rewards(e, reward_of(e)) for e in played]
         turns = turn_advantages(
@@ -132,7 +135,10 @@ def _advantages(
 
 
 def _rewards(episode: Episode, worth: float) -> list[float]:
-    """Per response the reward that came of it; what the episode is worth beyond its environment's rewards comes at the end."""
+    """Return the reward of each response.
+
+    The episode's reward beyond its environment's is added to the last one.
+    """
     steps = iter(turn.reward for turn in episode.trajectory.turns)
     asked = episode.asked or (False,) * len(episode.generations)
     rewards = [0.0 if call else next(steps, 0.0) for call in asked]
@@ -143,13 +149,13 @@ def _rewards(episode: Episode, worth: float) -> list[float]:
 def _informative(
     telling: npt.NDArray[np.bool_], group: npt.NDArray[np.int64], cells: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Members of cells in which any advantage differs from zero."""
+    """Mark the members of cells in which any advantage differs from zero."""
     keys = 2 * group + cells
     return np.isin(keys, keys[telling])
 
 
 def _length_factor(weights: Floats, lengths: Floats, settings: ActorSettings) -> Floats:
-    """What turns a mean over the tokens of each trajectory into the aggregate asked for.
+    """Compute the factor from a mean over each trajectory's tokens to the chosen aggregate.
 
     ``sequence``: sum_i w_i mean_t (GRPO); ``token``: sum_i w_i sum_t / sum_i w_i n_i, every token
     equally (DAPO); ``constant``: sum_i w_i sum_t / L, so that length has no part in the weight of a
@@ -167,7 +173,9 @@ def _length_factor(weights: Floats, lengths: Floats, settings: ActorSettings) ->
 def trajectory_samples(
     generations: Sequence[Generation], advantage: float | Sequence[float], weight: float
 ) -> list[Sample]:
-    """Samples that train on one trajectory's responses, its weight shared in proportion to their trained tokens.
+    """Make samples of one trajectory's responses.
+
+    The trajectory's weight is shared in proportion to their trained tokens.
 
     Responses whose prompt continues the previous prompt and response token by token become one
     sample, so that a conversation kept whole costs one forward pass and has one sequence-level
@@ -191,7 +199,10 @@ def trajectory_samples(
 
 
 def _continues(first: Sample, second: Sample) -> bool:
-    """Whether both can be one sequence: a schema rules one response only, so samples that have one stay apart."""
+    """Return whether both can form one sequence.
+
+    A schema applies to one response only, so samples with a schema stay separate.
+    """
     return (
         first.json_schema is None
         and second.json_schema is None

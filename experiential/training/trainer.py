@@ -1,4 +1,4 @@
-"""The trainer: rollouts and both policies' updates around one experience manager.
+"""Train: run rollouts and both policies' updates around one experience manager.
 
 Primary track: retrieve, act, update the actor. Background track: distil, write, merge, update the
 extractor. The primary track waits for the background one only when distillation lags by more than
@@ -46,7 +46,7 @@ _FILES = (
 
 
 class Trainer:
-    """Runs one experiment in a folder.
+    """Run one experiment in a folder.
 
     Args:
         experiment: everything that defines the run.
@@ -82,7 +82,7 @@ class Trainer:
         self._upkeep: BankUpkeep | None = None
 
     def run(self) -> dict[str, Any]:
-        """Train and evaluate; returns the summary.
+        """Train and evaluate; return the summary.
 
         The summary holds ``evaluations`` (eval events), ``steps``, ``seconds``, ``peak_memory_gb``,
         ``output``, ``ratio_later_visits`` (success with the bank on later visits, after over
@@ -174,7 +174,7 @@ class Trainer:
             )
         )
         self._rollout.critic = self._reviewer()
-        # Closed before what they use: the rollouts ahead, the bank's upkeep, the extractor's update.
+        # Closed before the parts they use: rollouts ahead, bank upkeep, the extractor's update.
         if self._manager is not None:
             self._upkeep = BankUpkeep(self._manager, settings.bank, self._metrics.emit)
             stack.push_async_callback(self._upkeep.close)
@@ -237,7 +237,7 @@ class Trainer:
         return next((reviewer for reviewer in found if reviewer is not None), None)
 
     async def _train(self) -> int:
-        """All steps; returns the last one done."""
+        """Run all steps; return the last one done."""
         settings = self.experiment.run
         self._begin = time.perf_counter()
         step = self._start
@@ -256,7 +256,7 @@ class Trainer:
         return step
 
     def _next_pause(self, step: int) -> int:
-        """The step before which a checkpoint, an evaluation or the end comes: rollouts do not run ahead of these."""
+        """Return the step of the next checkpoint, evaluation or end; rollouts stop before it."""
         every = [n for n in (self.experiment.run.checkpoint_every, self.experiment.eval.every) if n]
         return min([self.experiment.run.steps, *((step // n + 1) * n for n in every)])
 
@@ -340,7 +340,7 @@ class Trainer:
             await self._track.finish()
 
     async def _evaluate(self, step: int) -> None:
-        """The arms that the settings name, by visit, on the same worlds and seeds, with the weights of now."""
+        """Evaluate the configured arms by visit, on equal worlds and seeds."""
         await self._settle()
         meters = Meters()
         evaluator = VisitEvaluator(

@@ -1,4 +1,4 @@
-"""Upkeep of the bank beside training: merging, deduplication and pruning on their schedules."""
+"""Merge, deduplicate and prune the bank beside training, on their schedules."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What single methods add to the loop: each is called from one place of the trainer, the rollout or a track."""
+"""Implement the training methods, each called from one place of trainer, rollout or track."""

@@ -1,4 +1,6 @@
-"""What the policy learns from reflections and second attempts: algorithm 2 of Experiential RL, lines 16 to 24.
+"""Make samples of reflections and second attempts.
+
+See algorithm 2 of Experiential RL, lines 16 to 24.
 
 The loss of a step is the mean over first attempts of what the algorithm sums for one of them: its
 own policy loss and, where a second attempt was made, those of the reflection and of the second
@@ -21,7 +23,9 @@ from experiential.types import Turn
 
 
 def reinforced_samples(episodes: Sequence[Episode], settings: ActorSettings) -> list[Sample]:
-    """Samples of the policy loss of reflections and second attempts; those of first attempts are `actor_samples`, as without a second.
+    """Make the policy-loss samples of reflections and second attempts.
+
+    First attempts have those of `actor_samples`, with or without a second attempt.
 
     Advantages are relative to the members of a group that are of the same kind: reflections, second
     attempts with a reflection, and those without one because it could not be read. So first
@@ -54,7 +58,9 @@ async def internalised_samples(
     agent: ActorAgent,
     policy: PolicyRuntime,
 ) -> list[Sample]:
-    """Samples that move what succeeded with a reflection into the policy without one: 1[r2 > 0], line 24 of algorithm 2.
+    """Distil successes with a reflection into the policy without it: line 24 of algorithm 2.
+
+    The indicator is 1[r2 > 0].
 
     ``sft`` imitates second attempts after prompts without the reflection, L_distill = -log pi(y2 |
     x); ``reverse_kl`` is appendix A's.
@@ -79,7 +85,9 @@ async def internalised_samples(
 async def reverse_kl_samples(
     better: Sequence[SecondAttempt], agent: ActorAgent, policy: PolicyRuntime, weight: float
 ) -> list[Sample]:
-    """On-policy distillation (appendix A): the first attempts' own tokens, with the same policy as teacher once it sees the reflection.
+    """Make samples of on-policy distillation on first attempts' tokens (appendix A).
+
+    The teacher is the same policy with the reflection in its prompt.
 
     The paper prints KL(pi(.|x, reflection) || pi(.|x)) inside an expectation over y ~ pi(.|x), and
     calls it reverse. On draws of the student pi(.|x) the divergence that can be estimated, and the
@@ -111,7 +119,7 @@ async def reverse_kl_samples(
 
 
 def _reflections(seconds: Sequence[SecondAttempt]) -> list[Episode]:
-    """Every reflection that has a reward as an episode of one response."""
+    """Return every rewarded reflection as an episode of one response."""
     made: list[Episode] = []
     for second in seconds:
         generation, reward = second.reflection.generation, second.reflection_reward

@@ -1,4 +1,4 @@
-"""Two attempts at a task: a step of algorithm 2 of Experiential RL, played for many tasks at once."""
+"""Play two attempts per task: a step of algorithm 2 of Experiential RL, tasks in parallel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from experiential.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondAttempt(Episode):
-    """An episode that tried again what ``first`` had not solved.
+    """Represent a second try at an instance that ``first`` did not solve.
 
     Attributes:
         first: the attempt that was reflected on.
@@ -30,7 +30,9 @@ class SecondAttempt(Episode):
 
     @property
     def reflection_reward(self) -> float:
-        """What the reflection gets: r2, line 16 of algorithm 2. One that could not be read gets 0, or less if r2 is less.
+        """Return the reward of the reflection: r2, line 16 of algorithm 2.
+
+        An unreadable reflection gets 0, or r2 if that is less.
 
         Its second attempt was played without it, and so says nothing for it.
         """
@@ -39,17 +41,19 @@ class SecondAttempt(Episode):
 
 
 class AsyncReflector(Protocol):
-    """What is asked between the attempts: `Reflector` or `Retry`."""
+    """Generate guidance between the attempts, as `Reflector` and `Retry` do."""
 
     async def areflect(
         self, trajectory: Trajectory, memory: Sequence[str] = (), *, seed: int | None = None
     ) -> Reflection:
-        """Guidance for another attempt."""
+        """Return guidance for another attempt."""
         ...
 
 
 class Attempts:
-    """Plays first attempts, reflects on those below the threshold, and plays second ones on the same instances.
+    """Play first attempts, reflect on those below the threshold, and play second attempts.
+
+    A second attempt is played on the instance of the first.
 
     All first attempts are played at once, then all reflections are drawn at once, then all second
     attempts are played. So every reflection of a step sees the memory as it was when the step
@@ -87,7 +91,7 @@ class Attempts:
         self.memory_errors: Counter[str] = Counter()
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
-        """First attempts in the order of their jobs, then the second ones, as `SecondAttempt`."""
+        """Play first attempts in the order of their jobs, then second ones as `SecondAttempt`."""
         firsts = await self._rollout.play(jobs)
         failed = [(job, e) for job, e in zip(jobs, firsts, strict=True) if self._gate(e)]
         reflections = await asyncio.gather(*(self._reflect(job, e.trajectory) for job, e in failed))
@@ -106,7 +110,7 @@ class Attempts:
         return [*firsts, *seconds]
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
-        """What the step's record says of the attempts that ``play`` gave."""
+        """Summarise the attempts returned by ``play`` for the step's record."""
         firsts, seconds = split_attempts(episodes)
         ended = [e for e in firsts if e.trajectory.error is None]
         pairs = [e for e in seconds if e.trajectory.error is None]
@@ -133,7 +137,7 @@ class Attempts:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the bank: the private memory."""
+        """Return the state that a checkpoint needs beside the bank: the private memory."""
         return {} if self._memory is None else self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,7 +150,7 @@ class Attempts:
             self._memory.load_state_dict(state)
 
     def _gate(self, episode: Episode) -> bool:
-        """Whether an attempt is reflected on: it ended, and r1 < tau (line 11 of algorithm 2)."""
+        """Return whether to reflect on an attempt: it ended and r1 < tau (algorithm 2, line 11)."""
         return episode.trajectory.error is None and episode.trajectory.reward < self._threshold
 
     async def _reflect(self, job: Job, first: Trajectory) -> Reflection:
@@ -167,7 +171,10 @@ class Attempts:
             return Reflection(reason=f"backend: {error}")
 
     def _passed(self, second: SecondAttempt) -> bool:
-        """Whether a reflection is remembered: r2 >= tau (line 18 of algorithm 2, see `ReflectionMemory`)."""
+        """Return whether to keep a reflection: r2 >= tau (line 18 of algorithm 2).
+
+        See `ReflectionMemory`.
+        """
         trajectory, text = second.trajectory, second.reflection.text
         return (
             self._memory is not None
@@ -186,14 +193,14 @@ class Attempts:
 
 
 def split_attempts(episodes: Sequence[Episode]) -> tuple[list[Episode], list[SecondAttempt]]:
-    """First and second attempts apart."""
+    """Separate first and second attempts."""
     return [e for e in episodes if not isinstance(e, SecondAttempt)], [
         e for e in episodes if isinstance(e, SecondAttempt)
     ]
 
 
 def _again(job: Job, reflection: Reflection) -> Job:
-    """The second attempt at a job: same task, same condition, other draws."""
+    """Return the second attempt at a job: same task, same condition, other draws."""
     return replace(
         job,
         sampling_seed=derived_seed(job.sampling_seed, "second"),

@@ -1,4 +1,4 @@
-"""Cold start: supervised training on given demonstrations before reinforcement learning (EvolveR)."""
+"""Train on demonstrations before reinforcement learning: the cold start of EvolveR."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experiential.types import Generation, Message
 
 
 class ChatMessage(BaseModel):
-    """One message of a demonstration."""
+    """Represent one message of a demonstration."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,7 +28,10 @@ class ChatMessage(BaseModel):
 
 
 class Demonstration(BaseModel):
-    """A chat that shows what to say: a system message or none, then others and the assistant in turn, the assistant last."""
+    """Represent a chat to imitate.
+
+    An optional system message, then others and the assistant in turn, the assistant last.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -51,7 +54,7 @@ class Demonstration(BaseModel):
 
 
 def read_demonstrations(file: str | Path) -> list[Demonstration]:
-    """The demonstrations of a JSON Lines file; blank lines do not count.
+    """Read the demonstrations of a JSON Lines file; blank lines do not count.
 
     Raises:
         ConfigError: the file cannot be read or holds none, or a line is no demonstration; the
@@ -87,7 +90,9 @@ def _read(line: str, number: int, path: Path) -> Demonstration:
 
 
 def demonstration_samples(demonstration: Demonstration, tokenizer: Any) -> list[Sample]:
-    """What to imitate: the assistant's tokens, each reply with the token that ends it; all else is context.
+    """Make imitation samples of the assistant's tokens, each reply with its end token.
+
+    All other tokens are context.
 
     The chat is rendered as an actor's own dialogue is, so that prompts are token by token those
     that it will meet.
@@ -139,7 +144,7 @@ async def cold_start(
     seed: int,
     emit: Callable[[dict[str, Any]], None] = lambda event: None,
 ) -> TrainStats:
-    """Train a policy on demonstrations, and take the weights it then has as the reference of a KL penalty.
+    """Train a policy on demonstrations; make the result the reference of the KL penalty.
 
     Each chat counts equally, each of its tokens equally within it. An epoch takes every chat once,
     in an order drawn from ``seed``. Full weights or LoRA adapters are trained, whichever the policy
@@ -176,13 +181,21 @@ async def cold_start(
             whole = _added(whole, last)
     await policy.sync()
     await policy.anchor()
-    emit({"event": "cold_start", "step": 0, "demonstrations": len(samples), "updates": whole.updates, "tokens": whole.tokens}
-         | {"first_loss": losses[0], "loss": losses[-1], "seconds": whole.seconds})  # fmt: skip
+    emit(
+        {
+            "event": "cold_start",
+            "step": 0,
+            "demonstrations": len(samples),
+            "updates": whole.updates,
+            "tokens": whole.tokens,
+        }
+        | {"first_loss": losses[0], "loss": losses[-1], "seconds": whole.seconds}
+    )
     return whole
 
 
 def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> list[list[Sample]]:
-    """All samples once, in a drawn order; the weights of a batch sum to one."""
+    """Yield all samples once, in a drawn order; the weights of a batch sum to one."""
     order = [samples[int(i)] for i in rng.permutation(len(samples))]
     parts = [order[start : start + size] for start in range(0, len(order), size)]
     return [[sample.weighted(1 / len(part)) for sample in part] for part in parts]

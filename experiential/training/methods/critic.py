@@ -1,4 +1,7 @@
-"""Actor-Critic of appendix B.1: the actor filters what was retrieved, knowing how well it does without."""
+"""Filter retrieved experience by the actor itself: the Actor-Critic of appendix B.1.
+
+The actor knows its success rate without experience.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from experiential.types import Trajectory, Use
 
 
 class SuccessRates:
-    """Accumulated success of an actor, by task: r_theta(q) of appendix B.1.
+    """Track the success of an actor, by task: r_theta(q) of appendix B.1.
 
     A task that was not played yet has the rate of all tasks together; with none played at all the
     rate is 0.
@@ -37,13 +40,13 @@ class SuccessRates:
                 self._won[name] += trajectory.success
 
     def rate(self, task: str) -> float:
-        """The rate for a task, in [0, 1]."""
+        """Return the success rate for a task, in [0, 1]."""
         if self._played[task]:
             return self._won[task] / self._played[task]
         return self._won.total() / max(1, self._played.total())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs, as JSON."""
+        """Return the state for a checkpoint, as JSON."""
         return {"played": dict(self._played), "won": dict(self._won)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,7 +95,7 @@ class Critic(Method):
 
 
 class ActorCritic:
-    """Stands between retrieval and the first move of an episode.
+    """Review retrieved experience before the first move of an episode.
 
     Rejected entries are not shown, refined ones are shown as the actor rewrote them. Each use
     carries the verdict, from which ``rewards.critic_reward`` makes eq. 8; an answer that names no
@@ -111,7 +114,9 @@ class ActorCritic:
         self.verdicts: Counter[str] = Counter()
 
     async def review(self, env: gym.Env[str, str], info: dict[str, Any]) -> dict[str, Any]:
-        """The info of a reset with the advice that the actor lets pass; the uses of the running episode get their verdicts.
+        """Return the info of a reset with only the advice that the actor accepts.
+
+        The uses of the running episode get their verdicts.
 
         Raises:
             BackendError: the backend failed.
@@ -135,7 +140,7 @@ class ActorCritic:
 
 
 def _judged(uses: Sequence[Use], critiques: Sequence[Critique]) -> list[Use]:
-    """The uses of an episode's start, in the order of the hits, with their verdicts."""
+    """Return the uses of an episode's start, in the order of the hits, with their verdicts."""
     return [
         use.model_copy(update={"verdict": critique.verdict})
         for use, critique in zip(uses, critiques, strict=True)

@@ -1,4 +1,4 @@
-"""Auxiliary reward of appendix B.2: an entry that makes the actor surer of its task earns a bonus."""
+"""Reward entries that lower the actor's entropy over its task (appendix B.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair = tuple[str, str | None]
 
 
 class EntropyBonus(Method):
-    """Measures by how much entries lower the actor's entropy over the task, and turns it into bonuses.
+    """Measure how much entries lower the actor's entropy over the task; compute bonuses.
 
     H(q) is the mean over the tokens of the first observation of the entropy of what the actor
     expects in their place, in nats; H(q, m) is the same with the entry in the system message. Both
@@ -60,7 +60,7 @@ class EntropyBonus(Method):
         return {"entropy_bonus": self.mean}
 
     async def bonuses(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The bonus of each use, by its id; uses that came in the middle of an episode have none."""
+        """Return the bonus of each use, by its id; uses in the middle of an episode have none."""
         shown = [
             (t.turns[0].observation, use)
             for t in trajectories
@@ -97,7 +97,7 @@ class EntropyBonus(Method):
         return {pair: sum(row) / max(1, len(row)) for pair, row in zip(pairs, rows, strict=True)}
 
     def _sample(self, observation: str, text: str | None) -> Sample:
-        """The prompt, with the tokens of the observation as the positions to look at."""
+        """Make a sample of the prompt, with the tokens of the observation as its positions."""
         tokens, kinds = self._actor.opening(
             observation, None if text is None else experience_block([text])
         )

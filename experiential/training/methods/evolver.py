@@ -1,4 +1,4 @@
-"""The actor's reward of EvolveR: the outcome, and whether the responses have the wanted form."""
+"""Reward the actor as EvolveR does: the outcome, and the form of the responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from experiential.training.rewards import evolver_reward, format_reward
 
 
 class EvolveR(PolicyGradient):
-    """Learn by policy gradient from a weighted mean of the environment's and the format's reward."""
+    """Learn by policy gradient from a weighted mean of outcome and format reward."""
 
     def reward(self, episode: Episode) -> float:
         """Return the weighted mean; the trajectory keeps the environment's reward."""

@@ -1,4 +1,4 @@
-"""Internalisation: imitate what succeeded with help, after prompts from which the help is gone."""
+"""Imitate successes with help after prompts without it: internalisation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from experiential.types import Condition, Generation
 
 
 def without_help(episode: Episode, actor: ActorAgent) -> list[Generation]:
-    """The responses of an episode that stepped its environment, after prompts that hold neither advice nor questions to the bank.
+    """Return the responses of an episode, after prompts without advice and bank calls.
+
+    Responses that did not step the environment are left out.
 
     Prompts are rebuilt as token ids by ``actor``, from the environment's own observations; the
     responses keep the ids that were sampled, and they alone are trained on.
@@ -37,7 +39,9 @@ def without_help(episode: Episode, actor: ActorAgent) -> list[Generation]:
 def imitation_samples(
     episodes: Sequence[Episode], actor: ActorAgent, weight: float
 ) -> list[Sample]:
-    """Samples of kind ``sft`` that imitate these episodes without their help, every episode equally: weights sum to ``weight``.
+    """Make ``sft`` samples that imitate these episodes without their help.
+
+    Every episode counts equally; weights sum to ``weight``.
 
     Args:
         episodes: what to imitate.
@@ -53,7 +57,9 @@ def imitation_samples(
 
 
 def beyond_free(episodes: Sequence[Episode]) -> list[Episode]:
-    """Guided episodes with a reward above the mean of the free members of their group (section 4.3 of Complementary RL).
+    """Select guided episodes with a reward above the mean of their group's free members.
+
+    See section 4.3 of Complementary RL.
 
     Episodes that failed for a technical reason do not count, on either side; a group without free
     members gives none.
@@ -69,7 +75,7 @@ def beyond_free(episodes: Sequence[Episode]) -> list[Episode]:
 
 
 class CollapseGuard:
-    """Pauses imitation while the actor plays much worse on its own than it once did.
+    """Pause imitation while the actor plays much worse on its own than before.
 
     Imitation of its own successes narrows a policy; the paper saw early gains and a collapse later.
     The guard follows the running mean of the free members' success and stops imitation as long as
@@ -90,7 +96,10 @@ class CollapseGuard:
         self._best = 0.0
 
     def allows(self, success: float | None) -> bool:
-        """Take in the success rate of a step's free members (None: there were none), and say whether to imitate."""
+        """Record the success rate of a step's free members; return whether to imitate.
+
+        None stands for a step without free members.
+        """
         if success is not None:
             self._mean = (
                 success
@@ -101,7 +110,7 @@ class CollapseGuard:
         return self._mean is None or self._mean >= self._best - self._margin
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return the state for a checkpoint."""
         return {"mean": self._mean, "best": self._best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

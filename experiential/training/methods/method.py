@@ -1,4 +1,4 @@
-"""The contract of a training method, and what a run offers to it."""
+"""Define the contract of a training method, and the parts of a run offered to it."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Method:
         return None
 
     async def bonuses(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
-        """Return what uses of experience earn the extractor beyond the outcome, by id of the use."""
+        """Return the extractor's reward for uses beyond the outcome, by id of the use."""
         return {}
 
     async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
-        """Return what the actor learns from these episodes; the samples of all methods are a batch."""
+        """Return the actor's samples of these episodes; the samples of all methods form a batch."""
         return []
 
     def loss(self, step: int) -> LossSettings | None:

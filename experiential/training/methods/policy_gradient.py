@@ -1,4 +1,7 @@
-"""Policy gradient on groups of episodes, guided and free: section 3.2 of Complementary RL, and GRPO's kin."""
+"""Learn by policy gradient on groups of guided and free episodes (GRPO and its kin).
+
+See section 3.2 of Complementary RL.
+"""
 
 from __future__ import annotations
 

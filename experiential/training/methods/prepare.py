@@ -1,4 +1,4 @@
-"""The offline baseline of section 2.2: a bank made before training by the untrained actor."""
+"""Fill a bank with the untrained actor before training: the offline baseline of section 2.2."""
 
 from __future__ import annotations
 

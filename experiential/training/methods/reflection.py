@@ -1,4 +1,4 @@
-"""Experiential RL: second attempts after a reflection, and what the actor learns from both."""
+"""Implement Experiential RL: second attempts after a reflection, and samples of both."""
 
 from __future__ import annotations
 
