@@ -7,7 +7,11 @@ from pathlib import Path
 
 
 def cache_folder(part: str) -> Path:
-    """The folder of one part: in ``EXPERIENTIAL_CACHE``, else in ``experiential`` below ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the cache folder of one part.
+
+    It lies in ``EXPERIENTIAL_CACHE``, else in ``experiential`` below ``XDG_CACHE_HOME`` or
+    ``~/.cache``.
+    """
     own = os.environ.get("EXPERIENTIAL_CACHE")
     base = (
         Path(own)

@@ -1,4 +1,7 @@
-"""One tree of settings, read from YAML and `key=value` overrides; every unknown key is an error that names the nearest."""
+"""Define the tree of settings, read from YAML and `key=value` overrides.
+
+Every unknown key is an error that names the nearest one.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ class EnvSettings(Settings):
 
 
 class WorldChange(Settings):
-    """From training step ``step`` on, use ``worlds`` worlds, and era ``era`` for the first ``changed`` of them."""
+    """Change the training worlds from step ``step`` on.
+
+    There are then ``worlds`` worlds, and the first ``changed`` of them use era ``era``.
+    """
 
     step: int = Field(ge=0)
     worlds: int = Field(gt=0)
@@ -115,7 +121,10 @@ class OptimSettings(Settings):
 
 
 class SelfDistillSettings(Settings):
-    """Imitating guided episodes that beat the free ones, without the experience that guided them (section 4.3)."""
+    """Imitate guided episodes that beat the free ones (section 4.3).
+
+    The imitating policy does not see the experience that guided them.
+    """
 
     weight: float = Field(
         default=0.1, gt=0.0, description="of the imitation loss beside the actor's own"
@@ -150,7 +159,8 @@ class ActorSettings(Settings):
     )
     estimator: str = Field(
         default="grpo",
-        description="grpo, dr_grpo, rloo, reinforce++, or one of yours: how rewards become advantages",
+        description="grpo, dr_grpo, rloo, reinforce++, or one of yours: "
+        "how rewards become advantages",
     )
     loss: str = Field(
         default="ppo", description="policy loss: ppo, cispo, or one of yours (docs/extending.md)"
@@ -402,7 +412,8 @@ class BankSettings(Settings):
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="further options of the manager, as bank.options.cap=500; docs/bank.md lists them",
+        description="further options of the manager, as bank.options.cap=500; "
+        "docs/bank.md lists them",
     )
 
 
@@ -487,7 +498,10 @@ class ClusterSettings(Settings):
 
 
 class ReflectionSettings(Settings):
-    """A second attempt, with a reflection, at what the first did not solve (Experiential RL, algorithm 2)."""
+    """Configure second attempts, with a reflection, at tasks that the first did not solve.
+
+    This is algorithm 2 of Experiential RL.
+    """
 
     mode: Literal["reflect", "retry"] = Field(
         default="reflect",

@@ -75,7 +75,10 @@ class CheckpointError(ExperientialError):
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong with a row of a data file: ``answer is missing``, or its place and what its check says."""
+    """Describe the first problem of a row of a data file.
+
+    Either ``answer is missing``, or the place and the message of the failed check.
+    """
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":

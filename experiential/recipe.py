@@ -1,4 +1,6 @@
-"""Recipes: named YAML presets, `extends`, and `key=value` overrides, resolved into one checked `Experiment`.
+"""Resolve recipes and `key=value` overrides into one checked `Experiment`.
+
+A recipe is a named YAML preset that may extend another one.
 
     load_experiment("complementary", ["run.steps=5", "model.name=smollm2"])
 

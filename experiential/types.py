@@ -224,7 +224,10 @@ class Uplift(Estimate):
 
     @property
     def score(self) -> float:
-        """Laplace estimate of usefulness, (s + 1) / (u + 2) over the uses with an outcome (EvolveR)."""
+        """Return (s + 1) / (u + 2) over the uses with an outcome.
+
+        This is the Laplace estimate of usefulness (EvolveR).
+        """
         return (self.successes + 1) / (self.outcomes + 2)
 
 
@@ -242,11 +245,11 @@ class Experience(Record):
 
 
 class Hit(Record):
-    """One retrieved experience: cosine similarity, final rank (0-based), probability that it was chosen.
+    """Hold one retrieved experience: cosine, final rank (0-based), probability of the choice.
 
     Attributes:
-        score: the cosine; with hybrid retrieval (``bank.options.retrieval.hybrid``) the mean of it and the
-            share of words, weighted.
+        score: the cosine; with hybrid retrieval (``bank.options.retrieval.hybrid``) the weighted
+            mean of it and the share of words.
         propensity: of a provisional entry, with the probability that its episode was admitted to
             such; of a trusted one, given how that draw ended.
         provisional: whether the entry was not trusted yet (see ``bank.trust_after``).

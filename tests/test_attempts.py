@@ -213,9 +213,7 @@ def test_without_a_readable_reflection_the_second_attempt_is_bare_and_counted(
     assert event["unread"] == {why: 4} and event["reflections"] == event["memory_writes"] == 0
 
 
-def test_all_reflections_of_a_step_see_the_memory_of_its_start_and_the_last_that_passed_is_kept() -> (
-    None
-):
+def test_reflections_of_a_step_see_the_memory_of_its_start_and_the_last_passing_is_kept() -> None:
     memory, llm = PrivateMemory(), ScriptedLLM(copy_note)
     memory.keep("Old.", Trajectory(task="t"))
     _, seconds, event = play(reflect=Reflector(llm, prompts="brief"), memory=memory)
@@ -389,9 +387,7 @@ def test_successes_are_imitated_without_the_reflection() -> None:
     assert internalise([*firsts, *seconds], actor(), kind="none") == []
 
 
-def test_reverse_kl_teaches_the_first_attempts_own_tokens_by_the_policy_that_sees_the_reflection() -> (
-    None
-):
+def test_reverse_kl_teaches_the_first_attempts_tokens_by_the_policy_with_the_reflection() -> None:
     """Teacher and student are one policy; its score under the prompt with the reflection, taken by
     hand, is the teacher's.
     """

@@ -77,9 +77,11 @@ def test_a_loss_costs_and_asymmetric_clipping_makes_it_cost_less() -> None:
 
 
 @given(
-    before=st.floats(0, 50), after=st.floats(0, 50), kind=st.sampled_from(["relative", "tanh", "sigmoid", "asymmetric", "log"]),
+    before=st.floats(0, 50),
+    after=st.floats(0, 50),
+    kind=st.sampled_from(["relative", "tanh", "sigmoid", "asymmetric", "log"]),
     weight=st.floats(0.01, 10),
-)  # fmt: skip
+)
 def test_a_bonus_has_the_sign_of_the_gain_and_is_bounded_where_it_says_so(
     before: float, after: float, kind: BonusKind, weight: float
 ) -> None:

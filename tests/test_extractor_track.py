@@ -149,9 +149,7 @@ class WaitingBank:
         return Generation(id=id, text="x", response_ids=(1,), logprobs=(-1.0,))
 
 
-async def test_the_event_loop_goes_on_while_the_bank_is_asked_and_the_buffer_changes_there_at_once() -> (
-    None
-):
+async def test_the_event_loop_goes_on_while_the_bank_works_and_the_buffer_changes_at_once() -> None:
     bank, entries = WaitingBank(), [xp.Experience(text="a"), xp.Experience(text="b")]
     track = track_of(bank)
     crediting = asyncio.create_task(track.credit([episode(*entries)]))

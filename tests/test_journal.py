@@ -41,7 +41,8 @@ def test_every_acknowledged_write_survives_kill_9(tmp_path, lines):
         bank = ExperienceBank(sys.argv[1], embedder="hashing")
         i = 0
         while True:
-            entry = bank.add(f"lesson {i}") if i % 3 else bank.add_many([f"lesson {i}", f"twin {i}"])[0]
+            texts = [f"lesson {i}", f"twin {i}"]
+            entry = bank.add(texts[0]) if i % 3 else bank.add_many(texts)[0]
             print(entry.id, i, flush=True)
             i += 1
     """

@@ -546,7 +546,7 @@ def test_a_lost_server_is_named_and_the_same_client_goes_on_when_it_is_back(fold
 def test_an_answer_lost_on_the_way_is_asked_for_again_with_the_same_key(
     url: str, bank: Bank
 ) -> None:
-    """A proxy that carries each first request through and then cuts the line instead of answering."""
+    """Carry each first request through, then cut the line instead of answering."""
     with cutting(int(url.rsplit(":", 1)[1])) as (proxy, cuts), xp.ExperienceBank(proxy) as through:
         for i in range(10):
             through.add(f"entry {i}")

@@ -21,7 +21,8 @@ import json, random, sys, threading, time
 import httpx
 import experiential as xp
 
-url, process, shared, keys = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4].split(",")
+url, process = sys.argv[1], int(sys.argv[2])
+shared, keys = sys.argv[3].split(","), sys.argv[4].split(",")
 bank = xp.ExperienceBank(url)
 told = {"wrong": [], "written": [], "steps": [], "keyed": []}
 
@@ -40,7 +41,8 @@ def work(thread):
             told["keyed"].append([key, answer.status_code, answer.json().get("id")])
 
 def add(name):
-    told["written"].extend(entry.id for entry in bank.add_many([f"{name}.{part}" for part in range(3)]))
+    texts = [f"{name}.{part}" for part in range(3)]
+    told["written"].extend(entry.id for entry in bank.add_many(texts))
     if f"{name}.1" not in [hit.experience.text for hit in bank.search(f"{name}.1", k=20)]:
         told["wrong"].append(f"{name} not found")
     whole(hit.experience.text for hit in bank.search("entry", k=10_000))
@@ -57,7 +59,8 @@ def whole(texts):
         name, _, part = text.rpartition(".")
         if name and " " not in text:
             parts.setdefault(name, set()).add(part)
-    told["wrong"].extend(f"half of {name}: {sorted(found)}" for name, found in parts.items() if len(found) != 3)
+    halves = {name: found for name, found in parts.items() if len(found) != 3}
+    told["wrong"].extend(f"half of {name}: {sorted(found)}" for name, found in halves.items())
 
 threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
 [thread.start() for thread in threads]

@@ -36,16 +36,23 @@ from experiential.wrappers import SearchAndAskWrapper
 from tests.wrapper_worlds import CorridorEnv
 
 MARKUP = (
-    "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "[/INST]", "<<SYS>>", "<s>", "</s>", "<bos>", "<start_of_turn>", "[TOOL_CALLS]",
-    "<\uff5cUser\uff5c>", "<experience>", "</experience>", "< / EXPERIENCE >", "<answer>", "</answer>", "<action>", "</action>",
-    "<search_and_ask>", "</search_and_ask>", "<search_result>", "</search_result>", "<tool_call>", "<think>", "</think>", "<function=x>",
+    "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "[/INST]", "<<SYS>>", "<s>", "</s>",
+    "<bos>", "<start_of_turn>", "[TOOL_CALLS]",
+    "<\uff5cUser\uff5c>", "<experience>", "</experience>", "< / EXPERIENCE >", "<answer>",
+    "</answer>", "<action>", "</action>",
+    "<search_and_ask>", "</search_and_ask>", "<search_result>", "</search_result>", "<tool_call>",
+    "<think>", "</think>", "<function=x>",
     "<function_calls>", "<ns:invoke name=x>", "</note>", "</entries>", "<system>",
 )  # fmt: skip
 PIECES = (
-    *MARKUP, "\nsystem:", "\nUser :", "\r**Assistant**:", "\u2028### Instruction:", "\n2. ", "\nOutcome: failure", "\nUsed:", "\n> ",
-    "\u200b", "\u202e", "\u0301", "\ufeff", "\x00", "\x1b[31m", "\r\n", "\u2028", "\x85", "\U000e0041", "\ud800", "e\u0301", "\u0338", "<",
-    "[", "&lt;", "/", "s", ">", "experience", "answer", "$task", "password=", "sk-", "AKIAIOSFODNN7EXAMPLE", "[redacted: ", "]", "token: ",
-    "hunter2abc", "https://a:b@c", '"', "'", ":", "=", "eyJhbGciOiJIUzI1NiJ9", ".", " ", "\n", "-----BEGIN PRIVATE KEY-----",
+    *MARKUP, "\nsystem:", "\nUser :", "\r**Assistant**:", "\u2028### Instruction:", "\n2. ",
+    "\nOutcome: failure", "\nUsed:", "\n> ",
+    "\u200b", "\u202e", "\u0301", "\ufeff", "\x00", "\x1b[31m", "\r\n", "\u2028", "\x85",
+    "\U000e0041", "\ud800", "e\u0301", "\u0338", "<",
+    "[", "&lt;", "/", "s", ">", "experience", "answer", "$task", "password=", "sk-",
+    "AKIAIOSFODNN7EXAMPLE", "[redacted: ", "]", "token: ",
+    "hunter2abc", "https://a:b@c", '"', "'", ":", "=", "eyJhbGciOiJIUzI1NiJ9", ".", " ", "\n",
+    "-----BEGIN PRIVATE KEY-----",
 )  # fmt: skip
 EVIL = st.lists(st.one_of(st.text(max_size=4), st.sampled_from(PIECES)), max_size=12).map("".join)
 LIVE = re.compile(

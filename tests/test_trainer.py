@@ -37,8 +37,10 @@ from experiential.types import Condition, Generation, Trajectory
 from tests.llm_tiny import tiny_random_model
 
 SMALL = (
-    "bank.embedder=hashing", "bank.retrieval.floor=0", "model.prompts=brief", "actor.groups=2", "actor.group_size=4", "run.steps=2",
-    "eval.worlds=3", "eval.visits=2", "extractor.batch_size=2", "extractor.max_tokens=24", "env.train={split: train, worlds: 6}",
+    "bank.embedder=hashing", "bank.retrieval.floor=0", "model.prompts=brief", "actor.groups=2",
+    "actor.group_size=4", "run.steps=2",
+    "eval.worlds=3", "eval.visits=2", "extractor.batch_size=2", "extractor.max_tokens=24",
+    "env.train={split: train, worlds: 6}",
     "extractor.kl=0",
 )  # fmt: skip
 
@@ -296,8 +298,10 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     command = [
-        sys.executable, "-m", "experiential.cli.train", "--recipe", "complementary", "--plain", "--output", str(tmp_path / "run"), *SMALL,
-        f"model.name={tmp_path / 'model'}", "run.steps=40", "run.checkpoint_every=1", "eval.before=false", "eval.after=false",
+        sys.executable, "-m", "experiential.cli.train", "--recipe", "complementary", "--plain",
+        "--output", str(tmp_path / "run"), *SMALL,
+        f"model.name={tmp_path / 'model'}", "run.steps=40", "run.checkpoint_every=1",
+        "eval.before=false", "eval.after=false",
     ]  # fmt: skip
     rng = np.random.default_rng(0)
     kills = 0

@@ -54,15 +54,23 @@ def build_tokenizer(texts: list[str]) -> Any:
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left",
-        additional_special_tokens=["<|im_start|>"], clean_up_tokenization_spaces=False, model_max_length=4096,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
     fast.chat_template = TEMPLATE
     return fast
 
 
 def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation and, per token, 1 where the assistant speaks (its end of turn included)."""
+    """Return the token ids of a conversation and a mask of the assistant's tokens.
+
+    The mask is 1 where the assistant speaks, its end of turn included.
+    """
     ids: list[int] = []
     said: list[int] = []
     for message in messages:
@@ -77,7 +85,10 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], l
 
 
 def make_corpus(path: Path, conversations: int, seed: int, tokenizer_folder: Path | None) -> None:
-    """Generate conversations, train the tokenizer on the first of them unless one is given, store all as token ids."""
+    """Generate conversations and store them as token ids.
+
+    The tokenizer is trained on the first of them unless one is given.
+    """
     from tools.tiny_corpus import sampler
 
     sample = sampler(seed)
@@ -113,7 +124,9 @@ def train(
     epochs: float,
     start: Path | None,
 ) -> None:
-    """Train the model on the corpus and save it as safetensors in half precision, with its tokenizer.
+    """Train the model on the corpus and save it with its tokenizer.
+
+    The weights are saved as safetensors in half precision.
 
     With ``start``, training goes on from that model (same vocabulary) and the copying stage is left
     out.
@@ -128,9 +141,15 @@ def train(
     ids, said = data["ids"].astype(np.int64), data["said"].astype(np.float32)
     tokenizer = AutoTokenizer.from_pretrained(path.parent / "tokenizer")
     config = LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=4096, tie_word_embeddings=True, rope_theta=10_000.0,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SHAPE,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        rope_theta=10_000.0,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **SHAPE,
+    )
     model = (
         LlamaForCausalLM(config)
         if start is None
@@ -196,7 +215,10 @@ def _report(stage: str, step: int, steps: int, loss: Any, begin: float) -> None:
 
 
 def _copy_losses(model: Any, vocabulary: int, seed: int, device: str) -> Iterator[Any]:
-    """Losses of random token strings said twice: heads that copy form here in minutes, and in the corpus alone in hours."""
+    """Yield the losses of random token strings said twice.
+
+    Heads that copy form here in minutes, and on the corpus alone in hours.
+    """
     import torch
 
     rng = np.random.default_rng(seed)
@@ -213,7 +235,10 @@ def _copy_losses(model: Any, vocabulary: int, seed: int, device: str) -> Iterato
 
 
 def batches(spans: np.ndarray, size: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless shuffled batches of conversations of similar length, so that little is spent on padding."""
+    """Yield shuffled batches of conversations without end.
+
+    The conversations of a batch have similar lengths, which saves padding.
+    """
     rng = np.random.default_rng(seed)
     while True:
         for pool in np.array_split(rng.permutation(len(spans)), max(1, len(spans) // (size * 50))):

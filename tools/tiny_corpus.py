@@ -1,4 +1,6 @@
-"""Generated text for the tiny models: reading notes, acting on them, copying facts, lessons as operations, grid games.
+"""Generate text for the tiny models.
+
+The tasks: reading notes, acting on them, copying facts, lessons as operations, grid games.
 
 The corpus is *half skilled* on purpose: an answer is right only in a documented share of the
 samples (`SKILL`), so that the models know every part of the task but prefer none, and reinforcement
@@ -87,7 +89,10 @@ class VaultTasks:
         self.env = VaultEnv(split="corpus", worlds=200)
 
     def act(self) -> Sample:
-        """An episode: follows a note about this world in a small share of the pulls, else pulls at random."""
+        """Play an episode.
+
+        A small share of the pulls follows a note about this world; the others are random.
+        """
         rng = self.rng
         observation, info = self.env.reset(
             seed=rng.randrange(2**31),
@@ -122,7 +127,10 @@ class VaultTasks:
         return None, None
 
     def obey(self) -> Sample:
-        """A pull where the note about this world, among others, is always followed: how to read a note."""
+        """Make a pull that follows the note about this world, among other notes.
+
+        It teaches how to read a note.
+        """
         rng = self.rng
         observation, info = self.env.reset(
             seed=rng.randrange(2**31),
@@ -288,7 +296,10 @@ class ReadingTasks:
 
 
 class GridTasks:
-    """Moves in FrozenLake and Sokoban: the shortest plan's move in a share of the samples, else any move."""
+    """Make moves in FrozenLake and Sokoban.
+
+    A share of the samples has the shortest plan's move, the others any move.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -336,8 +347,10 @@ def sampler(seed: int) -> Callable[[], Sample]:
     rng = random.Random(seed)
     vault, reading, grid = VaultTasks(rng), ReadingTasks(rng), GridTasks(rng)
     tasks: list[tuple[float, Callable[[], Sample]]] = [
-        (0.18, vault.act), (0.12, vault.obey), (0.20, vault.distill), (0.10, vault.fact), (0.04, vault.merge), (0.02, vault.refine),
-        (0.01, vault.judge), (0.06, reading.look_up), (0.09, reading.copy), (0.06, grid.lake), (0.02, grid.push), (0.10, grid.solve),
+        (0.18, vault.act), (0.12, vault.obey), (0.20, vault.distill), (0.10, vault.fact),
+        (0.04, vault.merge), (0.02, vault.refine),
+        (0.01, vault.judge), (0.06, reading.look_up), (0.09, reading.copy), (0.06, grid.lake),
+        (0.02, grid.push), (0.10, grid.solve),
     ]  # fmt: skip
     weights, makers = [w for w, _ in tasks], [m for _, m in tasks]
     return lambda: rng.choices(makers, weights)[0]()

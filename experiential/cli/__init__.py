@@ -1,1 +1,4 @@
-"""Command lines: `experiential-train` and `experiential`. Heavy imports happen inside the commands that need them."""
+"""Define the command lines `experiential-train` and `experiential`.
+
+Heavy imports happen inside the commands that need them.
+"""

@@ -1,4 +1,4 @@
-"""`experiential bank`: read an experience bank, undo and forget what it learned, merge it, and see that it is whole."""
+"""Read, roll back, prune, merge and check an experience bank with `experiential bank`."""
 
 from __future__ import annotations
 
@@ -210,7 +210,12 @@ def standing_in_words(standing: Standing) -> str:
     """How far an entry is trusted, for people.
 
     >>> from experiential.bank.evidence.trust import Standing
-    >>> standing_in_words(Standing(id="a", version=1, after=3, tasks=2, mean=0.5, interval=(-0.1, 1.1), trusted=False))
+    >>> interval = (-0.1, 1.1)
+    >>> standing_in_words(
+    ...     Standing(
+    ...         id="a", version=1, after=3, tasks=2, mean=0.5, interval=interval, trusted=False
+    ...     )
+    ... )
     'provisional (2 of 3 tasks, +0.500, 95 % -0.100 to +1.100)'
     """
     if not standing.after:
@@ -267,7 +272,9 @@ def search(
 
 
 def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]]:
-    """The filter that ``--kind`` and ``--where`` say. A value that reads as JSON stands for what it reads as, too.
+    """Return the filter of the options ``--kind`` and ``--where``.
+
+    A value that is valid JSON also matches as the parsed value.
 
     >>> filter_of(["lesson"], ["tags=alfworld", "level=3"])
     {'kind': ['lesson'], 'tags': ['alfworld'], 'level': ['3', 3]}
@@ -450,7 +457,10 @@ def rollback(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let the bank stand as after an earlier commit, by a new commit; shows what changed. Nothing is erased, counters stay."""
+    """Restore the state after an earlier commit, by a new commit, and show the changes.
+
+    Nothing is erased, counters stay.
+    """
     with opened(folder, namespace, write=not dry_run) as bank:
         rows = difference_rows(bank.diff(bank.head, commit))
         if not dry_run:
@@ -475,7 +485,7 @@ def prune(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take out entries that were tried and did not help; shows them. `rollback` brings them back."""
+    """Remove tried entries that did not help, and show them. `rollback` brings them back."""
     if score is None and uplift is None:
         raise ConfigError(
             "Expected --score or --uplift to prune by, got neither; for example: --score 0.3"
@@ -522,7 +532,10 @@ def merge(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge related entries with a model, or near-duplicates by their cosine without one; shows what changed."""
+    """Merge related entries, and show the changes.
+
+    A model merges; without one, near-duplicates are merged by their cosine.
+    """
     if model is not None or backend is not None:
         from experiential.llm.base import read_options
 
@@ -601,7 +614,10 @@ def export(
     file: Annotated[Path, typer.Argument(help="File to write.")],
     namespace: Namespace = "default",
 ) -> None:
-    """Write all entries to a file that `import` reads: Markdown if its name ends in .md, else JSON Lines."""
+    """Write all entries to a file that `import` reads.
+
+    The format is Markdown if the name ends in .md, else JSON Lines.
+    """
     with opened(folder, namespace) as bank:
         try:
             bank.export(file)
@@ -640,7 +656,10 @@ def import_entries(
 
 @app.command()
 def doctor(folder: Folder, as_json: AsJson = False) -> None:
-    """Check that a bank is whole, all namespaces: journal, index and queue. Nothing is changed; exit code 1 if something is wrong."""
+    """Check journal, index and queue of all namespaces of a bank.
+
+    Nothing is changed. The exit code is 1 if something is wrong.
+    """
     if not (folder / "journal.sqlite").is_file():
         raise ConfigError(
             f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite"

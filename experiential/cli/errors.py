@@ -1,4 +1,7 @@
-"""One policy for exit codes: 0 done, 2 user error (one line on stderr), 1 failure, 130 interrupted."""
+"""Map errors to exit codes by one policy.
+
+The codes: 0 done, 2 user error (one line on stderr), 1 failure, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def complain(error: object, code: int) -> int:
 
 
 def new_app(about: str) -> typer.Typer:
-    """A typer application under the shared policy: no completion installers, no decorated tracebacks."""
+    """Create a typer application without completion installers and decorated tracebacks."""
     return typer.Typer(
         help=about, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
     )

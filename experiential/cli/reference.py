@@ -8,7 +8,8 @@ from experiential.recipe import Setting, settings_reference
 
 HEADER = """# Configuration
 
-Made by `make docs` from the settings themselves; do not edit. Any key can be set in a YAML file or on the command line:
+Made by `make docs` from the settings themselves; do not edit. Any key can be set in a YAML \
+file or on the command line:
 
     experiential-train --recipe complementary run.steps=100 actor.optim.lr=1e-4
 

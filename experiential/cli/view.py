@@ -144,9 +144,14 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(), console=console,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
         self._task = self._progress.add_task("loading models", total=None)
         self._latest: Event = {}
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
