@@ -275,6 +275,37 @@ class TestUserErrors:
     def test_unknown_part(self, run_train: Train, setting: str, nearest: str) -> None:
         assert_user_error(run_train(setting), f"did you mean {nearest!r}?")
 
+    @pytest.mark.parametrize(
+        ("setting", "said"),
+        [
+            ("extractor.options.cooldwn=2", "did you mean 'cooldown'?"),
+            ("extractor.options.batch_size=2", "set extractor.batch_size"),
+            ("extractor.options.decay=half", "extractor.options.decay to be a number, got 'half'"),
+            ("bank.options.capp=500", "did you mean 'cap'?"),
+            ("bank.options.text_limit=9", "set bank.text_limit"),
+            ("bank.options.cap=many", "cap='many'"),
+            ("bank.options.retrieval.hybird=0.3", "did you mean 'hybrid'?"),
+            ("bank.options.retrieval=0.3", "bank.options.retrieval to be a mapping, as"),
+        ],
+    )
+    def test_unknown_option_of_a_part(self, run_train: Train, setting: str, said: str) -> None:
+        assert_user_error(run_train(setting), said)
+
+    def test_names_are_checked_before_anything_heavy_is_imported(self) -> None:
+        program = """if True:
+            import sys
+            from experiential.cli import train
+            from experiential.cli.errors import run_app
+            for wrong in sys.argv[1:]:
+                assert run_app(train.app, [wrong]) == 2, wrong
+            print(sorted({"torch", "transformers", "chromadb"} & sys.modules.keys()))
+        """
+        wrong = ["method=evolve", "bank.options.capp=5", "extractor.options.cooldwn=2"]
+        done = subprocess.run(
+            [sys.executable, "-c", program, *wrong], capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "[]\n" and done.stderr.count("\n") == 3, done.stderr
+
     @pytest.mark.parametrize("package", ["openrlhf", "ray", "vllm", "deepspeed"])
     def test_missing_cluster_package(
         self, run_train: Train, monkeypatch: pytest.MonkeyPatch, package: str

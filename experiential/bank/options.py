@@ -106,7 +106,20 @@ def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
                 f"Expected bank.options among {', '.join(sorted(known))}, got {name!r}{hint}"
             )
     if "retrieval" in further:
-        rare = cast("Mapping[str, Any]", further.pop("retrieval"))
+        rare = further.pop("retrieval")
+        if not isinstance(rare, Mapping):
+            raise ConfigError(
+                "Expected bank.options.retrieval to be a mapping, as"
+                f" bank.options.retrieval.hybrid=0.3, got {rare!r}"
+            )
+        rare = cast("Mapping[str, Any]", rare)
+        names = sorted(RetrievalOptions.model_fields)
+        for name in rare:
+            if name not in names:
+                raise ConfigError(
+                    f"Expected bank.options.retrieval among {', '.join(names)}, got"
+                    f" {name!r}{did_you_mean(name, names)}"
+                )
         own["retrieval"] = {**_plain(own.get("retrieval")), **rare}
     elif "retrieval" in own:
         own["retrieval"] = _plain(own["retrieval"])
