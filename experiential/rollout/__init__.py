@@ -1,1 +1,1 @@
-"""Play episodes: tasks, slots of environment and actor, and what comes back from them."""
+"""Play episodes: tasks, slots of environment and actor, and their results."""

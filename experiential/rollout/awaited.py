@@ -39,13 +39,13 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
     thread while it waits. Here the loop first awaits ``await_reset`` or ``await_step``, with no
     thread, and then calls the stack with the same action.
 
-    It is also where failures of the environment are told from all others: whatever the environment
-    raises becomes an ``EnvError``, and so does an answer that is none (no text, a reward that is no
-    finite number). What wrappers above raise does not.
+    It also separates failures of the environment from all others. Every exception of the
+    environment becomes an ``EnvError``, and so does an invalid answer (no text, a reward that is
+    not finite). Exceptions of the wrappers above stay unchanged.
 
     Caveat: the loop must know whether the stack will step the environment at all;
-    ``SearchAndAskWrapper`` answers a call itself. What was not awaited before is asked for
-    synchronously.
+    ``SearchAndAskWrapper`` answers a call itself. An answer that was not awaited before is
+    fetched synchronously.
 
     No vector version exists: it is for one environment of a rollout.
 
@@ -142,7 +142,7 @@ def checked_start(answer: Any) -> Start:
     """Check and return the answer of ``reset``.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: the answer is invalid.
     """
     observation, info = answer
     return _text(observation), _info(info)
@@ -152,11 +152,11 @@ def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -
     """Check and return the answer of ``step``, its reward as a float.
 
     Args:
-        answer: what it returned.
+        answer: the value that it returned.
         reward_range: least and largest reward; None takes any finite one.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: the answer is invalid.
     """
     observation, reward, terminated, truncated, info = answer
     reward = float(reward)

@@ -62,11 +62,11 @@ class Episode:
     """Represent a finished episode with its responses.
 
     Attributes:
-        trajectory: what happened in the environment.
+        trajectory: the course of events in the environment.
         generations: the actor's responses, in order.
         broken: its environment failed, so that it never finished.
         asked: per response, whether it asked the bank and so did not step the environment.
-        job: what was played.
+        job: the job that was played.
     """
 
     trajectory: Trajectory
@@ -172,10 +172,10 @@ class Rollout:
         search_experience: the same for EvolveR's action; nothing is retrieved at the start of an
             episode then.
         make_env: builds the innermost environments, on the event loop; in this process by default.
-        critic: reviews what was retrieved before an episode begins.
+        critic: reviews retrieved experience before an episode begins.
 
     Attributes:
-        critic: reviews what was retrieved before an episode begins.
+        critic: reviews retrieved experience before an episode begins.
         close_errors: how often closing an environment failed, by reason.
     """
 

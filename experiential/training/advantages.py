@@ -98,7 +98,7 @@ def cell_advantages(
         advantages, shape (n,), float32; a cell with fewer than two members or zero spread gives 0.
 
     Raises:
-        ConfigError: no such estimator.
+        ConfigError: the estimator is unknown.
         ValueError: shapes differ, or a reward is not finite.
     """
     found = (

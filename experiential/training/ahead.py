@@ -37,7 +37,7 @@ class RolloutsAhead(Generic[T]):
         return played
 
     async def close(self) -> None:
-        """Cancel what is still played."""
+        """Cancel the steps still being played."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:

@@ -198,7 +198,7 @@ class ExtractorBuffer:
         """Replace the contents by a ``state_dict``, in its order of samples.
 
         Raises:
-            CheckpointError: ``state`` is no such dictionary.
+            CheckpointError: ``state`` is not a ``state_dict``.
         """
         try:
             read = _State.model_validate(state)

@@ -110,10 +110,10 @@ class ExtractorTrack:
         """Credit the uses of these trajectories with rewards; return the number of counted uses.
 
         The reward is the outcome of the episode (section 3.3), or with ``reward: relative`` its
-        gain over the group's free members; a verdict of the actor adds its score (eq. 8), and a use
-        named in ``bonuses``, by its id, what stands there.
+        gain over the group's free members. A verdict of the actor adds its score (eq. 8), and
+        ``bonuses`` adds the bonus of a use, by its id.
 
-        The bank is read in a thread, since a bank behind a server takes a while; what it says of a
+        The bank is read in a thread, since a bank behind a server takes a while; its record of a
         version never changes. The buffer changes on the event loop only, in the order of the
         trajectories, so an update that runs meanwhile never meets half of it.
         """
@@ -179,7 +179,7 @@ class ExtractorTrack:
             await asyncio.gather(self._running, return_exceptions=True)
 
     def event(self) -> dict[str, Any]:
-        """Return what a step's metrics say of this track."""
+        """Return this track's part of a step's metrics."""
         return {
             "extractor_updates": self.updates,
             "extractor_loss": self.last.loss,

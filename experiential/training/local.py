@@ -51,8 +51,8 @@ class LocalRuntime(PolicyRuntime):
         llm: generates from the weights that are trained.
         optim: AdamW settings.
         name: role of this policy, stored in its generations.
-        reference: keep what the KL penalty needs (the frozen base under LoRA, else a frozen copy of
-            the weights).
+        reference: keep the reference of the KL penalty (the frozen base under LoRA, else a frozen
+            copy of the weights).
         priority: of training on the executor; 1 lets rollouts and the other policy's updates go
             first.
         owns_executor: close the executor with this policy.
@@ -143,7 +143,7 @@ class LocalRuntime(PolicyRuntime):
         await self.llm.executor.run(lambda: self._save(Path(folder)), priority=0)
 
     async def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote."""
+        """Restore the state written by ``save``."""
         await self.llm.executor.run(lambda: self._load(Path(folder)), priority=0)
 
     async def anchor(self) -> None:
@@ -412,7 +412,7 @@ def build_runtimes(
         actor: model of the actor.
         extractor: model of the extractor; None takes the actor's.
         optims: AdamW settings of both.
-        references: whether each needs what a KL penalty is taken to.
+        references: whether each needs the reference of a KL penalty.
         shared: both are one policy, with the actor's optimiser.
         max_batch: sequences decoded together.
 

@@ -25,8 +25,8 @@ def token_logprobs(
         logits: float32, shape (n, vocabulary): one row per trained token of ``members``, in their
             order.
         members: the samples.
-        blocked: what could not have been drawn, shape (n, vocabulary), on the device of ``logits``;
-            None when anything could.
+        blocked: marks the excluded tokens, shape (n, vocabulary), on the device of ``logits``;
+            None when there are none.
 
     Returns:
         shape (n,), in nats.

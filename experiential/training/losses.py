@@ -101,7 +101,7 @@ def batch_loss(
     total: float,
     reference: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
-    """Compute what these samples add to the loss of their batch; parts of a batch add up to it.
+    """Compute these samples' share of their batch's loss; the parts of a batch add up to it.
 
     Every runtime minimises this, so that all of them take the same step.
 
@@ -119,7 +119,7 @@ def batch_loss(
         (`Sample.kind`) carry its name in front.
 
     Raises:
-        ConfigError: no such loss.
+        ConfigError: the loss is unknown.
     """
     device = logp.device
     kinds = [s.kind or loss.kind for s in members]

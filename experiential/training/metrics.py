@@ -75,7 +75,7 @@ def peak_memory_gb() -> float:
 
 
 def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> dict[str, Any]:
-    """Describe what was played in a step and how the actor was updated, in one flat record.
+    """Describe the episodes of a step and the actor's update in one flat record.
 
     Success rates are those of first attempts.
     """

@@ -57,7 +57,7 @@ def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
     of its own, each row of n tokens costing n + n^2 / parity.
 
     Args:
-        samples: what to pack.
+        samples: the samples to pack.
         parity: row length at which attention costs as much as all else; 0 keeps every row one
             unbranched sequence.
     """

@@ -39,7 +39,7 @@ def critic_reward(verdict: Verdict | None, outcome: float) -> float:
     failure that was accepted outweighs a success that was refined.
 
     Args:
-        verdict: what the actor said of the entry; None adds nothing.
+        verdict: the actor's verdict on the entry; None adds nothing.
         outcome: r(m), -1 or +1.
     """
     return outcome + (CRITIC_SCORES[verdict] if verdict is not None else 0.0)
@@ -191,8 +191,8 @@ def format_reward(responses: Sequence[str], parts: Sequence[FormatPart] = ALL_PA
     environment has no knowledge to search, the search for experience is the only kind.
 
     Args:
-        responses: what the policy wrote in one episode, in order.
-        parts: what an episode can hold here.
+        responses: the policy's responses in one episode, in order.
+        parts: the parts that an episode can have here.
 
     Raises:
         ValueError: ``parts`` has neither thoughts nor searches.

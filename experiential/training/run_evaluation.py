@@ -91,7 +91,7 @@ def evaluate_run(
         arms: which arms.
         store: of finished cells. Those in it are not played again, others are stored as soon as
             they are finished.
-        observer: receives the events of what is played.
+        observer: receives the events of the episodes.
     """
     from experiential.training.trainer import Trainer
 

@@ -161,7 +161,7 @@ class PolicyRuntime(LLM):
         """Return the entropy at each trained token under the current weights, in nats.
 
         Raises:
-            ConfigError: this kind of runtime does not give it.
+            ConfigError: this kind of runtime does not compute it.
         """
         raise ConfigError(
             f"Expected a runtime that gives entropies, got {type(self).__name__}; use runtime=local"
@@ -177,10 +177,10 @@ class PolicyRuntime(LLM):
 
     @abstractmethod
     async def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote.
+        """Restore the state written by ``save``.
 
         Raises:
-            CheckpointError: the folder holds no state of such a policy.
+            CheckpointError: the folder holds no state of this kind of policy.
         """
 
     async def anchor(self) -> None:
@@ -200,10 +200,10 @@ Policies = tuple[PolicyRuntime, PolicyRuntime]
 
 
 class Runtime(Protocol):
-    """Own what a run computes with: two policies, the bank's writer, the environments.
+    """Own a run's means of computation: two policies, the bank's writer, the environments.
 
-    A runtime is made by calling what its name stands for with the experiment and, optionally, with
-    policies that exist already; those stay the caller's to close.
+    A runtime's name resolves to a callable, which takes the experiment and, optionally, existing
+    policies; the caller closes those.
     """
 
     @property

@@ -58,7 +58,7 @@ class Trainer:
 
     Raises:
         CheckpointError: ``resume`` and there is nothing to resume from.
-        ConfigError, ModelNotFoundError, MissingExtraError: the experiment cannot be run as it is.
+        ConfigError, ModelNotFoundError, MissingExtraError: the experiment cannot be run.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Trainer:
 
         Args:
             checkpoint: its folder, of this run or another.
-            manifest: its manifest, as ``CheckpointStore.latest`` gives it.
+            manifest: its manifest, from ``CheckpointStore.latest``.
         """
         self._restored = checkpoint, manifest
         async with contextlib.AsyncExitStack() as stack:
@@ -331,7 +331,7 @@ class Trainer:
         return episodes, time.perf_counter() - begin
 
     async def _settle(self) -> None:
-        """Let the background track finish what it has."""
+        """Let the background track finish its work."""
         if self._upkeep is not None:
             await self._upkeep.finish()
         if self._manager is not None:

@@ -13,7 +13,7 @@ from experiential.training.metrics import Observer
 
 
 class BankUpkeep:
-    """Start periodic work on the bank in the background, and report what fails.
+    """Start periodic work on the bank in the background, and report failures.
 
     Args:
         manager: merges and deduplicates.
@@ -26,7 +26,7 @@ class BankUpkeep:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def after_step(self, step: int) -> None:
-        """Start what is due after ``step``, counted from 0.
+        """Start the work due after ``step``, counted from 0.
 
         Raises:
             ExperientialError: work that was started earlier has failed since.

@@ -35,8 +35,8 @@ def reinforced_samples(episodes: Sequence[Episode], settings: ActorSettings) -> 
     a technical reason there is none, and no sample.
 
     Args:
-        episodes: what `Attempts.play` gave, first attempts too: each sample weighs as much as the
-            first attempt that it belongs to.
+        episodes: the result of `Attempts.play`, first attempts too: each sample weighs as much as
+            the first attempt that it belongs to.
         settings: how advantages are made and aggregated.
     """
     firsts, seconds = split_attempts(episodes)
@@ -66,7 +66,7 @@ async def internalised_samples(
     x); ``reverse_kl`` is appendix A's.
 
     Args:
-        episodes: what `Attempts.play` gave.
+        episodes: the result of `Attempts.play`.
         settings: which of the two, and its weight.
         agent: an agent with the settings of the one that played, to rebuild prompts; its
             conversation is replaced.

@@ -22,7 +22,7 @@ class SecondAttempt(Episode):
 
     Attributes:
         first: the attempt that was reflected on.
-        reflection: what this attempt was shown, and the response that it rewards.
+        reflection: the text shown to this attempt, and the response that it rewards.
     """
 
     first: Episode
@@ -141,7 +141,7 @@ class Attempts:
         return {} if self._memory is None else self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` gave.
+        """Restore a ``state_dict``.
 
         Raises:
             CheckpointError: it is of another kind of memory.

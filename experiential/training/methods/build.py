@@ -29,7 +29,7 @@ def build_methods(run: Run) -> list[Method]:
     """Build the main method, and then the additions that the settings ask for.
 
     Raises:
-        ConfigError: no such method.
+        ConfigError: the method is unknown.
     """
     shaped = run.experiment.actor.format_reward > 0
     name = run.experiment.method or ("evolver" if shaped else "policy_gradient")

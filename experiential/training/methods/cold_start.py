@@ -151,7 +151,7 @@ async def cold_start(
     has, with its optimiser.
 
     Args:
-        policy: what learns.
+        policy: the policy to train.
         settings: file, epochs and batch size.
         seed: of the order.
         emit: receives the metrics event ``cold_start``.
@@ -160,7 +160,7 @@ async def cold_start(
         of the last optimiser step, with ``updates``, ``samples`` and ``tokens`` of all.
 
     Raises:
-        ConfigError: the file is no such file, or the policy shows no tokenizer.
+        ConfigError: the file holds no demonstrations, or the policy has no tokenizer.
     """
     if policy.tokenizer is None:
         raise ConfigError(

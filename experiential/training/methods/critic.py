@@ -50,12 +50,12 @@ class SuccessRates:
         return {"played": dict(self._played), "won": dict(self._won)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore a ``state_dict``."""
         self._played, self._won = Counter(state["played"]), Counter(state["won"])
 
 
 class Critic(Method):
-    """Let the actor judge what is retrieved for it before each episode.
+    """Let the actor judge retrieved experience before each episode.
 
     Args:
         run: the parts of the run.
@@ -82,7 +82,7 @@ class Critic(Method):
         self.rates.add(e.trajectory for e in episodes if e.job is None or e.job.attempt == 1)
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
-        """Return how often each verdict was given so far."""
+        """Return the number of times each verdict occurred so far."""
         return {"verdicts": dict(self._training.verdicts)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class ActorCritic:
         rates: how well the actor does.
 
     Attributes:
-        verdicts: how often each verdict was given; ``unreadable`` counts answers that named none.
+        verdicts: number of each verdict; ``unreadable`` counts answers that named none.
     """
 
     def __init__(self, agent: CriticAgent, rates: SuccessRates) -> None:

@@ -44,7 +44,7 @@ def imitation_samples(
     Every episode counts equally; weights sum to ``weight``.
 
     Args:
-        episodes: what to imitate.
+        episodes: the episodes to imitate.
         actor: see ``without_help``.
         weight: of the imitation loss beside the other losses of its batch.
     """
@@ -114,7 +114,7 @@ class CollapseGuard:
         return {"mean": self._mean, "best": self._best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore a ``state_dict``."""
         self._mean, self._best = state["mean"], state["best"]
 
 
@@ -151,7 +151,7 @@ class SelfDistillation(Method):
         return cls(settings, run.roles.actor) if settings is not None else None
 
     async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
-        """Return what to imitate beside learning from these episodes."""
+        """Return the imitation samples of these episodes."""
         firsts = [e for e in episodes if e.job is None or e.job.attempt == 1]
         free = [
             e.trajectory.success

@@ -41,7 +41,7 @@ class Run:
 
 
 class Method:
-    """Decide what a run plays and what the actor learns from it.
+    """Decide on the episodes of a run and the actor's samples of them.
 
     Every hook has a default that does nothing, so a method defines only what it changes. A run has
     one main method, named by the setting ``method`` and called with the `Run`, and any number of
@@ -76,15 +76,15 @@ class Method:
         """Follow up on a step, once the weights that generate are the new ones."""
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
-        """Return what the step's metrics say of this method."""
+        """Return this method's part of a step's metrics."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as JSON."""
+        """Return the state for a checkpoint, as JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned.
+        """Restore a ``state_dict``.
 
         Raises:
             CheckpointError: the state is of another kind.

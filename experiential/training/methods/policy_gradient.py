@@ -22,7 +22,7 @@ class PolicyGradient(Method):
         self._metrics: dict[str, float] = {}
 
     def reward(self, episode: Episode) -> float:
-        """Return what an episode is worth to the actor: here, what its environment paid."""
+        """Return the reward of an episode for the actor: here, its environment's reward."""
         return env_reward(episode)
 
     async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:

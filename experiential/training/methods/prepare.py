@@ -25,7 +25,7 @@ class OfflineBank(Method):
         return cls(run) if run.experiment.bank.prepare_steps and run.manager is not None else None
 
     async def begin(self) -> None:
-        """Fill the bank, and record what was played.
+        """Fill the bank, and record the episodes.
 
         Raises:
             ExperientialError: the environment failed every episode of a step.

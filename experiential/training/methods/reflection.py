@@ -45,7 +45,7 @@ class Reflection(Method):
         return await self._attempts.play(jobs)
 
     async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
-        """Return what a step teaches beside its first attempts."""
+        """Return a step's samples beyond those of its first attempts."""
         reinforced = reinforced_samples(episodes, self._run.experiment.actor)
         internalised = await internalised_samples(
             episodes, self._settings, self._run.roles.actor(), self._run.actor
@@ -76,7 +76,7 @@ def memory_of(settings: ReflectionSettings, bank: Bank | None) -> ReflectionMemo
     """Return where reflections are kept, or None where none are.
 
     Raises:
-        ValueError: a bank is asked for and there is none.
+        ValueError: the settings need a bank and the run has none.
     """
     if settings.mode == "retry" or settings.memory == "none":
         return None
