@@ -1,4 +1,4 @@
-"""Experience that learns, for any Gymnasium text environment.
+"""Give agents in any Gymnasium text environment experience that learns.
 
     import experiential as xp
 

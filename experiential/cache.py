@@ -1,4 +1,4 @@
-"""Where what can be made again is kept between runs."""
+"""Locate the cache of files that can be made again."""
 
 from __future__ import annotations
 

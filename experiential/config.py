@@ -21,13 +21,13 @@ Arm = Literal["off", "on", "frozen", "shuffled", "placebo"]
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable, unknown keys refused."""
+    """Provide the base of all settings: immutable, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class EnvSettings(Settings):
-    """Which environment, and which of its tasks are for training and for evaluation."""
+    """Choose the environment, and its tasks for training and for evaluation."""
 
     id: str = "experiential/Vault-v0"
     kwargs: dict[str, Any] = Field(
@@ -83,14 +83,14 @@ EnvSettings.model_rebuild()
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters over a frozen base."""
+    """Configure low-rank adapters over a frozen base."""
 
     rank: int = Field(default=8, gt=0)
     alpha: int = Field(default=16, gt=0)
 
 
 class ModelSettings(Settings):
-    """Which weights, where, and in which precision."""
+    """Choose the weights, their device and their precision."""
 
     name: str = Field(
         default="tiny", description="tiny, smollm2, a folder in Hugging Face format, or a hub name"
@@ -111,7 +111,7 @@ class ModelSettings(Settings):
 
 
 class OptimSettings(Settings):
-    """AdamW with a constant rate (appendix C.2)."""
+    """Configure AdamW with a constant rate (appendix C.2)."""
 
     lr: float = Field(default=1e-6, gt=0.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
@@ -145,7 +145,7 @@ FormatPart = Literal["think", "search_experience", "search_knowledge", "answer"]
 
 
 class ActorSettings(Settings):
-    """The acting policy and how it learns (eq. 4 and 5)."""
+    """Configure the acting policy and its learning (eq. 4 and 5)."""
 
     train: bool = True
     group_size: int = Field(default=8, gt=0, description="K: episodes per task and seed")
@@ -253,14 +253,14 @@ class ActorSettings(Settings):
 
 
 class EntropyBonusSettings(Settings):
-    """A bonus for entries that lower the actor's entropy over the task (appendix B.2)."""
+    """Configure a bonus for entries that lower the actor's entropy over the task (appendix B.2)."""
 
     kind: Literal["relative", "tanh", "sigmoid", "asymmetric", "log"] = "relative"
     weight: float = Field(default=0.5, gt=0.0, description="w")
 
 
 class ColdStartSettings(Settings):
-    """Supervised training on given demonstrations before reinforcement learning (EvolveR)."""
+    """Configure supervised training on demonstrations before reinforcement learning (EvolveR)."""
 
     demonstrations: str = Field(
         description=(
@@ -273,7 +273,7 @@ class ColdStartSettings(Settings):
 
 
 class ExtractorSettings(Settings):
-    """The distilling policy and how it learns (eq. 3 and 7)."""
+    """Configure the distilling policy and its learning (eq. 3 and 7)."""
 
     enabled: bool = True
     agent: str = Field(
@@ -334,7 +334,7 @@ class ExtractorSettings(Settings):
 
 
 class RetrievalSettings(Settings):
-    """How queries become hits (section 3.2.2, eq. 6)."""
+    """Configure retrieval, from queries to hits (section 3.2.2, eq. 6)."""
 
     k: int = Field(default=1, gt=0)
     strategy: str = Field(
@@ -361,7 +361,7 @@ class RetrievalSettings(Settings):
 
 
 class BankSettings(Settings):
-    """The experience bank and its manager."""
+    """Configure the experience bank and its manager."""
 
     path: str | None = Field(
         default=None, description="an existing bank folder to start from; None starts empty"
@@ -418,7 +418,7 @@ class BankSettings(Settings):
 
 
 class PolicyClusterSettings(Settings):
-    """One policy's share of a cluster: its DeepSpeed ranks and its vLLM engines."""
+    """Configure one policy's share of a cluster: its DeepSpeed ranks and its vLLM engines."""
 
     nodes: int = Field(default=1, gt=0, description="nodes that train this policy")
     gpus_per_node: int = Field(
@@ -457,7 +457,7 @@ class PolicyClusterSettings(Settings):
 
 
 class ClusterSettings(Settings):
-    """The cluster engine (`runtime: openrlhf`): Ray, vLLM and DeepSpeed through OpenRLHF."""
+    """Configure the cluster engine: Ray, vLLM and DeepSpeed (`runtime: openrlhf`)."""
 
     address: str | None = Field(
         default=None, description="Ray cluster to join, e.g. auto; None starts Ray on this machine"
@@ -534,7 +534,7 @@ class ReflectionSettings(Settings):
 
 
 class EvalSettings(Settings):
-    """Evaluation by visit on held-out worlds, weights frozen."""
+    """Configure evaluation by visit on held-out worlds, weights frozen."""
 
     worlds: int = Field(default=40, gt=0)
     visits: int = Field(default=6, gt=0)
@@ -556,7 +556,7 @@ class EvalSettings(Settings):
     @field_validator("arms", mode="before")
     @classmethod
     def _on_and_off_are_names(cls, arms: Any) -> Any:
-        """YAML reads on and off as true and false."""
+        """Restore on and off, which YAML reads as true and false."""
         if not isinstance(arms, list | tuple):
             return arms
         names = {True: "on", False: "off"}
@@ -564,7 +564,7 @@ class EvalSettings(Settings):
 
 
 class RunSettings(Settings):
-    """How long to train and what to write."""
+    """Configure the length of the training and the files it writes."""
 
     steps: int = Field(default=40, ge=0)
     minutes: float | None = Field(
@@ -597,7 +597,7 @@ class RunSettings(Settings):
 
 
 class Experiment(Settings):
-    """Everything that defines a run."""
+    """Define a run, with all its settings."""
 
     recipe: str = "complementary"
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Errors that users can meet.
+"""Define the errors that users can meet.
 
 ExperientialError
 ├── ConfigError          a setting, override or recipe is wrong       (exit code 2)
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class ExperientialError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Provide the base of every error raised on purpose by this package."""
 
 
 class ConfigError(ExperientialError, ValueError):
-    """A setting, an override or a recipe name is wrong."""
+    """Report a wrong setting, override or recipe name."""
 
 
 class MissingExtraError(ExperientialError, ImportError):
-    """An optional dependency is missing; the message names the extra to install."""
+    """Report a missing optional dependency; the message names the extra to install."""
 
     def __init__(self, package: str, extra: str, then: str = "") -> None:
         run = f"pip install 'experiential-rl[{extra}]'" + (f" && {then}" if then else "")
@@ -37,27 +37,27 @@ class MissingExtraError(ExperientialError, ImportError):
 
 
 class ModelNotFoundError(ExperientialError, FileNotFoundError):
-    """A model name or folder cannot be resolved."""
+    """Report a model name or folder that cannot be resolved."""
 
 
 class BankError(ExperientialError):
-    """The experience bank cannot do what was asked."""
+    """Report a request that the experience bank cannot fulfil."""
 
 
 class BankLockedError(BankError):
-    """Another process holds the writer lock of this bank."""
+    """Report that another process holds the writer lock of this bank."""
 
 
 class ReadOnlyBankError(BankError):
-    """A write was asked of a bank opened read-only."""
+    """Report a write on a bank opened read-only."""
 
 
 class BackendError(ExperientialError):
-    """A language-model backend failed: time-out, refusal, malformed reply."""
+    """Report a failure of a language-model backend: time-out, refusal, malformed reply."""
 
 
 class EnvError(ExperientialError):
-    """An environment failed: it raised, gave no answer in time, or the process that held it died.
+    """Report a failed environment: it raised, timed out, or its process died.
 
     Args:
         message: the reason.
@@ -71,7 +71,7 @@ class EnvError(ExperientialError):
 
 
 class CheckpointError(ExperientialError):
-    """A checkpoint cannot be read or written."""
+    """Report a checkpoint that cannot be read or written."""
 
 
 def first_problem(error: ValidationError) -> str:

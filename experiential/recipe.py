@@ -31,11 +31,11 @@ Tree = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that also reads `1e-4` as a number, and refuses a key given twice."""
+    """Load safe YAML; read `1e-4` as a number and refuse a key given twice."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe YAML that puts text in quotes where `_Loader` would read a number."""
+    """Dump safe YAML; quote text that `_Loader` would read as a number."""
 
 
 _NUMBER = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -59,12 +59,12 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
 def recipe_names() -> list[str]:
-    """Names of the bundled recipes, sorted."""
+    """Return the names of the bundled recipes, sorted."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("_"))
 
 
 def describe_recipe(name: str) -> str:
-    """The comment that opens a bundled recipe: what it does, in one line."""
+    """Return the opening comment of a bundled recipe, its description in one line."""
     return _find(name).read_text("utf-8").splitlines()[0].removeprefix("# ")
 
 
@@ -91,7 +91,7 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
 
 
 def dump_experiment(experiment: Experiment) -> str:
-    """The experiment as YAML that `load_experiment` reads back to an equal one."""
+    """Return the experiment as YAML that `load_experiment` reads back to an equal one."""
     return yaml.dump(
         experiment.model_dump(mode="json"),
         Dumper=_Dumper,
@@ -151,7 +151,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _merge(base: Tree, over: Mapping[str, Any]) -> Tree:
-    """Nested mappings are merged key by key; everything else is replaced."""
+    """Merge nested mappings key by key; replace everything else."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
@@ -196,7 +196,7 @@ def _put(tree: Tree, path: Sequence[str], value: Any) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of the tree of settings."""
+    """Describe one leaf of the tree of settings."""
 
     key: str
     type: str
@@ -240,7 +240,7 @@ def _type_name(field: FieldInfo) -> str:
 
 
 def _settings_class(field: FieldInfo) -> type[Settings] | None:
-    """The `Settings` class of a field, looking through `X | None`; None for plain values."""
+    """Return the `Settings` class of a field, also of `X | None`; None for plain values."""
     options = (
         get_args(field.annotation)
         if get_origin(field.annotation) in (Union, UnionType)
@@ -333,7 +333,7 @@ def _validate(tree: Tree) -> Experiment:
 
 
 def _describe(location: tuple[int | str, ...], message: str, value: Any) -> str:
-    """One sentence for one pydantic problem."""
+    """Describe one pydantic problem in one sentence."""
     key = ".".join(map(str, location))
     if message.startswith("Value error, "):
         return message.removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""The nouns of the project: what flows from an observation to a gradient.
+"""Define the records that flow from an observation to a gradient.
 
 Every type here is an immutable pydantic model, so that it can be journalled as JSON and checked at
 each border. Nothing in this module imports another module of the package.
@@ -14,32 +14,32 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 def new_id() -> str:
-    """A fresh identifier: 32 hexadecimal characters."""
+    """Return a fresh identifier: 32 hexadecimal characters."""
     return uuid.uuid4().hex
 
 
 class Record(BaseModel):
-    """Base of all records: immutable, unknown fields refused."""
+    """Provide the base of all records: immutable, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Message(TypedDict):
-    """One chat message."""
+    """Hold one chat message."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
 class Condition(StrEnum):
-    """Whether an episode may see the bank at all."""
+    """Define whether an episode may see the bank at all."""
 
     GUIDED = "guided"
     FREE = "free"
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended."""
+    """Name the reason for the end of a generation."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -48,7 +48,7 @@ class FinishReason(StrEnum):
 
 
 class Generation(Record):
-    """One response of a language model, with everything that off-policy training needs.
+    """Record one response of a language model, with all inputs of off-policy training.
 
     Attributes:
         prompt_ids: token ids of the prompt; empty for backends that do not expose tokens.
@@ -87,7 +87,7 @@ Verdict = Literal["accept", "refine", "reject"]
 
 
 class Use(Record):
-    """One retrieval that reached an actor."""
+    """Record one retrieval that reached an actor."""
 
     id: str = Field(default_factory=new_id)
     experience_id: str
@@ -117,7 +117,7 @@ class Use(Record):
 
 
 class Turn(Record):
-    """One step of an episode: what was seen, what was done, what it gave."""
+    """Record one step of an episode: observation, action and result."""
 
     observation: str
     action: str
@@ -133,7 +133,7 @@ class Turn(Record):
 
 
 class Trajectory(Record):
-    """One finished episode.
+    """Record one finished episode.
 
     Attributes:
         task: what was asked, in words; the retrieval query.
@@ -160,7 +160,7 @@ class Trajectory(Record):
 
 
 class Provenance(Record):
-    """Where an experience came from."""
+    """Record the origin of an experience."""
 
     author: str = Field(default="human", description="'human' or 'extractor'")
     cause: str = Field(default="add", description="add, update, merge, dedupe, import, rollback")
@@ -178,7 +178,7 @@ class Provenance(Record):
 
 
 class Statistics(Record):
-    """Counts of one experience, over all its versions."""
+    """Count the uses of one experience, over all its versions."""
 
     retrievals: int = 0
     uses: int = 0
@@ -186,12 +186,12 @@ class Statistics(Record):
 
     @property
     def score(self) -> float:
-        """Laplace estimate of usefulness, (s + 1) / (u + 2) (EvolveR)."""
+        """Return the Laplace estimate of usefulness, (s + 1) / (u + 2) (EvolveR)."""
         return (self.successes + 1) / (self.uses + 2)
 
 
 class Estimate(Record):
-    """How much higher the success rate of guided episodes is than that of free ones of their group.
+    """Estimate the lead in success rate of guided episodes over the free ones of their group.
 
     Attributes:
         groups: groups that have guided members with the entry and free members.
@@ -205,7 +205,7 @@ class Estimate(Record):
 
 
 class Uplift(Estimate):
-    """What one entry version did for the episodes that used it.
+    """Record the effect of one entry version on the episodes that used it.
 
     Attributes:
         uses: times it reached an actor.
@@ -232,7 +232,7 @@ class Uplift(Estimate):
 
 
 class Experience(Record):
-    """One entry of the bank, at one version."""
+    """Hold one entry of the bank, at one version."""
 
     id: str = Field(default_factory=new_id)
     version: int = 1
@@ -266,7 +266,7 @@ class Hit(Record):
     def use(
         self, how: How, *, episode: str = "", turn: int = 0, refinement: str | None = None
     ) -> Use:
-        """What is noted when this hit reaches an actor.
+        """Return the record of this hit reaching an actor.
 
         Args:
             how: by which way.
@@ -280,7 +280,7 @@ class Hit(Record):
 
 
 class Answer(Record):
-    """What ``search_and_ask`` found: the refined text, the entry behind it, and the use to credit.
+    """Hold an answer of ``search_and_ask``: refined text, source entry and use to credit.
 
     ``text`` is None when nothing fits; ``generation`` is None when the entry was not refined by a
     model.
@@ -318,20 +318,20 @@ class Update(_Op):
 
 
 class Return(_Op):
-    """Nothing worth writing."""
+    """Write nothing."""
 
     op: Literal["return"] = "return"
 
 
 class Keep(_Op):
-    """Consolidation: leave entry ``entry`` (1-based) as it is."""
+    """Keep entry ``entry`` (1-based) unchanged in a consolidation."""
 
     op: Literal["keep"] = "keep"
     entry: int = Field(ge=1)
 
 
 class Merge(_Op):
-    """Consolidation: replace several entries (1-based) by one text."""
+    """Replace several entries (1-based) by one text in a consolidation."""
 
     op: Literal["merge"] = "merge"
     entries: tuple[int, ...] = Field(min_length=1)
@@ -339,7 +339,7 @@ class Merge(_Op):
 
 
 class Discard(_Op):
-    """Consolidation: drop entry ``entry`` (1-based)."""
+    """Drop entry ``entry`` (1-based) in a consolidation."""
 
     op: Literal["discard"] = "discard"
     entry: int = Field(ge=1)
@@ -349,21 +349,21 @@ Operation = Annotated[Add | Update | Return | Keep | Merge | Discard, Field(disc
 
 
 class Refusal(Record):
-    """A piece of an extractor's answer that was not accepted, and why."""
+    """Hold a refused part of an extractor's answer, and the reason."""
 
     reason: str
     text: str = ""
 
 
 class ParsedOperations(Record):
-    """What a response asked for: the operations accepted and every refusal."""
+    """Hold the accepted operations of a response and every refusal."""
 
     operations: tuple[Operation, ...] = ()
     refused: tuple[Refusal, ...] = ()
 
 
 class Distillation(Record):
-    """The extractor's answer about one trajectory (or one chunk of a merge)."""
+    """Hold the extractor's answer about one trajectory (or one chunk of a merge)."""
 
     parsed: ParsedOperations = Field(default_factory=ParsedOperations)
     generation: Generation | None = None

@@ -58,7 +58,7 @@ def opened(
     embedder: str | None = None,
     store: str | None = None,
 ) -> Generator[FolderBank]:
-    """The bank of a folder, read-only unless ``write``; what goes wrong inside is the user's error.
+    """Open the bank of a folder, read-only unless ``write``; its errors become user errors.
 
     Args:
         folder: of the bank.
@@ -96,7 +96,7 @@ def opened(
 
 
 def confirm(question: str, yes: bool) -> bool:
-    """Whether to go on; asked on the terminal unless ``yes``.
+    """Ask on the terminal whether to go on, unless ``yes``.
 
     Raises:
         ConfigError: nobody is there to answer.
@@ -119,7 +119,7 @@ def confirm(question: str, yes: bool) -> bool:
 
 
 def summary_row(entry: Experience) -> dict[str, Any]:
-    """What a list shows of one entry."""
+    """Return the row of one entry in a list."""
     uses, successes = entry.statistics.uses, entry.statistics.successes
     return {
         "id": entry.id,
@@ -192,7 +192,7 @@ def show(
 
 
 def in_words(estimate: Estimate) -> str:
-    """An uplift estimate for people.
+    """Format an uplift estimate for people.
 
     >>> from experiential.types import Estimate
     >>> in_words(Estimate(groups=3, mean=0.5, interval=(0.1, 0.9)))
@@ -207,7 +207,7 @@ def in_words(estimate: Estimate) -> str:
 
 
 def standing_in_words(standing: Standing) -> str:
-    """How far an entry is trusted, for people.
+    """Format the trust in an entry for people.
 
     >>> from experiential.bank.evidence.trust import Standing
     >>> interval = (-0.1, 1.1)
@@ -394,7 +394,7 @@ def diff(
 
 
 def difference_rows(found: Difference) -> list[dict[str, Any]]:
-    """One row for each entry that differs, with its old and its new text."""
+    """Return one row for each changed entry, with its old and its new text."""
     return [
         *(
             {"what": "added", "id": entry.id, "old": None, "new": entry.text}

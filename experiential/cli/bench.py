@@ -1,4 +1,6 @@
-"""`experiential bench`: list suites, and evaluate an agent on one, without a bank and with one.
+"""List suites and evaluate an agent on one with `experiential bench`.
+
+The agent plays without a bank and with one.
 
     experiential bench suites
     experiential bench run --suite six-task --agent oracle

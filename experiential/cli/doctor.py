@@ -1,4 +1,4 @@
-"""What is installed, what is missing, and what each missing piece would give."""
+"""Report installed and missing parts, and the use of each missing one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's report."""
+    """Hold one line of the doctor's report."""
 
     extra: str
     name: str
@@ -62,7 +62,7 @@ def examine() -> Iterator[Finding]:
 
 
 def version_of(distribution: str) -> str:
-    """Installed version of a distribution, or an empty string."""
+    """Return the installed version of a distribution, or an empty string."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def _folder(path: Path) -> str:
 
 
 def accelerators() -> str:
-    """Names of the CUDA devices that torch sees; loads torch."""
+    """Return the names of the CUDA devices that torch sees; loads torch."""
     if find_spec("torch") is None:
         return ""
     import torch

@@ -31,7 +31,7 @@ def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(action: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """What ``action`` returns where that is a number, else 0; or the code of what it raised.
+    """Run ``action`` and return its number, else 0, or the exit code of its error.
 
     Errors raised on purpose become one line on stderr; anything else is a bug and keeps its
     traceback (exit code 1).
@@ -69,7 +69,7 @@ def new_app(about: str) -> typer.Typer:
 
 
 def show_version(wanted: bool) -> None:
-    """Callback of `--version`."""
+    """Print the version for `--version`."""
     if wanted:
         typer.echo(f"experiential-rl {__version__}")
         raise typer.Exit

@@ -39,7 +39,7 @@ def evaluation_episodes(experiment: Experiment) -> int:
 
 
 def parameters(model: ModelSettings) -> float | None:
-    """Number of parameters, or None when it cannot be known without a download."""
+    """Count the parameters; None where that needs a download."""
     if model.name in KNOWN_PARAMETERS:
         return KNOWN_PARAMETERS[model.name]
     files = list(Path(model.name).expanduser().glob("*.safetensors"))
@@ -64,7 +64,7 @@ def memory_gb(experiment: Experiment) -> float | None:
 
 
 def describe_cost(experiment: Experiment, placement: Placement | None = None) -> Iterator[str]:
-    """Lines for `--dry-run`.
+    """Return the lines of `--dry-run`.
 
     Args:
         experiment: the run.

@@ -1,4 +1,4 @@
-"""`experiential eval`: compare runs under each arm; write a card, a table and a page."""
+"""Compare runs under each arm with `experiential eval`; write a card, a table and a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`experiential`: look at banks, runs, environments and the installation."""
+"""Inspect banks, runs, environments and the installation with `experiential`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def doctor(as_json: AsJson = False, address: RayAddress = None) -> None:
 
 
 def missing_hint(extra: str) -> str:
-    """What to do about a missing piece of an extra."""
+    """Return the remedy for a missing part of an extra."""
     return (
         "missing"
         if extra in ("machine", "models", "core")
@@ -102,7 +102,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Output folder of a run."
 
 
 def main() -> None:
-    """Entry point of `experiential`."""
+    """Run `experiential`, as its entry point."""
     sys.exit(run_app(app))
 
 

@@ -50,7 +50,7 @@ RUN_CONTENTS = (
 
 
 def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placement | None:
-    """Extras, models, environment, bank folder and placement of an experiment.
+    """Check extras, models, environment, bank folder and placement of an experiment.
 
     Args:
         experiment: what shall be run.
@@ -130,7 +130,7 @@ def check_options(experiment: Experiment) -> None:
 
 
 def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:
-    """Packages, versions and placement of a run on a cluster.
+    """Check packages, versions and placement of a run on a cluster.
 
     Raises:
         MissingExtraError: a package of the cluster engine is not installed.

@@ -1,4 +1,4 @@
-"""The configuration page of the documentation, generated from the settings themselves."""
+"""Generate the configuration page of the documentation from the settings themselves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE = "The run as a whole"
 
 
 def configuration_page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     return HEADER + "\n".join(_lines())
 
 

@@ -1,4 +1,4 @@
-"""Rows of plain values, shown as a table or as JSON."""
+"""Show rows of plain values as a table or as JSON."""
 
 from __future__ import annotations
 

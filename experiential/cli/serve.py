@@ -1,4 +1,7 @@
-"""`experiential serve`: one process writes a bank folder, any number of others use it over HTTP."""
+"""Serve a bank folder over HTTP with `experiential serve`.
+
+One process writes the folder, any number of others use it.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,9 @@ def _checked_token(host: str, token: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; a name counts when all its addresses do.
+    """Return whether only this machine can reach an address.
+
+    A name counts when all its addresses do.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "")]
     [True, True, True, False, False]
@@ -165,5 +170,5 @@ def _announcement(host: str, listener: socket.socket, folder: Path, banks: Names
 
 
 def _finished(number: int, frame: object) -> None:
-    """What SIGTERM does before and after uvicorn listens for it: end this process as done."""
+    """End this process as done, on a SIGTERM before or after uvicorn listens for it."""
     raise SystemExit(0)

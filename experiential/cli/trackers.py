@@ -1,4 +1,4 @@
-"""Trackers: receivers of a run's events beside ``metrics.jsonl``, chosen by ``run.trackers``."""
+"""Send a run's events to the trackers of ``run.trackers``, beside ``metrics.jsonl``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`experiential-train`: one command from a recipe to a report."""
+"""Train from a recipe to a report with one command, `experiential-train`."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def run(experiment: Experiment, folder: Path, *, resume: bool, plain: bool) -> N
 
 
 def main() -> None:
-    """Entry point of `experiential-train`."""
+    """Run `experiential-train`, as its entry point."""
     sys.exit(run_app(app))
 
 

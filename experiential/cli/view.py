@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live panel on a terminal, plain lines anywhere else."""
+"""Show a training run: a live panel on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ARMS = {"on": "with the bank", "off": "without the bank", "frozen": "with the ba
 
 
 class View(Protocol):
-    """Shows the events of a run; a context manager."""
+    """Show the events of a run; a context manager."""
 
     def __enter__(self) -> Self:
         """Start showing."""
@@ -67,12 +67,12 @@ class View(Protocol):
 
 
 def make_view(console: Console, *, plain: bool) -> View:
-    """A live view on a terminal, plain lines when asked or when the output is not a terminal."""
+    """Return a live view on a terminal, plain lines elsewhere or on request."""
     return PlainView(console) if plain or not console.is_terminal else LiveView(console)
 
 
 def shown_fields(event: Event) -> list[tuple[str, str]]:
-    """Labels and formatted values of a step event; what the event lacks is left out."""
+    """Return labels and formatted values of a step event; absent values are left out."""
     told = [
         field
         for field in FIELDS
@@ -84,7 +84,7 @@ def shown_fields(event: Event) -> list[tuple[str, str]]:
 
 
 def describe_evaluation(event: Event) -> str:
-    """One line for an evaluation event."""
+    """Format an evaluation event as one line."""
     rates = [
         f"{visit['successes'] / visit['episodes']:.0%}"
         for visit in event["visits"]
@@ -96,14 +96,14 @@ def describe_evaluation(event: Event) -> str:
 
 
 class PlainView:
-    """One line per event."""
+    """Print one line per event."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._steps = 0
 
     def __enter__(self) -> Self:
-        """Nothing to start."""
+        """Start nothing."""
         return self
 
     def __exit__(
@@ -112,7 +112,7 @@ class PlainView:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing to stop."""
+        """Stop nothing."""
 
     def handle(self, event: Event) -> None:
         """Print one event of the trainer."""
@@ -139,7 +139,7 @@ class PlainView:
 
 
 class LiveView:
-    """A progress bar with time left, and the newest numbers below it, redrawn in place."""
+    """Draw a progress bar with time left, and the newest numbers below it, in place."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
