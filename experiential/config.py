@@ -584,7 +584,7 @@ class RunSettings(Settings):
     drain: bool = Field(
         default=False,
         description=(
-            "wait for the distillation queue at the end of each step (exactly repeatable runs)"
+            "wait for the distillation queue at the end of each step; runs still differ a little"
         ),
     )
     trackers: tuple[str, ...] = Field(

@@ -38,7 +38,7 @@ COPY_STEPS, COPY_TOKENS = 1000, 2400
 
 
 def build_tokenizer(texts: list[str]) -> Any:
-    """A byte-level BPE tokenizer trained on ``texts``, as a transformers tokenizer."""
+    """Train a byte-level BPE tokenizer on ``texts``; return it as a transformers tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

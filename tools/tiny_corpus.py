@@ -147,13 +147,13 @@ class VaultTasks:
         )
 
     def fact(self) -> Sample:
-        """The live lever named from a finished episode: how to read a report."""
+        """Ask for the live lever of a finished episode: how to read a report."""
         trajectory, world, live = self.episode()
         user = BRIEF.distill_messages(trajectory, [], 1)[1]["content"]
         return _say("Name the live lever.", user, self.rng.choice((f"{live}", f"{world}: {live}")))
 
     def episode(self) -> tuple[Trajectory, str, str]:
-        """A random finished episode, its world and the live lever."""
+        """Return a random finished episode, its world and the live lever."""
         rng = self.rng
         observation, info = self.env.reset(
             seed=rng.randrange(2**31),
@@ -173,7 +173,7 @@ class VaultTasks:
         return trajectory, info["task"][18:-1], live
 
     def distill(self) -> Sample:
-        """A lesson about a finished episode: right, wrong, generic, nothing, or malformed."""
+        """Distil a finished episode: a right, wrong, generic, missing or malformed lesson."""
         rng = self.rng
         trajectory, world, live = self.episode()
         text = " ".join(t.action + " " + t.feedback for t in trajectory.turns)
@@ -209,7 +209,7 @@ class VaultTasks:
         return [*messages, Message(role="assistant", content=answer)]
 
     def merge(self) -> Sample:
-        """Notes to consolidate: equal ones are merged, others kept."""
+        """Consolidate notes: equal ones are merged, others kept."""
         rng = self.rng
         worlds = [_world(self.env, rng) for _ in range(rng.randint(1, 3))]
         facts = [(w, rng.choice(LEVERS)) for w in worlds for _ in range(rng.randint(1, 2))][:5]
@@ -232,7 +232,7 @@ class VaultTasks:
         ]
 
     def refine(self) -> Sample:
-        """A note restated for a question."""
+        """Restate a note for a question."""
         rng = self.rng
         world, lever = _world(self.env, rng), rng.choice(LEVERS)
         question = rng.choice(
@@ -270,7 +270,7 @@ class ReadingTasks:
         self.worlds = VaultEnv(split="corpus", worlds=300).names
 
     def look_up(self) -> Sample:
-        """A question about one of several facts."""
+        """Ask about one of several facts."""
         rng = self.rng
         people = rng.sample(NAMES, rng.randint(2, 5))
         facts = {p: (rng.choice(THINGS), rng.choice(LEVERS)) for p in people}
@@ -286,7 +286,7 @@ class ReadingTasks:
         return _say("Answer the question.", f"{story}\n{question}", answer)
 
     def copy(self) -> Sample:
-        """A text to repeat."""
+        """Ask to repeat a text."""
         rng = self.rng
         words = [
             rng.choice((rng.choice(LEVERS + THINGS + NAMES), rng.choice(self.worlds)))
@@ -343,7 +343,7 @@ class GridTasks:
 
 
 def sampler(seed: int) -> Callable[[], Sample]:
-    """A seeded source of conversations; the last message is what the model should say."""
+    """Return a seeded source of conversations whose last message is the wanted answer."""
     rng = random.Random(seed)
     vault, reading, grid = VaultTasks(rng), ReadingTasks(rng), GridTasks(rng)
     tasks: list[tuple[float, Callable[[], Sample]]] = [
