@@ -34,7 +34,7 @@ def run_cases(cases: list[dict[str, Any]], folder: Path) -> list[int]:
         [sys.executable, "-m", "tests.inject_failure", str(plan)],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1700,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -102,5 +102,6 @@ def test_a_run_that_fails_in_a_step_ends_with_one_sentence_and_resumes(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # about 5 minutes on two idle cores
 def test_a_hundred_failures_at_random_moments(base: tuple[Path, list[str]], tmp_path: Path) -> None:
     check_failures(base, tmp_path, [KINDS[i % len(KINDS)] for i in range(100)])
