@@ -103,6 +103,8 @@ def run_case(case: dict[str, Any]) -> int:
     for stream, name in ((1, "out"), (2, "err")):
         target = os.open(f"{case['log']}.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(target, stream)
+    # A shell that starts the tests in the background has them ignore interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if case["kind"] is not None:
         inject(case["kind"], case["moment"])
     return run_app(app, case["argv"])

@@ -242,7 +242,6 @@ class Trainer:
         self._begin = time.perf_counter()
         step = self._start
         while step < settings.steps and not self._out_of_time():
-            refuse_lost_interrupt()
             await self._step(step)
             step += 1
             if settings.checkpoint_every and step % settings.checkpoint_every == 0:
@@ -254,7 +253,6 @@ class Trainer:
             ):
                 await self._evaluate(step)
         await self._ahead.close()
-        refuse_lost_interrupt()
         return step
 
     def _next_pause(self, step: int) -> int:
@@ -442,13 +440,3 @@ class Trainer:
                 if (self.output / name).exists()
             },
         }
-
-
-def refuse_lost_interrupt() -> None:
-    """Raise the cancellation that an interrupt asked for, should an awaited call have lost it.
-
-    Before Python 3.12 ``asyncio.wait_for`` loses a cancellation that comes as its work ends.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
