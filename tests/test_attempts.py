@@ -475,7 +475,8 @@ SMALL = (
 
 
 def memory_in(folder: Path) -> str:
-    return CheckpointStore(folder / "checkpoints").latest()[1]["reflection"]["memory"]["text"]
+    methods = CheckpointStore(folder / "checkpoints").latest()[1]["methods"]
+    return methods["Reflection"]["memory"]["text"]
 
 
 @pytest.mark.slow
