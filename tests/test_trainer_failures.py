@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from tests.inject_failure import MARK
 from tests.llm_tiny import tiny_random_model
 
 KINDS = ("disk", "interrupt", "bank", "environment", "memory", "gpu-memory")
@@ -78,13 +77,8 @@ def check_failures(base: tuple[Path, list[str]], folder: Path, kinds: list[str])
             {"kind": None, "moment": 0, "argv": argv, "log": str(folder / f"resume{index}")}
         )
     codes = run_cases(failing, folder)
-    failed = [MARK in Path(f"{case['log']}.out").read_bytes() for case in failing]
-    assert sum(failed) >= 0.8 * len(failing), "most moments lie within the run"
-    for code, case, was_injected in zip(codes, failing, failed, strict=True):
+    for code, case in zip(codes, failing, strict=True):
         said = Path(f"{case['log']}.err").read_text()
-        if not was_injected:  # on a busy machine a step makes fewer calls, in larger batches
-            assert code == 0, (case, code, said)
-            continue
         assert code == (130 if case["kind"] == "interrupt" else 1), (case, code, said)
         assert said.startswith("error: ") and said.count("\n") == 1, (case, said)
     codes = run_cases(resumed, folder)

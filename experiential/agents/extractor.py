@@ -47,8 +47,10 @@ def open_extractor(name: str, llm: LLM, **options: Any) -> Extractor:
         name: ``default``, an entry point of ``experiential.extractors``, or ``module:attribute``: a
             callable that takes the backend and keyword options and returns an object with what
             `experiential.bank.extractor.Extractor` lists (``version``, ``adistill``, ``arefine``,
-            ``amerge``). Training passes the options of `ExtractorAgent`; a foreign extractor uses
-            the ones it needs and takes the rest as ``**options``.
+            ``amerge``).
+        llm: the backend to ask.
+        **options: those of `ExtractorAgent`, as training passes them; a foreign extractor uses the
+            ones it needs and takes the rest as ``**options``.
 
     Raises:
         ConfigError: no such extractor, options that it refuses, or an object without those

@@ -125,6 +125,8 @@ class View(Protocol):
         """Return the ``n`` nearest entries of each query with their cosines, nearest first.
 
         Args:
+            queries: texts to compare the entries with.
+            n: entries for each query, at most.
             exclude: for each query a task instance to leave out, or None.
             where: for each query a filter, or None; an empty sequence filters nothing.
             words: add the ``n`` entries that share the rarest words with the query, and give the
@@ -268,6 +270,7 @@ class Bank(View, Protocol):
         """Estimate the effect of one entry version against free members of the same groups.
 
         Args:
+            id: of the entry.
             version: None takes the live version, or the last one of a removed entry.
 
         Raises:
@@ -303,6 +306,7 @@ class Bank(View, Protocol):
         """Judge the live version of an entry on all evidence.
 
         Args:
+            id: of the entry.
             after: required number of independent tasks; ``trust_after`` by default.
 
         Raises:
@@ -381,6 +385,8 @@ class Bank(View, Protocol):
         """Write the operations distilled from a trajectory in one commit; return the new versions.
 
         Args:
+            distillation: the operations and the generation that asked for them.
+            trajectory: the episode that was distilled.
             shown: the entries that ``Update`` counts, from 1. An operation on an entry that is out
                 of range or gone is refused and counted in ``refused``.
             item: the queue item to finish in the same transaction; nothing is written when it is
