@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from experiential.errors import ConfigError
 from experiential.llm.models import load_model
 from experiential.recipe import load_experiment
 from experiential.training.local import LocalRuntime, build_runtimes
+from experiential.training.methods.build import build_methods
 from experiential.training.methods.cold_start import (
     ColdStart,
     Demonstration,
@@ -190,14 +192,13 @@ def test_the_reference_survives_a_checkpoint(tmp_path: Path, tokenizer: Any) -> 
 
 
 def test_a_run_begins_with_demonstrations_only_where_its_settings_name_some() -> None:
-    class Plain:
-        experiment = load_experiment("grpo")
+    def begins(*overrides: str) -> bool:
+        run: Any = SimpleNamespace(experiment=load_experiment("grpo", overrides), actor=None)
+        run.manager = run.bank = None
+        return any(isinstance(method, ColdStart) for method in build_methods(run))
 
-    class Begun:
-        experiment = load_experiment("grpo", ["cold_start.demonstrations=some.jsonl"])
-
-    assert ColdStart.of(Plain()) is None  # type: ignore[arg-type]
-    assert isinstance(ColdStart.of(Begun()), ColdStart)  # type: ignore[arg-type]
+    assert not begins()
+    assert begins("cold_start.demonstrations=some.jsonl")
 
 
 def test_demonstrations_of_vault_ask_and_follow(tmp_path: Path) -> None:

@@ -40,15 +40,22 @@ def reinforced_samples(episodes: Sequence[Episode], settings: ActorSettings) -> 
         settings: how advantages are made and aggregated.
     """
     firsts, seconds = split_attempts(episodes)
+    whole = len(trainable(firsts))
+    if not whole:
+        return []
+    reflections: list[Episode] = []  # each an episode of one response
+    for second in seconds:
+        generation, reward = second.reflection.generation, second.reflection_reward
+        if generation is not None and second.trajectory.error is None:
+            turn = Turn(observation="", action=generation.text, reward=reward)
+            said = second.trajectory.model_copy(update={"turns": (turn,), "reward": reward})
+            reflections.append(Episode(said, (generation,)))
     shown = [e for e in seconds if e.reflection.block is not None]
     bare = [e for e in seconds if e.reflection.block is None]
-    whole = len(trainable(firsts))
-    kinds: list[Sequence[Episode]] = [_reflections(seconds), shown, bare]
     return [
-        s.weighted(len(trainable(kind)) / whole)
-        for kind in kinds
-        if whole
-        for s in actor_samples(kind, settings)
+        sample.weighted(len(trainable(kind)) / whole)
+        for kind in (reflections, shown, bare)
+        for sample in actor_samples(kind, settings)
     ]
 
 
@@ -108,27 +115,11 @@ async def reverse_kl_samples(
         taught = agent.replay(observations, played, advice=pair.reflection.block)
         scores = await policy.score([sample_from_generation(g, 0.0) for g in taught])
         own = [
-            replace(sample_from_generation(g, 0.0), teacher=t, kind="reverse_kl")
-            for g, t in zip(played, scores, strict=True)
+            replace(sample_from_generation(g, 0.0), teacher=score, kind="reverse_kl")
+            for g, score in zip(played, scores, strict=True)
         ]
         total = sum(len(s.positions) for s in own)
         samples += [
             s.weighted(weight / len(pairs) * len(s.positions) / total) for s in own if s.positions
         ]
     return samples
-
-
-def _reflections(seconds: Sequence[SecondAttempt]) -> list[Episode]:
-    """Return every rewarded reflection as an episode of one response."""
-    made: list[Episode] = []
-    for second in seconds:
-        generation, reward = second.reflection.generation, second.reflection_reward
-        if generation is not None and second.trajectory.error is None:
-            turn = Turn(observation="", action=generation.text, reward=reward)
-            made.append(
-                Episode(
-                    second.trajectory.model_copy(update={"turns": (turn,), "reward": reward}),
-                    (generation,),
-                )
-            )
-    return made

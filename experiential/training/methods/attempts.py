@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from experiential.agents.asking import derived_seed
 from experiential.agents.reflection_memory import ReflectionMemory, passes
-from experiential.agents.reflector import Reflection
+from experiential.agents.reflector import Reflection, Reflector, Retry
 from experiential.errors import BackendError, BankError
 from experiential.rollout.rollout import Episode, Job, Rollout, shortened
 from experiential.types import Trajectory
@@ -32,28 +32,15 @@ class SecondAttempt(Episode):
     def reflection_reward(self) -> float:
         """Return the reward of the reflection: r2, line 16 of algorithm 2.
 
-        An unreadable reflection gets 0, or r2 if that is less.
-
-        Its second attempt was played without it, and so says nothing for it.
+        An unreadable reflection gets 0, or r2 if that is less: its second attempt was played
+        without it, and so says nothing for it.
         """
         reward = self.trajectory.reward
         return reward if self.reflection.text is not None else min(0.0, reward)
 
 
-class AsyncReflector(Protocol):
-    """Generate guidance between the attempts, as `Reflector` and `Retry` do."""
-
-    async def areflect(
-        self, trajectory: Trajectory, memory: Sequence[str] = (), *, seed: int | None = None
-    ) -> Reflection:
-        """Return guidance for another attempt."""
-        ...
-
-
 class Attempts:
     """Play first attempts, reflect on those below the threshold, and play second attempts.
-
-    A second attempt is played on the instance of the first.
 
     All first attempts are played at once, then all reflections are drawn at once, then all second
     attempts are played. So every reflection of a step sees the memory as it was when the step
@@ -71,23 +58,20 @@ class Attempts:
             second attempt reaches it is kept.
 
     Attributes:
+        memory: where reflections are kept.
         memory_errors: how often the memory failed, by reason.
     """
 
     def __init__(
         self,
         rollout: Rollout,
-        reflector: AsyncReflector,
+        reflector: Reflector | Retry,
         memory: ReflectionMemory | None,
         *,
         threshold: float,
     ) -> None:
-        self._rollout, self._reflector, self._memory, self._threshold = (
-            rollout,
-            reflector,
-            memory,
-            threshold,
-        )
+        self._rollout, self._reflector, self._threshold = rollout, reflector, threshold
+        self.memory = memory
         self.memory_errors: Counter[str] = Counter()
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
@@ -95,18 +79,31 @@ class Attempts:
         firsts = await self._rollout.play(jobs)
         failed = [(job, e) for job, e in zip(jobs, firsts, strict=True) if self._gate(e)]
         reflections = await asyncio.gather(*(self._reflect(job, e.trajectory) for job, e in failed))
-        again = [
-            _again(job, reflection)
+        again = [  # same task, same condition, other draws
+            replace(
+                job,
+                sampling_seed=derived_seed(job.sampling_seed, "second"),
+                advice=reflection.block,
+                attempt=2,
+            )
             for (job, _), reflection in zip(failed, reflections, strict=True)
         ]
+        seconds: list[SecondAttempt] = []
         played = await self._rollout.play(again)
-        seconds = [
-            _second(e, first, made)
-            for e, (_, first), made in zip(played, failed, reflections, strict=True)
-        ]
-        for second in seconds:
-            if self._passed(second):
-                await self._keep(str(second.reflection.text), second.trajectory)
+        for episode, (_, first), made in zip(played, failed, reflections, strict=True):
+            known = {field.name: getattr(episode, field.name) for field in fields(Episode)}
+            before, now = first.trajectory.instance, episode.trajectory
+            if now.error is None and now.instance != before:
+                reason = f"env: came back as {now.instance}, not as {before}"
+                known["trajectory"] = now.model_copy(update={"error": reason})
+            seconds.append(SecondAttempt(**known, first=first, reflection=made))
+        for second in filter(self._passed, seconds):
+            assert self.memory is not None
+            try:
+                text = str(second.reflection.text)
+                await asyncio.to_thread(self.memory.keep, text, second.trajectory)
+            except (BankError, ValueError) as error:
+                self.memory_errors[shortened(str(error))] += 1
         return [*firsts, *seconds]
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -117,37 +114,19 @@ class Attempts:
         unread = Counter(
             shortened(e.reflection.reason) for e in seconds if e.reflection.reason is not None
         )
-        means = {
+        event: dict[str, Any] = {
             "gated": _mean([float(self._gate(e)) for e in ended]),
             "r1": _mean([e.first.trajectory.reward for e in pairs]),
             "r2": _mean([e.trajectory.reward for e in pairs]),
             "success_first": _mean([float(e.trajectory.success) for e in ended]),
             "success_second": _mean([float(e.trajectory.success) for e in pairs]),
-        }
-        read = sum(e.reflection.text is not None for e in seconds)
-        counts = {
-            "reflections": read,
+            "reflections": sum(e.reflection.text is not None for e in seconds),
             "unread": dict(unread),
             "memory_writes": sum(map(self._passed, seconds)),
         }
-        return (
-            means
-            | counts
-            | ({"memory_errors": dict(self.memory_errors)} if self.memory_errors else {})
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint needs beside the bank: the private memory."""
-        return {} if self._memory is None else self._memory.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a ``state_dict``.
-
-        Raises:
-            CheckpointError: it is of another kind of memory.
-        """
-        if self._memory is not None:
-            self._memory.load_state_dict(state)
+        if self.memory_errors:
+            event["memory_errors"] = dict(self.memory_errors)
+        return event
 
     def _gate(self, episode: Episode) -> bool:
         """Return whether to reflect on an attempt: it ended and r1 < tau (algorithm 2, line 11)."""
@@ -156,67 +135,30 @@ class Attempts:
     async def _reflect(self, job: Job, first: Trajectory) -> Reflection:
         memory: Sequence[str] = ()
         try:
-            memory = (
-                await asyncio.to_thread(self._memory.recall, first)
-                if self._memory is not None
-                else ()
-            )
+            if self.memory is not None:
+                memory = await asyncio.to_thread(self.memory.recall, first)
         except BankError as error:
             self.memory_errors[shortened(str(error))] += 1
+        seed = derived_seed(job.sampling_seed, "reflection")
         try:
-            return await self._reflector.areflect(
-                first, memory, seed=derived_seed(job.sampling_seed, "reflection")
-            )
+            return await self._reflector.areflect(first, memory, seed=seed)
         except BackendError as error:
             return Reflection(reason=f"backend: {error}")
 
     def _passed(self, second: SecondAttempt) -> bool:
-        """Return whether to keep a reflection: r2 >= tau (line 18 of algorithm 2).
-
-        See `ReflectionMemory`.
-        """
-        trajectory, text = second.trajectory, second.reflection.text
+        """Return whether to keep a reflection: r2 >= tau (line 18 of algorithm 2)."""
         return (
-            self._memory is not None
-            and text is not None
-            and trajectory.error is None
-            and passes(trajectory.reward, self._threshold)
+            self.memory is not None
+            and second.reflection.text is not None
+            and second.trajectory.error is None
+            and passes(second.trajectory.reward, self._threshold)
         )
-
-    async def _keep(self, text: str, second: Trajectory) -> None:
-        if self._memory is None:
-            return
-        try:
-            await asyncio.to_thread(self._memory.keep, text, second)
-        except (BankError, ValueError) as error:
-            self.memory_errors[shortened(str(error))] += 1
 
 
 def split_attempts(episodes: Sequence[Episode]) -> tuple[list[Episode], list[SecondAttempt]]:
     """Separate first and second attempts."""
-    return [e for e in episodes if not isinstance(e, SecondAttempt)], [
-        e for e in episodes if isinstance(e, SecondAttempt)
-    ]
-
-
-def _again(job: Job, reflection: Reflection) -> Job:
-    """Return the second attempt at a job: same task, same condition, other draws."""
-    return replace(
-        job,
-        sampling_seed=derived_seed(job.sampling_seed, "second"),
-        advice=reflection.block,
-        attempt=2,
-    )
-
-
-def _second(episode: Episode, first: Episode, reflection: Reflection) -> SecondAttempt:
-    known = {field.name: getattr(episode, field.name) for field in fields(Episode)}
-    before, now = first.trajectory.instance, episode.trajectory
-    if now.error is None and now.instance != before:
-        known["trajectory"] = now.model_copy(
-            update={"error": f"env: came back as {now.instance}, not as {before}"}
-        )
-    return SecondAttempt(**known, first=first, reflection=reflection)
+    seconds = [e for e in episodes if isinstance(e, SecondAttempt)]
+    return [e for e in episodes if not isinstance(e, SecondAttempt)], seconds
 
 
 def _mean(values: Sequence[float]) -> float | None:

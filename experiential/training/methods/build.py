@@ -14,16 +14,6 @@ from experiential.training.methods.prepare import OfflineBank
 from experiential.training.methods.reflection import Reflection
 from experiential.training.runtime import METHODS
 
-ADDITIONS: tuple[Callable[[Run], Method | None], ...] = (
-    ColdStart.of,
-    OfflineBank.of,
-    Critic.of,
-    EntropyBonus.of,
-    SelfDistillation.of,
-    Reflection.of,
-)
-"""Each returns None unless the settings ask for it."""
-
 
 def build_methods(run: Run) -> list[Method]:
     """Build the main method, and then the additions that the settings ask for.
@@ -31,8 +21,21 @@ def build_methods(run: Run) -> list[Method]:
     Raises:
         ConfigError: the method is unknown.
     """
-    shaped = run.experiment.actor.format_reward > 0
-    name = run.experiment.method or ("evolver" if shaped else "policy_gradient")
+    experiment, actor = run.experiment, run.experiment.actor
+    name = experiment.method or ("evolver" if actor.format_reward > 0 else "policy_gradient")
     builtins: dict[str, str | Callable[[Run], Method]] = dict(METHODS)
-    main = resolve("methods", name, builtins)(run)
-    return [main, *(method for of in ADDITIONS if (method := of(run)) is not None)]
+    methods = [resolve("methods", name, builtins)(run)]
+    if experiment.cold_start is not None:
+        methods.append(ColdStart(run, experiment.cold_start))
+    if experiment.bank.prepare_steps and run.manager is not None:
+        methods.append(OfflineBank(run, run.manager))
+    if actor.critic:
+        methods.append(Critic(run))
+    bonus = experiment.extractor.entropy_bonus
+    if bonus is not None and run.bank is not None:
+        methods.append(EntropyBonus(run.actor, run.roles.actor(), run.bank, bonus))
+    if actor.self_distill is not None:
+        methods.append(SelfDistillation(actor.self_distill, run.roles.actor))
+    if experiment.reflection is not None:
+        methods.append(Reflection(run, experiment.reflection))
+    return methods

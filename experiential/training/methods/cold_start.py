@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experiential.agents.dialogue import Dialogue, TokenSequence
+from experiential.agents.dialogue import Dialogue
 from experiential.config import ColdStartSettings
 from experiential.errors import ConfigError, first_problem
 from experiential.training.methods.method import Method, Run
@@ -43,9 +43,7 @@ class Demonstration(BaseModel):
         said = roles[1:] if roles[0] == "system" else roles
         if "system" in said:
             raise ValueError("a system message can only be the first")
-        if len(said) % 2 or any(
-            (role == "assistant") != bool(i % 2) for i, role in enumerate(said)
-        ):
+        if len(said) % 2 or any((r == "assistant") != bool(i % 2) for i, r in enumerate(said)):
             raise ValueError(
                 "user (or tool) and assistant must take turns and the assistant must be last, got"
                 f" {', '.join(roles)}"
@@ -67,7 +65,18 @@ def read_demonstrations(file: str | Path) -> list[Demonstration]:
         raise ConfigError(
             f"Expected demonstrations in cold_start.demonstrations, got {str(file)!r}: {error}"
         ) from error
-    found = [_read(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+    found: list[Demonstration] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(Demonstration.model_validate(json.loads(line)))
+        except ValueError as error:  # pydantic's ValidationError is one
+            cause = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            raise ConfigError(
+                f'Expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} in line {number}'
+                f" of {path}, got: {cause}"
+            ) from None
     if not found:
         raise ConfigError(
             f"Expected at least one demonstration in {path}, got none; make some with python -m"
@@ -76,48 +85,27 @@ def read_demonstrations(file: str | Path) -> list[Demonstration]:
     return found
 
 
-def _read(line: str, number: int, path: Path) -> Demonstration:
-    try:
-        return Demonstration.model_validate(json.loads(line))
-    except ValidationError as error:
-        cause = first_problem(error)
-    except ValueError as error:
-        cause = str(error)
-    raise ConfigError(
-        f'Expected {{"messages": [{{"role": ..., "content": ...}}, ...]}} in line {number} of'
-        f" {path}, got: {cause}"
-    )
-
-
 def demonstration_samples(demonstration: Demonstration, tokenizer: Any) -> list[Sample]:
     """Make imitation samples of the assistant's tokens, each reply with its end token.
 
-    All other tokens are context.
-
-    The chat is rendered as an actor's own dialogue is, so that prompts are token by token those
-    that it will meet.
+    All other tokens are context. The chat is rendered as an actor's own dialogue is, so that
+    prompts are token by token those that it will meet.
     """
     dialogue = Dialogue(tokenizer)
     for message in demonstration.messages:
         if message.role == "assistant":
-            ids = (
-                *tokenizer(message.content, add_special_tokens=False)["input_ids"],
-                tokenizer.eos_token_id,
-            )
-            dialogue.append(
-                Generation(text=message.content, response_ids=ids, logprobs=(0.0,) * len(ids))
-            )
+            spoken = tokenizer(message.content, add_special_tokens=False)["input_ids"]
+            ids = (*spoken, tokenizer.eos_token_id)
+            zeros = (0.0,) * len(ids)
+            dialogue.append(Generation(text=message.content, response_ids=ids, logprobs=zeros))
         else:
             dialogue.add(Message(role=message.role, content=message.content))
-    return [_sample(sequence) for sequence in dialogue.sequences()]
-
-
-def _sample(sequence: TokenSequence) -> Sample:
-    positions = tuple(i for i, learnt in enumerate(sequence.mask) if learnt)
-    zeros = (0.0,) * len(positions)
-    return Sample(
-        tokens=tuple(sequence.tokens), positions=positions, logprobs=zeros, advantages=zeros
-    )
+    samples: list[Sample] = []
+    for sequence in dialogue.sequences():
+        positions = tuple(i for i, learnt in enumerate(sequence.mask) if learnt)
+        zeros = (0.0,) * len(positions)
+        samples.append(Sample(tuple(sequence.tokens), positions, zeros, zeros))
+    return samples
 
 
 class ColdStart(Method):
@@ -125,12 +113,6 @@ class ColdStart(Method):
 
     def __init__(self, run: Run, settings: ColdStartSettings) -> None:
         self._run, self._settings = run, settings
-
-    @classmethod
-    def of(cls, run: Run) -> ColdStart | None:
-        """Build it with ``cold_start``."""
-        settings = run.experiment.cold_start
-        return cls(run, settings) if settings is not None else None
 
     async def begin(self) -> None:
         """Train on every demonstration; see `cold_start`."""
@@ -175,10 +157,17 @@ async def cold_start(
     losses: list[float] = []
     whole = TrainStats()
     for _ in range(settings.epochs):
-        for batch in _batches(samples, settings.batch_size, rng):
+        order = [samples[int(i)] for i in rng.permutation(len(samples))]
+        for start in range(0, len(order), settings.batch_size):
+            part = order[start : start + settings.batch_size]
+            batch = [sample.weighted(1 / len(part)) for sample in part]
             last = await policy.train(batch, LossSettings(kind="sft", seed=seed))
             losses.append(last.loss)
-            whole = _added(whole, last)
+            last.updates += whole.updates
+            last.samples += whole.samples
+            last.tokens += whole.tokens
+            last.seconds += whole.seconds
+            whole = last
     await policy.sync()
     await policy.anchor()
     emit(
@@ -188,22 +177,9 @@ async def cold_start(
             "demonstrations": len(samples),
             "updates": whole.updates,
             "tokens": whole.tokens,
+            "first_loss": losses[0],
+            "loss": losses[-1],
+            "seconds": whole.seconds,
         }
-        | {"first_loss": losses[0], "loss": losses[-1], "seconds": whole.seconds}
     )
     return whole
-
-
-def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> list[list[Sample]]:
-    """Yield all samples once, in a drawn order; the weights of a batch sum to one."""
-    order = [samples[int(i)] for i in rng.permutation(len(samples))]
-    parts = [order[start : start + size] for start in range(0, len(order), size)]
-    return [[sample.weighted(1 / len(part)) for sample in part] for part in parts]
-
-
-def _added(whole: TrainStats, last: TrainStats) -> TrainStats:
-    last.updates += whole.updates
-    last.samples += whole.samples
-    last.tokens += whole.tokens
-    last.seconds += whole.seconds
-    return last

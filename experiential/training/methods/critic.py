@@ -1,7 +1,4 @@
-"""Filter retrieved experience by the actor itself: the Actor-Critic of appendix B.1.
-
-The actor knows its success rate without experience.
-"""
+"""Filter retrieved experience by the actor itself: the Actor-Critic of appendix B.1."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from typing import Any
 
 import gymnasium as gym
 
-from experiential.agents.critic import CriticAgent, Critique
+from experiential.agents.critic import CriticAgent
 from experiential.agents.prompts import experience_block
 from experiential.llm.base import LLM
 from experiential.rollout.rollout import Episode
 from experiential.training.methods.method import Method, Run
-from experiential.types import Trajectory, Use
+from experiential.types import Trajectory
 
 
 class SuccessRates:
@@ -55,21 +52,12 @@ class SuccessRates:
 
 
 class Critic(Method):
-    """Let the actor judge retrieved experience before each episode.
-
-    Args:
-        run: the parts of the run.
-    """
+    """Let the actor judge retrieved experience before each episode."""
 
     def __init__(self, run: Run) -> None:
         self._roles = run.roles
         self.rates = SuccessRates()
         self._training = ActorCritic(run.roles.critic(), self.rates)
-
-    @classmethod
-    def of(cls, run: Run) -> Critic | None:
-        """Build it with ``actor.critic``."""
-        return cls(run) if run.experiment.actor.critic else None
 
     def reviewer(self, llm: LLM | None = None) -> ActorCritic:
         """Return training's judge, or one that asks ``llm`` and counts its verdicts apart."""
@@ -131,17 +119,10 @@ class ActorCritic:
         )
         self.verdicts.update(critique.verdict or "unreadable" for critique in critiques)
         running = env.get_wrapper_attr("episode")
-        running.uses[:] = _judged(running.uses, critiques)
-        block = experience_block(
-            [critique.text for critique in critiques if critique.text is not None]
-        )
+        running.uses[:] = [  # at the start of an episode they are in the order of the hits
+            use.model_copy(update={"verdict": critique.verdict})
+            for use, critique in zip(running.uses, critiques, strict=True)
+        ]
+        block = experience_block([c.text for c in critiques if c.text is not None])
         rest = {name: value for name, value in info.items() if name != "experience_prompt"}
         return rest | {"experience_prompt": block} if block else rest
-
-
-def _judged(uses: Sequence[Use], critiques: Sequence[Critique]) -> list[Use]:
-    """Return the uses of an episode's start, in the order of the hits, with their verdicts."""
-    return [
-        use.model_copy(update={"verdict": critique.verdict})
-        for use, critique in zip(uses, critiques, strict=True)
-    ]

@@ -10,10 +10,10 @@ from experiential.agents.prompts import experience_block
 from experiential.bank.protocol import Bank
 from experiential.config import EntropyBonusSettings
 from experiential.rollout.rollout import Episode
-from experiential.training.methods.method import Method, Run
-from experiential.training.rewards import Key, entropy_bonus
+from experiential.training.methods.method import Method
+from experiential.training.rewards import entropy_bonus
 from experiential.training.runtime import PolicyRuntime, Sample
-from experiential.types import Condition, Trajectory, Use
+from experiential.types import Condition, Trajectory
 
 Pair = tuple[str, str | None]
 """A first observation and the entry shown with it."""
@@ -32,7 +32,9 @@ class EntropyBonus(Method):
         actor: an agent with the actor's settings; its conversation is replaced.
         bank: gives the texts of entries.
         settings: how an entropy reduction becomes a bonus.
-        shape: ``low``, ``high`` and ``temperature`` of `rewards.entropy_bonus`.
+
+    Attributes:
+        mean: bonus of the last step.
     """
 
     def __init__(
@@ -41,19 +43,10 @@ class EntropyBonus(Method):
         actor: ActorAgent,
         bank: Bank,
         settings: EntropyBonusSettings,
-        **shape: float,
     ) -> None:
         self._runtime, self._actor, self._bank = runtime, actor, bank
-        self._options: dict[str, Any] = settings.model_dump() | shape
+        self._options = settings.model_dump()
         self.mean = 0.0
-
-    @classmethod
-    def of(cls, run: Run) -> EntropyBonus | None:
-        """Build it with ``extractor.entropy_bonus``, in a run that has a bank."""
-        settings = run.experiment.extractor.entropy_bonus
-        if settings is None or run.bank is None:
-            return None
-        return cls(run.actor, run.roles.actor(), run.bank, settings)
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         """Return the mean bonus of the last step."""
@@ -64,57 +57,35 @@ class EntropyBonus(Method):
         shown = [
             (t.turns[0].observation, use)
             for t in trajectories
-            if t.turns and t.error is None
-            for use in _opening_uses(t)
+            if t.turns and t.error is None and t.condition is Condition.GUIDED
+            for use in t.uses
+            if use.how == "episode_start"
         ]
-        texts = self._texts([use for _, use in shown])
-        pairs: set[Pair] = {
-            (observation, text)
-            for observation, use in shown
-            if (text := texts.get(_key(use))) is not None
+        versions = {(use.experience_id, use.experience_version) for _, use in shown}
+        entries = {key: self._bank.version(*key) for key in versions}
+        pairs: dict[str, Pair] = {}
+        for observation, use in shown:
+            entry = entries[use.experience_id, use.experience_version]
+            if entry is not None:
+                pairs[use.id] = observation, entry.text
+        without: list[Pair] = [(observation, None) for observation, _ in pairs.values()]
+        samples: dict[Pair, Sample] = {}
+        # positions are the tokens of the observation
+        for observation, text in dict.fromkeys([*pairs.values(), *without]):
+            advice = None if text is None else experience_block([text])
+            tokens, kinds = self._actor.opening(observation, advice)
+            positions = tuple(i for i, kind in enumerate(kinds) if kind == "user" and i)
+            zeros = (0.0,) * len(positions)
+            samples[observation, text] = Sample(tuple(tokens), positions, zeros, zeros)
+        rows = await self._runtime.entropies(list(samples.values()))
+        entropy = {
+            pair: sum(row) / max(1, len(row)) for pair, row in zip(samples, rows, strict=True)
         }
-        found = await self._entropies(
-            [*pairs, *dict.fromkeys((observation, None) for observation, _ in pairs)]
-        )
-        made = {
-            pair: entropy_bonus(found[pair[0], None], found[pair], **self._options)
-            for pair in pairs
+        bonuses = {
+            use: entropy_bonus(
+                entropy[observation, None], entropy[observation, text], **self._options
+            )
+            for use, (observation, text) in pairs.items()
         }
-        known: list[tuple[Use, Pair]] = [
-            (use, (observation, texts.get(_key(use)))) for observation, use in shown
-        ]
-        given = {use.id: made[pair] for use, pair in known if pair in made}
-        self.mean = sum(given.values()) / max(1, len(given))
-        return given
-
-    def _texts(self, uses: Sequence[Use]) -> dict[Key, str]:
-        found = {key: self._bank.version(*key) for key in {_key(use) for use in uses}}
-        return {key: entry.text for key, entry in found.items() if entry is not None}
-
-    async def _entropies(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
-        samples = [self._sample(*pair) for pair in pairs]
-        rows = await self._runtime.entropies(samples)
-        return {pair: sum(row) / max(1, len(row)) for pair, row in zip(pairs, rows, strict=True)}
-
-    def _sample(self, observation: str, text: str | None) -> Sample:
-        """Make a sample of the prompt, with the tokens of the observation as its positions."""
-        tokens, kinds = self._actor.opening(
-            observation, None if text is None else experience_block([text])
-        )
-        positions = tuple(i for i, kind in enumerate(kinds) if kind == "user" and i)
-        nothing = (0.0,) * len(positions)
-        return Sample(
-            tokens=tuple(tokens), positions=positions, logprobs=nothing, advantages=nothing
-        )
-
-
-def _opening_uses(trajectory: Trajectory) -> list[Use]:
-    return (
-        [use for use in trajectory.uses if use.how == "episode_start"]
-        if trajectory.condition is Condition.GUIDED
-        else []
-    )
-
-
-def _key(use: Use) -> Key:
-    return use.experience_id, use.experience_version
+        self.mean = sum(bonuses.values()) / max(1, len(bonuses))
+        return bonuses

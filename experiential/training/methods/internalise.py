@@ -11,7 +11,7 @@ import numpy as np
 from experiential.agents.actor import ActorAgent
 from experiential.config import SelfDistillSettings
 from experiential.rollout.rollout import Episode
-from experiential.training.methods.method import Method, Run
+from experiential.training.methods.method import Method
 from experiential.training.rewards import relative_rewards
 from experiential.training.runtime import Sample
 from experiential.training.samples import trajectory_samples
@@ -21,10 +21,9 @@ from experiential.types import Condition, Generation
 def without_help(episode: Episode, actor: ActorAgent) -> list[Generation]:
     """Return the responses of an episode, after prompts without advice and bank calls.
 
-    Responses that did not step the environment are left out.
-
-    Prompts are rebuilt as token ids by ``actor``, from the environment's own observations; the
-    responses keep the ids that were sampled, and they alone are trained on.
+    Responses that did not step the environment are left out. Prompts are rebuilt as token ids by
+    ``actor``, from the environment's own observations; the responses keep the ids that were
+    sampled, and they alone are trained on.
 
     Args:
         episode: a finished episode.
@@ -59,17 +58,16 @@ def imitation_samples(
 def beyond_free(episodes: Sequence[Episode]) -> list[Episode]:
     """Select guided episodes with a reward above the mean of their group's free members.
 
-    See section 4.3 of Complementary RL.
-
-    Episodes that failed for a technical reason do not count, on either side; a group without free
-    members gives none.
+    See section 4.3 of Complementary RL. Episodes that failed for a technical reason do not count,
+    on either side; a group without free members gives none.
     """
     played = [e for e in episodes if e.trajectory.error is None and e.generations]
     if not played:
         return []
-    guided = [e.trajectory.condition is Condition.GUIDED for e in played]
     gains = relative_rewards(
-        [e.trajectory.reward for e in played], [e.trajectory.group for e in played], guided
+        [e.trajectory.reward for e in played],
+        [e.trajectory.group for e in played],
+        [e.trajectory.condition is Condition.GUIDED for e in played],
     )
     return [e for e, gain in zip(played, gains.tolist(), strict=True) if gain > 1e-9]
 
@@ -101,11 +99,10 @@ class CollapseGuard:
         None stands for a step without free members.
         """
         if success is not None:
-            self._mean = (
-                success
-                if self._mean is None
-                else self._memory * self._mean + (1 - self._memory) * success
-            )
+            if self._mean is None:
+                self._mean = success
+            else:
+                self._mean = self._memory * self._mean + (1 - self._memory) * success
             self._best = max(self._best, self._mean)
         return self._mean is None or self._mean >= self._best - self._margin
 
@@ -120,8 +117,6 @@ class CollapseGuard:
 
 class SelfDistillation(Method):
     """Imitate guided episodes that beat the free ones: section 4.3 of Complementary RL.
-
-    It happens every step or every few, with a guard against collapse.
 
     Args:
         settings: weight, interval and guard.
@@ -144,12 +139,6 @@ class SelfDistillation(Method):
         self.paused = 0
         self._metrics: dict[str, float] = {}
 
-    @classmethod
-    def of(cls, run: Run) -> SelfDistillation | None:
-        """Build it with ``actor.self_distill``."""
-        settings = run.experiment.actor.self_distill
-        return cls(settings, run.roles.actor) if settings is not None else None
-
     async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
         """Return the imitation samples of these episodes."""
         firsts = [e for e in episodes if e.job is None or e.job.attempt == 1]
@@ -163,9 +152,8 @@ class SelfDistillation(Method):
         self.paused += due and not allowed
         samples: list[Sample] = []
         if due and allowed:
-            samples = imitation_samples(
-                beyond_free(firsts), self._make_actor(), self._settings.weight
-            )
+            better = beyond_free(firsts)
+            samples = imitation_samples(better, self._make_actor(), self._settings.weight)
         self._metrics = {
             "actor_imitated": float(len(samples)),
             "actor_imitation_paused": float(self.paused),

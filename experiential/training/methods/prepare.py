@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from experiential.bank.manager import ExperienceManager
 from experiential.rollout.rollout import refuse_broken
 from experiential.rollout.tasks import TaskSource, world_count
 from experiential.training.methods.method import Method, Run
@@ -16,13 +17,8 @@ class OfflineBank(Method):
     these episodes but what the extractor writes.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    @classmethod
-    def of(cls, run: Run) -> OfflineBank | None:
-        """Build it with ``bank.prepare_steps``, in a run that has a bank."""
-        return cls(run) if run.experiment.bank.prepare_steps and run.manager is not None else None
+    def __init__(self, run: Run, manager: ExperienceManager) -> None:
+        self._run, self._manager = run, manager
 
     async def begin(self) -> None:
         """Fill the bank, and record the episodes.
@@ -30,12 +26,10 @@ class OfflineBank(Method):
         Raises:
             ExperientialError: the environment failed every episode of a step.
         """
-        experiment, manager = self._run.experiment, self._run.manager
-        assert manager is not None
+        experiment, manager = self._run.experiment, self._manager
         actor, bank, env = experiment.actor, experiment.bank, experiment.env
-        tasks = TaskSource(
-            env, world_count(env.id, env.kwargs | env.train), experiment.seed + _SEED
-        )
+        worlds = world_count(env.id, env.kwargs | env.train)
+        tasks = TaskSource(env, worlds, experiment.seed + _SEED)
         played = won = 0
         for step in range(bank.prepare_steps):
             jobs = tasks.jobs(step, actor.groups, actor.group_size, "none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,28 +16,15 @@ from experiential.training.runtime import Sample
 
 
 class Reflection(Method):
-    """Play second attempts after a reflection, and learn from both: Experiential RL, algorithm 2.
-
-    Args:
-        run: the parts of the run.
-        settings: of the second attempts.
-    """
+    """Play second attempts after a reflection, and learn from both: algorithm 2."""
 
     def __init__(self, run: Run, settings: ReflectionSettings) -> None:
         self._run, self._settings = run, settings
+        memory = memory_of(settings, run.bank)
         self._attempts = Attempts(
-            run.rollout,
-            run.roles.reflector(),
-            memory_of(settings, run.bank),
-            threshold=settings.threshold,
+            run.rollout, run.roles.reflector(), memory, threshold=settings.threshold
         )
-        self._learnt: Counter[str] = Counter()
-
-    @classmethod
-    def of(cls, run: Run) -> Reflection | None:
-        """Build it with ``reflection``."""
-        settings = run.experiment.reflection
-        return cls(run, settings) if settings is not None else None
+        self._metrics: dict[str, int] = {}
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
         """Play first and second attempts; see `Attempts.play`."""
@@ -50,18 +36,20 @@ class Reflection(Method):
         internalised = await internalised_samples(
             episodes, self._settings, self._run.roles.actor(), self._run.actor
         )
-        self._learnt = Counter(reinforced=len(reinforced), internalised=len(internalised))
+        self._metrics = {
+            "reinforced_samples": len(reinforced),
+            "internalised_samples": len(internalised),
+        }
         return reinforced + internalised
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         """Return how both attempts went, and how much was learnt from them."""
-        return self._attempts.event(episodes) | {
-            f"{name}_samples": count for name, count in self._learnt.items()
-        }
+        return self._attempts.event(episodes) | self._metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the private memory."""
-        return {"memory": self._attempts.state_dict()}
+        """Return the private memory; the bank keeps its own state."""
+        memory = self._attempts.memory
+        return {"memory": {} if memory is None else memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the private memory.
@@ -69,7 +57,8 @@ class Reflection(Method):
         Raises:
             CheckpointError: the state is of another kind of memory.
         """
-        self._attempts.load_state_dict(state["memory"])
+        if self._attempts.memory is not None:
+            self._attempts.memory.load_state_dict(state["memory"])
 
 
 def memory_of(settings: ReflectionSettings, bank: Bank | None) -> ReflectionMemory | None:
