@@ -12,8 +12,7 @@ import pytest
 
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
-from experiential.agents.principles import principle_text
-from experiential.agents.prompts import experience_block
+from experiential.agents.prompts import experience_block, principle_text
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager

@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiential.agents.extractor import ExtractorAgent
-from experiential.agents.operations import operations_schema, parse_operations
-from experiential.agents.principles import LONGEST, MOST_TRIPLES, principle_text, read_triples
-from experiential.agents.prompts import prompt_set
+from experiential.agents.operations import (
+    LONGEST,
+    MOST_TRIPLES,
+    operations_schema,
+    parse_operations,
+    read_triples,
+)
+from experiential.agents.prompts import principle_text, prompt_set
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.llm.scripted import ScriptedLLM

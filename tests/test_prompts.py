@@ -9,13 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiential.agents.operations import parse_operations
-from experiential.agents.prompts import (
-    escape,
-    escape_control,
-    experience_block,
-    kept_ends,
-    prompt_set,
-)
+from experiential.agents.prompts import experience_block, kept_ends, prompt_set
+from experiential.bank.text import escape, escape_control
 from experiential.types import Experience, Hit, Trajectory, Turn
 
 BRIEF, FULL = prompt_set("brief"), prompt_set("full")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
 from experiential.agents.asking import derived_seed
 from experiential.agents.dialogue import Dialogue, MessageDialogue, SpanKind
-from experiential.agents.prompts import escape_control, prompt_set
+from experiential.agents.prompts import prompt_set
+from experiential.bank.text import escape_control
 from experiential.llm.base import LLM, SamplingParams
 from experiential.sync import EventLoopThread, shared_loop
-from experiential.types import FinishReason, Generation, Message
+from experiential.types import FinishReason, Generation
 
 CALLS = ("search_and_ask", "search_experience", "search_knowledge", "answer")
 """Tags that reach the environment and its wrappers unchanged."""
@@ -93,15 +93,8 @@ class ActorAgent:
         self.keep_first = keep_first
         self.advice = advice
         self.seed = seed
-        self._sampling = SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=max_tokens,
-            stop=STOP,
-            priority=priority,
-        )
-        self.dialogue: Dialogue | MessageDialogue
-        self.generations: list[Generation]
+        draw: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "priority": priority}
+        self._sampling = SamplingParams(max_tokens=max_tokens, stop=STOP, **draw)
         self.reset()
 
     def reset(self, *, seed: int | None = None) -> None:
@@ -112,7 +105,7 @@ class ActorAgent:
         self.dialogue = (
             MessageDialogue(**shown) if tokenizer is None else Dialogue(tokenizer, **shown)
         )
-        self.generations = []
+        self.generations: list[Generation] = []
         self._experience: str | None = None
 
     def act(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
@@ -130,25 +123,21 @@ class ActorAgent:
             BackendError: the backend failed; the turn may be asked for again.
         """
         info = info or {}
-        choices: tuple[str, ...] = ()
-        sampling: dict[str, Any] = {"seed": None}
-        if self.seed is not None:
-            sampling["seed"] = derived_seed(self.seed, len(self.generations))
-        if self.constrain:
-            choices = tuple(str(action) for action in info.get("admissible") or ())
+        seed = None if self.seed is None else derived_seed(self.seed, len(self.generations))
+        sampling: dict[str, Any] = {"seed": seed}
+        choices = tuple(map(str, info.get("admissible") or ())) if self.constrain else ()
         if choices:
             sampling |= {"choices": choices, "stop": ()}
         advice = self._observe(observation, info.get("experience_prompt"), bool(choices))
-        with ExitStack() as failure:
-            # a failed turn leaves the dialogue as it was, so that it can be asked for again
-            failure.callback(self.dialogue.withdraw)
+        try:
             generation = await self.llm.generate(
                 self.dialogue.prompt(), self._sampling.model_copy(update=sampling)
             )
-            failure.pop_all()
-            self._take(generation, advice)
-            text = generation.text
-            return text if text in choices else extract_action(text)
+        except BaseException:  # the turn can be asked for again
+            self.dialogue.withdraw()
+            raise
+        self._take(generation, advice)
+        return generation.text if generation.text in choices else extract_action(generation.text)
 
     def replay(
         self,
@@ -177,12 +166,10 @@ class ActorAgent:
                 " got one that does not"
             )
         for observation, generation in zip(observations, generations, strict=True):
-            shown = self._observe(
-                observation, advice, generation.finish_reason is FinishReason.CHOICE
-            )
-            self._take(
-                generation.model_copy(update={"prompt_ids": tuple(self.dialogue.prompt())}), shown
-            )
+            chosen = generation.finish_reason is FinishReason.CHOICE
+            shown = self._observe(observation, advice, chosen)
+            prompt = {"prompt_ids": tuple(self.dialogue.prompt())}
+            self._take(generation.model_copy(update=prompt), shown)
         return self.generations
 
     def opening(
@@ -199,14 +186,13 @@ class ActorAgent:
                 "Expected a backend that shows its tokenizer, to make a prompt of token ids, got"
                 " one that does not"
             )
-        self.dialogue.add(
-            {"role": "system", "content": self.prompts.actor_system(self.instruction, advice)}
-        )
+        system = self.prompts.actor_system(self.instruction, advice)
+        self.dialogue.add({"role": "system", "content": system})
         self.dialogue.add({"role": "user", "content": escape_control(observation)})
-        return self.dialogue.staged()
+        _, tokens, kinds = self.dialogue.stage()
+        return tokens, kinds
 
     def _take(self, generation: Generation, advice: str | None) -> None:
-        """Record a response and the advice in its prompt."""
         self.dialogue.append(generation)
         self.generations.append(generation)
         self._experience = advice
@@ -218,20 +204,17 @@ class ActorAgent:
         """
         content = escape_control(observation)
         new = advice if advice and advice != self._experience else None
-        last = self.advice == "observation" and (
-            self.history is None or self.keep_first
-        )  # else the message may be dropped
+        first_stays = self.history is None or self.keep_first
+        last = self.advice == "observation" and first_stays
         if not self.generations:
-            system = self.prompts.actor_system(
-                self.instruction, None if last else new, constrained=constrained
-            )
+            above = None if last else new
+            system = self.prompts.actor_system(self.instruction, above, constrained=constrained)
             self.dialogue.add({"role": "system", "content": system})
         if new and last:
             content = f"{content}\n{new}"
         elif new and self.generations:
             content = f"{new}{content}"
-        message: Message = {"role": "user", "content": content}
-        self.dialogue.add(message)
+        self.dialogue.add({"role": "user", "content": content})
         return advice or self._experience
 
 
@@ -250,13 +233,11 @@ def extract_action(text: str) -> str:
         return next((line.strip() for line in reversed(answer.splitlines()) if line.strip()), "")
     opening = openings[-1]
     closing = re.compile(f"</{opening[1]}>", re.IGNORECASE).search(answer, opening.end())
-    if opening[1].lower() in CALLS:
-        return (
-            answer[opening.start() : closing.end()]
-            if closing
-            else f"{answer[opening.start() :]}</{opening[1].lower()}>"
-        )
-    return answer[opening.end() : closing.start() if closing else len(answer)].strip()
+    if opening[1].lower() not in CALLS:
+        return answer[opening.end() : closing.start() if closing else len(answer)].strip()
+    if closing:
+        return answer[opening.start() : closing.end()]
+    return f"{answer[opening.start() :]}</{opening[1].lower()}>"
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:

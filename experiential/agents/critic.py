@@ -92,7 +92,5 @@ class CriticAgent:
         if verdict != "refine":
             return Critique(verdict=verdict, text=entry_text(entry))
         adapted = await self._asker.ask(self.prompts.adapt_messages(task, entry))
-        written = clean(_THINKING.sub("", adapted.text))
-        return Critique(
-            verdict=verdict, text=cut_middle(written, TEXT_LIMIT - 40) or entry_text(entry)
-        )
+        written = cut_middle(clean(_THINKING.sub("", adapted.text)), TEXT_LIMIT - 40)
+        return Critique(verdict=verdict, text=written or entry_text(entry))

@@ -6,16 +6,21 @@ import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import Any, Literal
 
-from experiential.agents.prompts import is_protocol_tag
+from experiential.bank.text import is_protocol_tag
 from experiential.types import Generation, Message
 
 SpanKind = Literal["system", "user", "experience", "assistant"]
 
+# a stand-in for a reply, to find the text that a template puts after one
 _REPLY = "Sentinel4711Reply"
-"""A stand-in for a reply, to find the text that a template puts after one."""
+_BEFORE: list[Message] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": _REPLY},
+]
 _EXPERIENCE = re.compile(r"<experience>\n.*?\n</experience>", re.DOTALL)
 
 
@@ -47,34 +52,20 @@ class TokenSequence:
     allowed: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     spans: list[Span] = field(default_factory=list[Span])
 
-    def extend(self, tokens: Sequence[int], kinds: Iterable[SpanKind]) -> None:
-        """Append tokens that were not sampled."""
-        self.mask += [0] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-        self.allowed += [()] * len(tokens)
-        self._append(tokens, kinds)
-
-    def extend_sampled(self, generation: Generation) -> None:
-        """Append the tokens of a response."""
-        count = len(generation.response_ids)
-        self.mask += [1] * count
-        self.logprobs += generation.logprobs
-        self.allowed += generation.allowed if generation.allowed is not None else [()] * count
-        self._append(generation.response_ids, repeat("assistant", count))
-
-    def _append(self, tokens: Sequence[int], kinds: Iterable[SpanKind]) -> None:
+    def extend(
+        self, tokens: Sequence[int], kinds: Iterable[SpanKind], sampled: Generation | None = None
+    ) -> None:
+        """Append tokens; ``sampled`` is the response that they are, None for tokens given to it."""
+        count = len(tokens)
+        self.mask += [int(sampled is not None)] * count
+        self.logprobs += sampled.logprobs if sampled else [0.0] * count
+        self.allowed += (sampled.allowed if sampled else None) or [()] * count
         for position, kind in enumerate(kinds, len(self.tokens)):
             if self.spans and self.spans[-1].kind == kind:
                 self.spans[-1] = Span(kind, self.spans[-1].start, position + 1)
             else:
                 self.spans.append(Span(kind, position, position + 1))
         self.tokens += tokens
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    user: Message
-    generation: Generation
 
 
 class Conversation:
@@ -95,8 +86,10 @@ class Conversation:
             raise ValueError(f"Expected history to be None or at least 0, got {history}")
         self._history, self._keep_first = history, keep_first
         self._system = ""
-        self._exchanges: list[_Exchange] = []
+        self._exchanges: list[tuple[Message, Generation]] = []
+        self._first = 0  # the first exchange that the next prompt shows
         self._pending: list[Message] = []
+        self._staged: Any = None  # what a subclass made of the pending messages
 
     def add(self, message: Message) -> None:
         """Add a user or tool message, or, before the first response, the system message.
@@ -114,15 +107,19 @@ class Conversation:
             self._system = message["content"]
         else:
             self._pending.append(message)
+        self._staged = None
 
     def withdraw(self) -> None:
         """Drop the messages added since the last response, as after a failed request."""
         self._pending.clear()
+        self._staged = None
 
     def append(self, generation: Generation) -> None:
         """Record the response to ``prompt()``."""
-        self._exchanges.append(_Exchange(self._current(), generation))
-        self._pending.clear()
+        self._exchanges.append((self._current(), generation))
+        if self._history is not None:
+            self._first = max(0, len(self._exchanges) - self._history)
+        self.withdraw()
 
     def _current(self) -> Message:
         """Return the messages since the last response as one."""
@@ -136,20 +133,13 @@ class Conversation:
         role: Literal["user", "tool"] = "tool" if roles == {"tool"} else "user"
         return {"role": role, "content": "\n".join(message["content"] for message in self._pending)}
 
-    @property
-    def _first(self) -> int:
-        """Return the index of the first exchange that the next prompt shows."""
-        return 0 if self._history is None else max(0, len(self._exchanges) - self._history)
-
     def _users(self) -> list[Message]:
         """Return the user messages of the next prompt: one an exchange, and the current one."""
-        users = [*(exchange.user for exchange in self._exchanges[self._first :]), self._current()]
+        users = [*(user for user, _ in self._exchanges[self._first :]), self._current()]
         if self._first and self._keep_first:
-            goal = self._exchanges[0].user["content"]
-            users[0] = {
-                "role": "user",
-                "content": f"{goal}\n[{self._first} turns left out]\n{users[0]['content']}",
-            }
+            goal, rest = self._exchanges[0][0]["content"], users[0]["content"]
+            content = f"{goal}\n[{self._first} turns left out]\n{rest}"
+            users[0] = {"role": "user", "content": content}
         return users
 
 
@@ -174,8 +164,8 @@ class MessageDialogue(Conversation):
         messages: list[Message] = (
             [{"role": "system", "content": self._system}] if self._system else []
         )
-        for user, exchange in zip(earlier, self._exchanges[self._first :], strict=True):
-            messages += [user, Message(role="assistant", content=exchange.generation.text)]
+        for user, (_, reply) in zip(earlier, self._exchanges[self._first :], strict=True):
+            messages += [user, {"role": "assistant", "content": reply.text}]
         return [*messages, current]
 
 
@@ -195,6 +185,9 @@ class Dialogue(Conversation):
         history: past exchanges that a prompt shows, None for all.
         keep_first: whether the first message stays when turns are dropped.
 
+    Attributes:
+        sequence: the current sequence, up to the last response.
+
     Raises:
         ValueError: the tokenizer has no chat template, or ``history`` is negative.
     """
@@ -204,20 +197,9 @@ class Dialogue(Conversation):
     ) -> None:
         super().__init__(history=history, keep_first=keep_first)
         self._template = ChatTemplate(tokenizer)
-        self._sequence = TokenSequence()
+        self.sequence = TokenSequence()
         self._start = 0
         self._closed: list[TokenSequence] = []
-        self._staged: tuple[TokenSequence, list[int], list[SpanKind]] | None = None
-
-    def add(self, message: Message) -> None:
-        """Add a message; see `Conversation.add`."""
-        super().add(message)
-        self._staged = None
-
-    def withdraw(self) -> None:
-        """Drop the messages added since the last response."""
-        super().withdraw()
-        self._staged = None
 
     def prompt(self) -> list[int]:
         """Return the token ids to continue, generation prompt included.
@@ -225,17 +207,8 @@ class Dialogue(Conversation):
         Raises:
             ValueError: nothing was added since the last response.
         """
-        sequence, tokens, _ = self._stage()
+        sequence, tokens, _ = self.stage()
         return sequence.tokens + tokens
-
-    def staged(self) -> tuple[list[int], list[SpanKind]]:
-        """Return the tokens that the messages since the last response add, and their kinds.
-
-        Raises:
-            ValueError: nothing was added since the last response.
-        """
-        _, tokens, kinds = self._stage()
-        return tokens, kinds
 
     def append(self, generation: Generation) -> None:
         """Record the response to ``prompt()``, with mask 1.
@@ -243,7 +216,7 @@ class Dialogue(Conversation):
         Raises:
             ValueError: the response was made from another prompt, or its lists differ in length.
         """
-        sequence, tokens, kinds = self._stage()
+        sequence, tokens, kinds = self.stage()
         if generation.prompt_ids and tuple(generation.prompt_ids) != (*sequence.tokens, *tokens):
             raise ValueError(
                 "Expected a response to the current prompt, got one made from other tokens; append"
@@ -257,42 +230,39 @@ class Dialogue(Conversation):
                 f"Expected one log-probability and allowed set for each of {count} tokens, got"
                 f" {got[0]} and {got[1]}"
             )
-        if sequence is not self._sequence:
-            self._closed += [self._sequence] if any(self._sequence.mask) else []
-            self._sequence, self._start = sequence, self._first
+        if sequence is not self.sequence:
+            self._closed = self.sequences()
+            self.sequence, self._start = sequence, self._first
         sequence.extend(tokens, kinds)
-        sequence.extend_sampled(generation)
+        sequence.extend(generation.response_ids, repeat("assistant", count), generation)
         super().append(generation)
-        self._staged = None
 
     def sequences(self) -> list[TokenSequence]:
         """Return the sequences to train on; each sampled token has mask 1 in one of them."""
-        return [*self._closed, *([self._sequence] if any(self._sequence.mask) else [])]
+        return [*self._closed, *([self.sequence] if any(self.sequence.mask) else [])]
 
-    @property
-    def sequence(self) -> TokenSequence:
-        """Return the current sequence, up to the last response."""
-        return self._sequence
+    def stage(self) -> tuple[TokenSequence, list[int], list[SpanKind]]:
+        """Return the sequence to continue, and tokens and kinds of the pending messages.
 
-    def _stage(self) -> tuple[TokenSequence, list[int], list[SpanKind]]:
-        """Return the sequence to continue, and tokens and kinds of the pending messages."""
+        Raises:
+            ValueError: nothing was added since the last response.
+        """
         if self._staged is not None:
             return self._staged
         users = self._users()
-        sequence = self._sequence
+        sequence = self.sequence
         if not self._exchanges:
             tokens, kinds = self._template.opening(self._system, users[0])
         elif self._first == self._start:
-            response = self._exchanges[-1].generation.response_ids
+            response = self._exchanges[-1][1].response_ids
             tokens, kinds = self._template.delta(users[-1], response)
         else:  # turns were dropped: a new sequence, in which earlier responses are context
             sequence = TokenSequence()
             tokens, kinds = self._template.opening(self._system, users[0])
-            for exchange, user in zip(self._exchanges[self._first :], users[1:], strict=True):
-                response = exchange.generation.response_ids
+            for (_, reply), user in zip(self._exchanges[self._first :], users[1:], strict=True):
                 sequence.extend(tokens, kinds)
-                sequence.extend(response, repeat("assistant", len(response)))
-                tokens, kinds = self._template.delta(user, response)
+                sequence.extend(reply.response_ids, repeat("assistant", len(reply.response_ids)))
+                tokens, kinds = self._template.delta(user, reply.response_ids)
         self._staged = (sequence, tokens, kinds)
         return self._staged
 
@@ -308,17 +278,12 @@ class ChatTemplate:
                 " tokenizer.chat_template"
             )
         self._tokenizer = tokenizer
+        self._render = partial(tokenizer.apply_chat_template, tokenize=False)
         self._end: list[int] | None = None
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        specials = {
-            token
-            for token in (
-                *tokenizer.all_special_tokens,
-                *(token.content for token in added if token.special),
-            )
-            # our own tags stay as they are where a tokenizer has them as special tokens
-            if len(token) > 1 and not is_protocol_tag(token)
-        }
+        known = {*tokenizer.all_special_tokens, *(one.content for one in added if one.special)}
+        # our own tags stay as they are where a tokenizer has them as special tokens
+        specials = [token for token in known if len(token) > 1 and not is_protocol_tag(token)]
         longest_first = sorted(specials, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, longest_first))) if specials else None
 
@@ -332,21 +297,22 @@ class ChatTemplate:
         if system:
             from jinja2 import TemplateError
 
+            messages = [{"role": "system", "content": system}, user]
             with contextlib.suppress(TemplateError):  # raised by templates without a system role
-                text = self._render([{"role": "system", "content": system}, user], generation=True)
+                text = self._render(messages, add_generation_prompt=True)
             if system.strip() not in text:  # or silently left out by them
                 user = {**user, "content": f"{system}\n\n{user['content']}"}
                 text = ""
-        text = text or self._render([user], generation=True)
+        text = text or self._render([user], add_generation_prompt=True)
         system_end = text.find(system.strip()) + len(system.strip()) if system else 0
         return self._encode(text, system_end)
 
     def delta(self, message: Message, response: Sequence[int]) -> tuple[list[int], list[SpanKind]]:
         """Return tokens and kinds from the end of ``response`` to the next generation prompt."""
         message = {**message, "content": self._defused(message["content"])}
-        tokens, kinds = self._encode(self._after_reply([message], generation=True))
+        tokens, kinds = self._after_reply([message], generation=True)
         if self._end is None:
-            self._end = self._encode(self._after_reply([], generation=False))[0]
+            self._end, _ = self._after_reply([], generation=False)
         # a response that ended its turn has sampled the tokens that the delta begins with
         longest = min(len(self._end), len(response), len(tokens))
         for overlap in range(longest, 0, -1):
@@ -354,26 +320,17 @@ class ChatTemplate:
                 return tokens[overlap:], kinds[overlap:]
         return tokens, kinds
 
-    def _after_reply(self, messages: list[Message], *, generation: bool) -> str:
-        """Render messages after a stand-in reply, and return the text behind that reply."""
-        before: list[Message] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": _REPLY},
-        ]
-        text = self._render([*before, *messages], generation=generation)
+    def _after_reply(
+        self, messages: list[Message], *, generation: bool
+    ) -> tuple[list[int], list[SpanKind]]:
+        """Render messages after a stand-in reply; return what stands behind that reply."""
+        text = self._render([*_BEFORE, *messages], add_generation_prompt=generation)
         head, found, tail = text.partition(_REPLY)
         if not found:
             raise ValueError(
                 f"Expected a chat template that shows assistant messages, got {head!r} for one"
             )
-        return tail
-
-    def _render(self, messages: list[Message], *, generation: bool) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation
-            )
-        )
+        return self._encode(tail)
 
     def _encode(self, text: str, system_end: int = 0) -> tuple[list[int], list[SpanKind]]:
         """Return tokens and their kinds, by the character at which each token starts."""

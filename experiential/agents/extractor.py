@@ -17,23 +17,22 @@ from experiential.agents.operations import (
     operations_schema,
     parse_operations,
 )
-from experiential.agents.principles import principle_kind
 from experiential.agents.prompts import (
     DISTILL_BUDGET,
     EntryLike,
     cut_middle,
     entry_text,
+    principle_kind,
     prompt_set,
 )
 from experiential.bank.extractor import Extractor
 from experiential.errors import ConfigError
 from experiential.llm.base import LLM, SamplingParams
 from experiential.plugins import resolve
-from experiential.types import Add, Distillation, Generation, Trajectory
+from experiential.types import Add, Distillation, Generation, Message, Trajectory
 
 _STOP = ("</answer>",)
-_FRAME_TOKENS = 16
-"""Tokens of an operation beside its text, at most."""
+_FRAME_TOKENS = 16  # of an operation beside its text, at most
 _CHARS_PER_TOKEN = 3
 _SHORTEST_TEXT = 80
 _THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
@@ -138,9 +137,8 @@ class ExtractorAgent:
         self.max_chars = max_chars
         self.principles = principles
         self.seed = seed
-        self._sampling = SamplingParams(
-            temperature=temperature, top_p=top_p, max_tokens=max_tokens, priority=priority
-        )
+        draw: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "priority": priority}
+        self._sampling = SamplingParams(max_tokens=max_tokens, **draw)
         self._asker = Asker(llm, self._sampling, seed)
 
     @property
@@ -178,27 +176,19 @@ class ExtractorAgent:
             BackendError: the backend failed.
         """
         limit, budget = self.max_operations, self.max_chars
-        if self.principles:
-            shown = ()  # principles are additions only, so no entry is shown to be updated
-            messages = self.prompts.principle_messages(trajectory, limit, budget=budget)
-        else:
+        if not self.principles:
             messages = self.prompts.distill_messages(trajectory, shown, limit, budget=budget)
-        form = self._form(limit, shown=len(shown), triples=self.principles)
-        generation = await self._asker.ask(messages, **form)
-        parsed = parse_operations(
-            generation.text,
-            max_operations=limit,
-            shown=len(shown),
-            kinds=PRINCIPLES if self.principles else DISTILLATION,
+            return await self._operations(messages, limit, len(shown), DISTILLATION)
+        # principles are additions only, so no entry is shown to be updated
+        messages = self.prompts.principle_messages(trajectory, limit, budget=budget)
+        found = await self._operations(messages, limit, 0, PRINCIPLES)
+        kind = {"kind": principle_kind(trajectory)}  # the outcome decides, whatever the answer says
+        typed = tuple(
+            one.model_copy(update=kind) if isinstance(one, Add) else one
+            for one in found.parsed.operations
         )
-        if self.principles:  # the outcome decides the kind, whatever the answer says
-            kind = {"kind": principle_kind(trajectory)}
-            typed = tuple(
-                one.model_copy(update=kind) if isinstance(one, Add) else one
-                for one in parsed.operations
-            )
-            parsed = parsed.model_copy(update={"operations": typed})
-        return Distillation(parsed=parsed, generation=generation)
+        parsed = found.parsed.model_copy(update={"operations": typed})
+        return found.model_copy(update={"parsed": parsed})
 
     async def arefine(self, query: str, experience: EntryLike) -> tuple[str, Generation | None]:
         """Rewrite an entry for a question; return the text and the response that it came from.
@@ -208,10 +198,9 @@ class ExtractorAgent:
         Raises:
             BackendError: the backend failed.
         """
+        messages = self.prompts.refine_messages(query, experience)
         priority = min(self._sampling.priority, 0)
-        generation = await self._asker.ask(
-            self.prompts.refine_messages(query, experience), priority=priority
-        )
+        generation = await self._asker.ask(messages, priority=priority)
         text = clean(_THINKING.sub("", generation.text))
         return (cut_middle(text, TEXT_LIMIT - 40) or entry_text(experience)), generation
 
@@ -221,15 +210,8 @@ class ExtractorAgent:
         Raises:
             BackendError: the backend failed.
         """
-        count = len(experiences)
-        messages = self.prompts.merge_messages(experiences)
-        generation = await self._asker.ask(
-            messages, **self._form(max(count, 1), merge=True, shown=max(count, 1))
-        )
-        parsed = parse_operations(
-            generation.text, max_operations=count, shown=count, kinds=CONSOLIDATION
-        )
-        return Distillation(parsed=parsed, generation=generation)
+        messages, count = self.prompts.merge_messages(experiences), len(experiences)
+        return await self._operations(messages, count, count, CONSOLIDATION)
 
     async def ajudge(self, a: EntryLike, b: EntryLike) -> bool:
         """Return whether two entries teach the same lesson; an unclear answer counts as no.
@@ -241,17 +223,22 @@ class ExtractorAgent:
         verdict = _VERDICT.search(_THINKING.sub("", generation.text))
         return verdict is not None and verdict[1].lower() == "yes"
 
-    def _form(
-        self, operations: int, *, shown: int, merge: bool = False, triples: bool = False
-    ) -> dict[str, Any]:
-        """Return stop string and schema of an answer, with texts that fit into ``max_tokens``."""
-        if not self.prompts.structured:
-            return {"stop": _STOP}
-        tokens = self._sampling.max_tokens // operations - _FRAME_TOKENS
-        limit = min(TEXT_LIMIT, max(_SHORTEST_TEXT, _CHARS_PER_TOKEN * tokens))
-        return {
-            "stop": _STOP,
-            "json_schema": operations_schema(
-                operations, merge, shown=shown, max_chars=limit, triples=triples
-            ),
-        }
+    async def _operations(
+        self, messages: list[Message], most: int, shown: int, kinds: tuple[str, ...]
+    ) -> Distillation:
+        """Ask for at most ``most`` operations on ``shown`` entries, and read the answer."""
+        form: dict[str, Any] = {"stop": _STOP}
+        if self.prompts.structured:
+            merge = kinds is CONSOLIDATION
+            # texts that fit into ``max_tokens`` with the tokens beside them
+            tokens = self._sampling.max_tokens // max(most, 1) - _FRAME_TOKENS
+            form["json_schema"] = operations_schema(
+                max(most, 1),
+                merge,
+                shown=max(shown, 1) if merge else shown,
+                max_chars=min(TEXT_LIMIT, max(_SHORTEST_TEXT, _CHARS_PER_TOKEN * tokens)),
+                triples=kinds is PRINCIPLES,
+            )
+        generation = await self._asker.ask(messages, **form)
+        parsed = parse_operations(generation.text, max_operations=most, shown=shown, kinds=kinds)
+        return Distillation(parsed=parsed, generation=generation)

@@ -6,14 +6,13 @@ Good operations are kept, each refusal has a named reason, and nothing raises.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, cast
 
-from experiential.agents.principles import LONGEST, MOST_TRIPLES, read_triples
 from experiential.agents.scanner import ScannedObject, scan_objects
 from experiential.bank.text import TEXT_LIMIT as TEXT_LIMIT  # the bank's own default
+from experiential.bank.text import canonical
 from experiential.types import (
     Add,
     Discard,
@@ -29,6 +28,12 @@ from experiential.types import (
 DISTILLATION = ("add", "update", "return")
 PRINCIPLES = ("add", "return")
 CONSOLIDATION = ("keep", "merge", "discard")
+MOST_TRIPLES = 8
+"""Triples that one principle may have."""
+LONGEST = 120
+"""Characters that each part of a triple may have."""
+
+Triple = tuple[str, str, str]
 
 _EXCERPT = 200
 _OPEN = re.compile(r"<\s*answer\s*>", re.IGNORECASE)
@@ -39,54 +44,34 @@ _WRAPPER = re.compile(
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _NUMBER = re.compile(r"\d{1,9}(?!\d)")
 
+_SEPARATOR = re.compile(r"\s*(?:\||;|,|->|→)\s*")
+
 _OP_KEYS = ("op", "operation", "function_name", "function", "action", "name", "type")
 _NESTED_KEYS = ("parameters", "params", "arguments", "args")
-_TEXT_KEYS = (
-    "text",
-    "new_memory",
-    "updated_memory",
-    "memory",
-    "new_text",
-    "content",
-    "experience",
-    "lesson",
-)
+_TEXT_KEYS = "text new_memory updated_memory memory new_text content experience lesson".split()
 _TRIPLE_KEYS = ("triples", "structure", "triplets")
 _ENTRY_KEYS = ("entry", "index", "idx", "target_idx", "target", "number", "id")
 _ENTRIES_KEYS = ("entries", "indices", "idxs", "targets", "ids", *_ENTRY_KEYS)
+_PARTS = (("subject", "head", "s"), ("predicate", "relation", "verb", "p"), ("object", "tail", "o"))
 
 
 class Reason(StrEnum):
     """Name the reason why a piece of an answer was refused."""
 
-    NO_OPERATIONS = "no_operations"
-    """The answer holds no JSON object at all."""
-    MALFORMED = "malformed"
-    """An object that cannot be read as JSON, even leniently."""
-    TRUNCATED = "truncated"
-    """An object that the end of the answer cut."""
-    SUPERSEDED = "superseded"
-    """An object of an earlier answer; the last answer counts."""
+    NO_OPERATIONS = "no_operations"  # the answer holds no JSON object at all
+    MALFORMED = "malformed"  # an object that cannot be read as JSON, even leniently
+    TRUNCATED = "truncated"  # an object that the end of the answer cut
+    SUPERSEDED = "superseded"  # an object of an earlier answer; the last answer counts
     UNKNOWN_OP = "unknown_op"
-    """No known operation is named."""
-    UNEXPECTED_OP = "unexpected_op"
-    """An operation that this kind of answer may not hold."""
+    UNEXPECTED_OP = "unexpected_op"  # one that this kind of answer may not hold
     MISSING_TEXT = "missing_text"
-    """The operation needs a text and has none."""
     EMPTY_TEXT = "empty_text"
-    """The text is blank."""
-    TEXT_TOO_LONG = "text_too_long"
-    """The text is longer than ``TEXT_LIMIT`` characters."""
+    TEXT_TOO_LONG = "text_too_long"  # longer than ``TEXT_LIMIT`` characters
     MISSING_ENTRY = "missing_entry"
-    """The operation needs an entry number and has none."""
-    ENTRY_OUT_OF_RANGE = "entry_out_of_range"
-    """No entry with this number was shown."""
-    DUPLICATE = "duplicate"
-    """The same operation, or another one on the same entry, was accepted before."""
+    ENTRY_OUT_OF_RANGE = "entry_out_of_range"  # no entry with this number was shown
+    DUPLICATE = "duplicate"  # it, or another one on the same entry, was accepted before
     TOO_MANY = "too_many"
-    """More operations than allowed."""
-    WRONG_TRIPLE = "wrong_triple"
-    """A triple is invalid or one too many; its operation is accepted without it."""
+    WRONG_TRIPLE = "wrong_triple"  # invalid or one too many; its operation is accepted without it
 
 
 def parse_operations(
@@ -119,14 +104,45 @@ def parse_operations(
     ('Look.', 'unknown_op')
     """
     objects, superseded = find_objects(text)
-    reader = _Reader(text, max_operations, shown, frozenset(kinds))
+    operations: list[Operation] = []
+    refused: list[Refusal] = []
+    claimed: set[object] = set()
+
+    def refuse(reason: Reason, start: int, end: int) -> None:
+        excerpt = clean(text[start : min(end, start + _EXCERPT)])
+        refused.append(Refusal(reason=reason, text=excerpt))
+
     for one in superseded:
-        reader.refuse(Reason.SUPERSEDED, one)
-    for one in objects:
-        reader.read(one)
+        refuse(Reason.SUPERSEDED, one.start, one.end)
     if not objects:
-        reader.refused.append(Refusal(reason=Reason.NO_OPERATIONS, text=clean(text[:_EXCERPT])))
-    return ParsedOperations(operations=tuple(reader.operations), refused=tuple(reader.refused))
+        refuse(Reason.NO_OPERATIONS, 0, len(text))
+    for one in objects:
+        try:
+            if one.fault is not None:
+                raise _Refused(Reason(one.fault))
+            operation, wrong_triples = _operation(one, shown, kinds)
+            for _ in range(wrong_triples):
+                refuse(Reason.WRONG_TRIPLE, one.start, one.end)
+            # an entry may be changed once, a text added once
+            match operation:
+                case Add(text=added):
+                    claims: set[object] = {" ".join(added.split()).casefold()}
+                case Merge(entries=entries):
+                    claims = set(entries)
+                case Update(entry=entry) | Keep(entry=entry) | Discard(entry=entry):
+                    claims = {entry}
+                case _:
+                    claims = {Return}
+            if claims & claimed:
+                raise _Refused(Reason.DUPLICATE)
+            if len(operations) >= max_operations:
+                raise _Refused(Reason.TOO_MANY)
+        except _Refused as refusal:
+            refuse(refusal.reason, one.start, one.end)
+        else:
+            claimed |= claims
+            operations.append(operation)
+    return ParsedOperations(operations=tuple(operations), refused=tuple(refused))
 
 
 def find_objects(text: str) -> tuple[list[ScannedObject], list[ScannedObject]]:
@@ -169,31 +185,23 @@ def operations_schema(
     """
     text = {"type": "string", "minLength": 1, "maxLength": max_chars}
     entry = {"type": "integer", "enum": list(range(1, shown + 1))}
+    entries = {"type": "array", "items": entry, "minItems": 1}
     if merge:
-        variants = [
-            _variant("keep", entry=entry),
-            _variant("merge", entries={"type": "array", "items": entry, "minItems": 1}, text=text),
-            _variant("discard", entry=entry),
-        ]
+        fields = {
+            "keep": {"entry": entry},
+            "merge": {"entries": entries, "text": text},
+            "discard": {"entry": entry},
+        }
     else:
-        update = [_variant("update", entry=entry, text=text)] if shown else []
-        variants = [
-            _variant("add", text=text, **({"triples": _TRIPLES} if triples else {})),
-            *update,
-            _variant("return"),
-        ]
-    operations = {
-        "type": "array",
-        "items": {"anyOf": variants},
-        "minItems": 1,
-        "maxItems": max_operations,
-    }
-    return {
-        "type": "object",
-        "properties": {"operations": operations},
-        "required": ["operations"],
-        "additionalProperties": False,
-    }
+        update = {"update": {"entry": entry, "text": text}} if shown else {}
+        add = {"text": text, "triples": _TRIPLES} if triples else {"text": text}
+        fields = {"add": add, **update, "return": {}}
+    variants = [
+        _object({"op": {"type": "string", "enum": [op]}, **given}) for op, given in fields.items()
+    ]
+    items = {"anyOf": variants}
+    listed = {"type": "array", "items": items, "minItems": 1, "maxItems": max_operations}
+    return _object({"operations": listed})
 
 
 _PART = {"type": "string", "minLength": 1, "maxLength": LONGEST}
@@ -201,14 +209,9 @@ _TRIPLE: dict[str, Any] = {"type": "array", "items": _PART, "minItems": 3, "maxI
 _TRIPLES: dict[str, Any] = {"type": "array", "items": _TRIPLE, "maxItems": MOST_TRIPLES}
 
 
-def _variant(op: str, **properties: dict[str, Any]) -> dict[str, Any]:
-    fields = {"op": {"type": "string", "enum": [op]}, **properties}
-    return {
-        "type": "object",
-        "properties": fields,
-        "required": list(fields),
-        "additionalProperties": False,
-    }
+def _object(fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    required = {"required": list(fields), "additionalProperties": False}
+    return {"type": "object", "properties": fields, **required}
 
 
 def clean(text: str) -> str:
@@ -217,122 +220,92 @@ def clean(text: str) -> str:
     return _CONTROL.sub("", joined.replace("\r\n", "\n").replace("\r", "\n")).strip()
 
 
+def read_triples(value: Any) -> tuple[tuple[Triple, ...], int]:
+    """Return the triples in a scanned value, each once, and the number of invalid items.
+
+    A triple is a list of three texts, an object with subject, predicate and object, or one text of
+    three parts between commas, bars or semicolons. A part that is blank or longer than ``LONGEST``
+    makes it wrong; those after the first ``MOST_TRIPLES`` are too many.
+
+    >>> read_triples([["key", "opens", "door"], {"s": "door", "p": "is", "o": "red"}, ["key"]])
+    ((('key', 'opens', 'door'), ('door', 'is', 'red')), 1)
+    >>> read_triples("(lamp; hides; key)")
+    ((('lamp', 'hides', 'key'),), 0)
+    """
+    if value is None:
+        return (), 0
+    items = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if len(items) == 3 and all(
+        isinstance(item, str) and not _SEPARATOR.search(item) for item in items
+    ):
+        items = [items]  # one triple, not in a list of its own
+    good: dict[Triple, None] = {}
+    wrong = 0
+    for item in items:
+        parts: Sequence[Any] = ()
+        if isinstance(item, str):
+            parts = _SEPARATOR.split(item.strip().strip("()[]"))
+        elif isinstance(item, Mapping):
+            fields = _lowered(cast("Mapping[Any, Any]", item))
+            parts = [_first(fields, names) for names in _PARTS]
+        elif isinstance(item, list | tuple):
+            parts = cast("Sequence[Any]", item)
+        texts = [canonical(" ".join(part.split())) for part in parts if isinstance(part, str)]
+        if len(parts) == len(texts) == 3 and all(0 < len(part) <= LONGEST for part in texts):
+            good[texts[0], texts[1], texts[2]] = None
+        else:
+            wrong += 1
+    return tuple(good)[:MOST_TRIPLES], wrong + max(0, len(good) - MOST_TRIPLES)
+
+
 class _Refused(Exception):
     def __init__(self, reason: Reason) -> None:
         self.reason = reason
 
 
-@dataclass
-class _Reader:
-    """Turn scanned objects into operations, one by one."""
-
-    text: str
-    max_operations: int
-    shown: int | None
-    kinds: frozenset[str]
-    operations: list[Operation] = field(default_factory=list[Operation])
-    refused: list[Refusal] = field(default_factory=list[Refusal])
-    _seen: set[object] = field(default_factory=set[object])
-
-    def refuse(self, reason: Reason, one: ScannedObject) -> None:
-        """Count an object that is not accepted."""
-        self.refused.append(
-            Refusal(
-                reason=reason, text=clean(self.text[one.start : min(one.end, one.start + _EXCERPT)])
-            )
-        )
-
-    def read(self, one: ScannedObject) -> None:
-        """Accept or refuse one object."""
-        try:
-            if one.fault is not None:
-                raise _Refused(Reason(one.fault))
-            operation = self._build(_flatten(one.fields), (one.start, one.end))
-            # an entry may be changed once, a text added once
-            match operation:
-                case Add(text=text):
-                    claims = {" ".join(text.split()).casefold()}
-                case Merge(entries=entries):
-                    claims = set(entries)
-                case Update(entry=entry) | Keep(entry=entry) | Discard(entry=entry):
-                    claims = {entry}
-                case _:
-                    claims = {Return}
-            if claims & self._seen:
-                raise _Refused(Reason.DUPLICATE)
-            if len(self.operations) >= self.max_operations:
-                raise _Refused(Reason.TOO_MANY)
-            self._seen |= claims
-        except _Refused as refusal:
-            self.refuse(refusal.reason, one)
-        else:
-            self.operations.append(operation)
-
-    def _build(self, fields: dict[str, Any], span: tuple[int, int]) -> Operation:
-        """Make the operation that the fields of an object describe."""
-        known = (*DISTILLATION, *CONSOLIDATION)
-        values = (fields.get(key) for key in _OP_KEYS)
-        names = (value.strip().lower() for value in values if isinstance(value, str))
-        op = next((name for name in names if name in known), None)
-        if op is None:
-            raise _Refused(Reason.UNKNOWN_OP)
-        if op not in self.kinds:
-            raise _Refused(Reason.UNEXPECTED_OP)
-        match op:
-            case "add":
-                text, kind = _text(fields), fields.get("kind")
-                kind = clean(kind) if isinstance(kind, str) else ""
-                triples, wrong = read_triples(_first(fields, _TRIPLE_KEYS))
-                excerpt = clean(self.text[span[0] : min(span[1], span[0] + _EXCERPT)])
-                self.refused += [Refusal(reason=Reason.WRONG_TRIPLE, text=excerpt)] * wrong
-                kind = kind if 0 < len(kind) <= 40 else "lesson"
-                return Add(text=text, kind=kind, triples=triples, span=span)
-            case "update":
-                return Update(entry=self._entry(fields), text=_text(fields), span=span)
-            case "keep":
-                return Keep(entry=self._entry(fields), span=span)
-            case "discard":
-                return Discard(entry=self._entry(fields), span=span)
-            case "merge":
-                return Merge(entries=self._entries(fields), text=_text(fields), span=span)
-            case _:
-                return Return(span=span)
-
-    def _entry(self, fields: dict[str, Any]) -> int:
-        return self._entries(fields, _ENTRY_KEYS)[0]
-
-    def _entries(
-        self, fields: dict[str, Any], keys: Sequence[str] = _ENTRIES_KEYS
-    ) -> tuple[int, ...]:
-        numbers = tuple(dict.fromkeys(_numbers(_first(fields, keys))))
-        if not numbers:
-            raise _Refused(Reason.MISSING_ENTRY)
-        if any(n < 1 or (self.shown is not None and n > self.shown) for n in numbers):
-            raise _Refused(Reason.ENTRY_OUT_OF_RANGE)
-        return numbers
-
-
-def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return fields in the flat wire form, with keys in lower case.
-
-    Nested parameters and the form ``{"add": ...}`` are flattened.
-    """
-    flat = _lowered(fields)
+def _operation(
+    one: ScannedObject, shown: int | None, kinds: Collection[str]
+) -> tuple[Operation, int]:
+    """Return the operation that a scanned object describes, and how many triples are wrong."""
+    known, span = (*DISTILLATION, *CONSOLIDATION), (one.start, one.end)
+    # nested parameters and the form {"add": ...} are read as the flat wire form
+    fields = _lowered(one.fields)
     for key in _NESTED_KEYS:
-        if isinstance(flat.get(key), dict):
-            flat = _lowered(flat[key]) | flat
-    if len(flat) == 1 and (op := next(iter(flat))) in (*DISTILLATION, *CONSOLIDATION):
-        value = flat[op]
-        given = (
-            _lowered(value)
-            if isinstance(value, dict)
-            else {"entry" if op in {"keep", "discard"} else "text": value}
-        )
-        return given | {"op": op}
-    return flat
+        if isinstance(fields.get(key), dict):
+            fields = _lowered(fields[key]) | fields
+    if len(fields) == 1 and (key := next(iter(fields))) in known:
+        value = fields[key]
+        alone = "entry" if key in {"keep", "discard"} else "text"
+        fields = (_lowered(value) if isinstance(value, dict) else {alone: value}) | {"op": key}
+    values = (fields.get(key) for key in _OP_KEYS)
+    names = (value.strip().lower() for value in values if isinstance(value, str))
+    op = next((name for name in names if name in known), None)
+    if op is None:
+        raise _Refused(Reason.UNKNOWN_OP)
+    if op not in kinds:
+        raise _Refused(Reason.UNEXPECTED_OP)
+    if op == "return":
+        return Return(span=span), 0
+    if op == "add":
+        text, kind = _text(fields), fields.get("kind")
+        kind = clean(kind) if isinstance(kind, str) else ""
+        triples, wrong = read_triples(_first(fields, _TRIPLE_KEYS))
+        kind = kind if 0 < len(kind) <= 40 else "lesson"
+        return Add(text=text, kind=kind, triples=triples, span=span), wrong
+    given = _first(fields, _ENTRIES_KEYS if op == "merge" else _ENTRY_KEYS)
+    entries = tuple(dict.fromkeys(_numbers(given)))
+    if not entries:
+        raise _Refused(Reason.MISSING_ENTRY)
+    if any(n < 1 or (shown is not None and n > shown) for n in entries):
+        raise _Refused(Reason.ENTRY_OUT_OF_RANGE)
+    if op == "merge":
+        return Merge(entries=entries, text=_text(fields), span=span), 0
+    if op == "update":
+        return Update(entry=entries[0], text=_text(fields), span=span), 0
+    return (Keep if op == "keep" else Discard)(entry=entries[0], span=span), 0
 
 
-def _lowered(fields: Any) -> dict[str, Any]:
+def _lowered(fields: Mapping[Any, Any]) -> dict[str, Any]:
     return {str(key).strip().lower(): value for key, value in fields.items()}
 
 

@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from string import Template
 from types import MappingProxyType
 
-from experiential.agents.principles import principle_kind
+from experiential.agents.operations import read_triples
 from experiential.agents.templates import BRIEF, FULL
 from experiential.bank.text import disarm
-from experiential.bank.text import escape as escape  # also called through this module
-from experiential.bank.text import escape_control as escape_control
-from experiential.bank.text import is_protocol_tag as is_protocol_tag
-from experiential.types import Experience, Hit, Message, Trajectory, Turn
+from experiential.types import Experience, Hit, Message, Trajectory
 
 EntryLike = Hit | Experience | str
 """Types that can be shown as an entry of the bank."""
 
 DISTILL_BUDGET = 24_000
 """Characters of play that a distillation prompt holds by default."""
+GUIDING = "guiding"
+"""Kind of a principle that a success taught."""
+CAUTIONARY = "cautionary"
+"""Kind of a principle that a failure taught."""
 
 _LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
 _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
@@ -53,6 +54,27 @@ def entry_text(entry: EntryLike) -> str:
     if isinstance(entry, Hit):
         return entry.experience.text
     return entry.text if isinstance(entry, Experience) else entry
+
+
+def principle_kind(trajectory: Trajectory) -> str:
+    """Return the kind of principle that an episode teaches: guiding after a success."""
+    return GUIDING if trajectory.success else CAUTIONARY
+
+
+def principle_text(entry: Experience) -> str:
+    """Show an entry to an agent that asks for principles: kind, Laplace score, sentence, triples.
+
+    >>> triples = {"triples": [["mat", "hides", "key"]]}
+    >>> entry = Experience(text="Look under mats.", kind="guiding", metadata=triples)
+    >>> print(principle_text(entry))
+    Guiding principle, score 0.50: Look under mats.
+    (mat, hides, key)
+    """
+    title = entry.kind.capitalize()
+    title += " principle" if entry.kind in (GUIDING, CAUTIONARY) else ""
+    triples, _ = read_triples(entry.metadata.get("triples"))
+    lines = [f"{title}, score {entry.statistics.score:.2f}: {entry.text}"]
+    return "\n".join([*lines, *(f"({', '.join(triple)})" for triple in triples)])
 
 
 @dataclass(frozen=True)
@@ -98,13 +120,9 @@ class PromptSet:
 
         Play longer than ``budget`` characters is shortened in the middle.
         """
-        entries = (
-            self._fill("entries", numbered=numbered(shown)) if shown else self._fill("no_entries")
-        )
-        task = _quoted(cut_middle(trajectory.task, budget))
-        record = self._record(trajectory, budget, withheld=False)
-        user = self._fill("distill_user", task=task, entries=entries, **record)
-        return _messages(self._fill("distill_system", max_operations=str(max_operations)), user)
+        entries = self._list("entries", shown)
+        record = self._record(trajectory, budget)
+        return self._ask("distill", entries=entries, max_operations=str(max_operations), **record)
 
     def principle_messages(
         self, trajectory: Trajectory, max_operations: int, *, budget: int = DISTILL_BUDGET
@@ -114,17 +132,8 @@ class PromptSet:
         Of the environment it holds only what the actor saw and did, and whether it succeeded.
         """
         kind = principle_kind(trajectory)
-        task = _quoted(cut_middle(trajectory.task, budget))
-        user = self._fill(
-            "principle_user", task=task, **self._record(trajectory, budget, withheld=False)
-        )
-        system = self._fill(
-            "principle_system",
-            kind=kind,
-            about=self._fill(kind),
-            max_operations=str(max_operations),
-        )
-        return _messages(system, user)
+        words = {"kind": kind, "about": self._fill(kind), "max_operations": str(max_operations)}
+        return self._ask("principle", **words, **self._record(trajectory, budget))
 
     def reflect_messages(
         self,
@@ -140,14 +149,9 @@ class PromptSet:
             memory: reflections that led to success before.
             budget: characters of play; longer play is shortened in the middle.
         """
-        shown = (
-            self._fill("memory", numbered=numbered(memory)) if memory else self._fill("no_memory")
-        )
-        task = _quoted(cut_middle(trajectory.task, budget))
-        user = self._fill(
-            "reflect_user", task=task, memory=shown, **self._record(trajectory, budget)
-        )
-        return _messages(self._fill("reflect_system"), user)
+        shown = self._list("memory", memory)
+        record = self._record(trajectory, budget, withheld=True)
+        return self._ask("reflect", memory=shown, **record)
 
     def reflected(self, reflection: str) -> str:
         """Return the block that shows a reflection to the actor of a second attempt."""
@@ -155,83 +159,75 @@ class PromptSet:
 
     def retry(self, trajectory: Trajectory, *, budget: int = DISTILL_BUDGET) -> str:
         """Return the block that shows the record of a first attempt instead (table 9 of ERL)."""
-        return self._fill("retry", **self._record(trajectory, budget, withheld=False))
-
-    def _record(
-        self, trajectory: Trajectory, budget: int, *, withheld: bool = True
-    ) -> dict[str, str]:
-        """Return play and outcome under the names that the templates use."""
-        opening = trajectory.turns[0].observation if trajectory.turns else ""
-        if trajectory.error is not None:
-            outcome = self._fill("error", error=_quoted(trajectory.error))
-        else:
-            outcome = self._fill("success" if trajectory.success else "failure")
-        return {
-            "opening": self._fill("opening", observation=_quoted(cut_middle(opening, budget // 4))),
-            "play": self._play(trajectory.turns, budget, withheld=withheld),
-            "outcome": outcome,
-            "reward": f"{trajectory.reward:g}",
-        }
+        return self._fill("retry", **self._record(trajectory, budget))
 
     def refine_messages(self, query: str, experience: EntryLike) -> list[Message]:
         """Return the request to the extractor to fit one entry to an agent's question."""
-        user = self._fill(
-            "refine_user", note=_indented(entry_text(experience)), query=_indented(query)
-        )
-        return _messages(self._fill("refine_system"), user)
+        note = _indented(entry_text(experience))
+        return self._ask("refine", note=note, query=_indented(query))
 
     def critic_messages(self, task: str, entry: EntryLike, success_rate: float) -> list[Message]:
         """Return the question to an actor about an entry; ``success_rate`` is in [0, 1]."""
-        facts = {
-            "task": _quoted(cut_middle(task, DISTILL_BUDGET)),
-            "note": _indented(entry_text(entry)),
-        }
-        return _messages(
-            self._fill("critic_system"),
-            self._fill("critic_user", rate=f"{100 * success_rate:.0f}", **facts),
-        )
+        task, note = _quoted(cut_middle(task, DISTILL_BUDGET)), _indented(entry_text(entry))
+        return self._ask("critic", task=task, note=note, rate=f"{100 * success_rate:.0f}")
 
     def adapt_messages(self, task: str, entry: EntryLike) -> list[Message]:
         """Return the request to an actor to refine an entry by its own knowledge."""
-        user = self._fill(
-            "adapt_user",
-            task=_quoted(cut_middle(task, DISTILL_BUDGET)),
-            note=_indented(entry_text(entry)),
-        )
-        return _messages(self._fill("adapt_system"), user)
+        task, note = _quoted(cut_middle(task, DISTILL_BUDGET)), _indented(entry_text(entry))
+        return self._ask("adapt", task=task, note=note)
 
     def merge_messages(self, experiences: Sequence[EntryLike]) -> list[Message]:
         """Return the request to the extractor to consolidate entries."""
-        return _messages(
-            self._fill("merge_system"), self._fill("merge_user", numbered=numbered(experiences))
-        )
+        return self._ask("merge", numbered=numbered(experiences))
 
     def judge_messages(self, a: EntryLike, b: EntryLike) -> list[Message]:
         """Return the question to the extractor whether two entries teach the same."""
-        user = self._fill(
-            "judge_user", first=_indented(entry_text(a)), second=_indented(entry_text(b))
-        )
-        return _messages(self._fill("judge_system"), user)
+        return self._ask("judge", first=_indented(entry_text(a)), second=_indented(entry_text(b)))
 
     def _fill(self, key: str, **values: str) -> str:
         return Template(self.texts[key]).substitute(values)
 
-    def _play(self, turns: Sequence[Turn], budget: int, *, withheld: bool) -> str:
-        """Return the turns in order, without the middle ones beyond ``budget`` characters."""
+    def _ask(self, name: str, **values: str) -> list[Message]:
+        return [
+            {"role": "system", "content": self._fill(f"{name}_system", **values)},
+            {"role": "user", "content": self._fill(f"{name}_user", **values)},
+        ]
+
+    def _list(self, name: str, entries: Sequence[EntryLike]) -> str:
+        return self._fill(name, numbered=numbered(entries)) if entries else self._fill(f"no_{name}")
+
+    def _record(
+        self, trajectory: Trajectory, budget: int, *, withheld: bool = False
+    ) -> dict[str, str]:
+        """Return task, play and outcome under the names that the templates use.
+
+        Play beyond ``budget`` characters lacks its middle turns; ``withheld`` adds the comments
+        that the actor was not shown.
+        """
         limit = max(budget // 4, 1)
         texts: list[str] = []
-        for turn in turns:
+        for turn in trajectory.turns:
             action, feedback = cut_middle(turn.action, limit), cut_middle(turn.feedback, limit)
             text = self._fill("turn", action=_quoted(action), feedback=_quoted(feedback))
-            if withheld and turn.withheld:  # a comment that the actor was not shown
+            if withheld and turn.withheld:
                 comment = _quoted(cut_middle(turn.withheld, limit))
                 text += self._fill("withheld", comment=comment)
             texts.append(text)
         head, tail = kept_ends([len(text) for text in texts], budget)
-        if head + tail == len(texts):
-            return "".join(texts)
-        left_out = self._fill("left_out", count=str(len(texts) - head - tail))
-        return "".join([*texts[:head], left_out, *texts[len(texts) - tail :]])
+        if missing := len(texts) - head - tail:
+            texts[head : head + missing] = [self._fill("left_out", count=str(missing))]
+        if trajectory.error is not None:
+            outcome = self._fill("error", error=_quoted(trajectory.error))
+        else:
+            outcome = self._fill("success" if trajectory.success else "failure")
+        opening = trajectory.turns[0].observation if trajectory.turns else ""
+        return {
+            "task": _quoted(cut_middle(trajectory.task, budget)),
+            "opening": self._fill("opening", observation=_quoted(cut_middle(opening, budget // 4))),
+            "play": "".join(texts),
+            "outcome": outcome,
+            "reward": f"{trajectory.reward:g}",
+        }
 
 
 def kept_ends(lengths: Sequence[int], budget: int) -> tuple[int, int]:
@@ -273,10 +269,6 @@ _SETS = {
     "full": PromptSet("full", "3", MappingProxyType(FULL)),
     "brief": PromptSet("brief", "1", MappingProxyType(BRIEF), structured=False),
 }
-
-
-def _messages(system: str, user: str) -> list[Message]:
-    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
 def _indented(text: str) -> str:

@@ -118,10 +118,8 @@ class BankMemory(ReflectionMemory):
         Raises:
             BankError: the bank failed.
         """
-        return [
-            hit.experience.text
-            for hit in self.bank.search(trajectory.task, k=self.k, where={"kind": KIND})
-        ]
+        hits = self.bank.search(trajectory.task, k=self.k, where={"kind": KIND})
+        return [hit.experience.text for hit in hits]
 
     def keep(self, text: str, trajectory: Trajectory) -> None:
         """Add the reflection under its task.
@@ -129,9 +127,5 @@ class BankMemory(ReflectionMemory):
         Raises:
             BankError: the bank failed.
         """
-        self.bank.add(
-            text,
-            task=trajectory.task,
-            kind=KIND,
-            metadata={"trajectory": trajectory.id, "instance": trajectory.instance},
-        )
+        metadata = {"trajectory": trajectory.id, "instance": trajectory.instance}
+        self.bank.add(text, task=trajectory.task, kind=KIND, metadata=metadata)

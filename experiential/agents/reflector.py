@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 from experiential.agents.actor import run_sync
 from experiential.agents.asking import Asker
@@ -22,14 +23,10 @@ _CLOSE = re.compile(r"<\s*/\s*reflection\s*>", re.IGNORECASE)
 class Unread(StrEnum):
     """Name the reason why no reflection could be read from an answer."""
 
-    NO_REFLECTION = "no_reflection"
-    """The answer has neither the tags nor an operation that says something."""
+    NO_REFLECTION = "no_reflection"  # neither the tags nor an operation that says something
     EMPTY_TEXT = "empty_text"
-    """Nothing stands between the tags."""
-    TRUNCATED = "truncated"
-    """The answer was cut before the closing tag."""
-    TEXT_TOO_LONG = "text_too_long"
-    """The text is longer than ``TEXT_LIMIT`` characters."""
+    TRUNCATED = "truncated"  # the answer was cut before the closing tag
+    TEXT_TOO_LONG = "text_too_long"  # longer than ``TEXT_LIMIT`` characters
 
 
 class Reflection(Record):
@@ -102,14 +99,8 @@ class Reflector:
         self.llm = llm
         self.prompts = prompt_set(prompts)
         self.max_chars = max_chars
-        sampling = SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=max_tokens,
-            priority=priority,
-            stop=_STOP,
-        )
-        self._asker = Asker(llm, sampling, seed)
+        draw: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "priority": priority}
+        self._asker = Asker(llm, SamplingParams(max_tokens=max_tokens, stop=_STOP, **draw), seed)
 
     def reflect(self, trajectory: Trajectory, memory: Sequence[EntryLike] = ()) -> Reflection:
         """Return guidance for another attempt; see `areflect`."""
@@ -130,9 +121,8 @@ class Reflector:
         """
         messages = self.prompts.reflect_messages(trajectory, memory, budget=self.max_chars)
         generation = await self._asker.ask(messages, **({} if seed is None else {"seed": seed}))
-        text, reason = read_reflection(
-            generation.text, cut=generation.finish_reason is FinishReason.LENGTH
-        )
+        cut = generation.finish_reason is FinishReason.LENGTH
+        text, reason = read_reflection(generation.text, cut=cut)
         block = None if text is None else self.prompts.reflected(text)
         return Reflection(text=text, block=block, generation=generation, reason=reason)
 
@@ -150,9 +140,8 @@ class Retry:
     Change log: v0.1.0 added.
 
     Args:
-        prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
-        max_chars: characters of play shown; longer trajectories are shortened in the middle, and
-            the prompt says so.
+        prompts: see `Reflector`.
+        max_chars: see `Reflector`.
 
     Raises:
         ValueError: the prompt set does not exist, or the number is not positive.
@@ -186,8 +175,7 @@ def read_reflection(text: str, *, cut: bool = False) -> tuple[str | None, str | 
         cut: whether the response ended for want of tokens.
 
     Returns:
-        the text and None, or None and the reason, an `Unread` or the reason for which an operation
-        was refused.
+        the text and None, or None and an `Unread` or the reason why an operation was refused.
 
     >>> read_reflection("<reflection> Go left. </reflection>"), read_reflection("I give up.")
     (('Go left.', None), (None, <Unread.NO_REFLECTION: 'no_reflection'>))

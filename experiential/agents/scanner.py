@@ -21,17 +21,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 _LITERAL = re.compile(r"""[^\s,{}\[\]"':<>]+""")
 _CHUNK = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.)|$)", re.DOTALL)
-_ESCAPED = {
-    "n": "\n",
-    "t": "\t",
-    "r": "\r",
-    "b": "\b",
-    "f": "\f",
-    "/": "/",
-    "\\": "\\",
-    '"': '"',
-    "'": "'",
-}
+_ESCAPED = dict(zip("ntrbf/\\\"'", "\n\t\r\b\f/\\\"'", strict=True))
 _TAG = r"</?\s*answer\b"
 _KEY = r"""(?:"[^"\\]{0,40}"|'[^'\\]{0,40}'|[A-Za-z_]\w{0,40})\s*:"""
 _CLOSES = {
@@ -98,7 +88,6 @@ def scan_objects(
 
 
 def _skip(text: str, position: int) -> int:
-    """Return the position of the next character that is no space."""
     match = _SPACE.match(text, position)
     position = match.end() if match else position
     if position >= len(text):
@@ -107,7 +96,6 @@ def _skip(text: str, position: int) -> int:
 
 
 def _object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
-    """Read the object that opens at ``position``; return its fields and the position behind it."""
     if depth >= MAX_DEPTH:
         raise _Stop(Fault.MALFORMED, position)
     fields: dict[str, Any] = {}

@@ -17,8 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from experiential.agents.actor import ActorAgent
-from experiential.agents.principles import principle_text
-from experiential.agents.prompts import entry_text
+from experiential.agents.prompts import entry_text, principle_text
 from experiential.bank.options import bank_settings
 from experiential.bank.protocol import ForkableBank
 from experiential.config import Arm, Experiment

@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import gymnasium as gym
 
-from experiential.agents.principles import principle_text
-from experiential.agents.prompts import numbered
+from experiential.agents.prompts import numbered, principle_text
 from experiential.envs.text_space import UnicodeText
 from experiential.types import Trajectory
 from experiential.wrappers.episode import (
