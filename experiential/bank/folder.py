@@ -18,9 +18,9 @@ from typing import Any, Self, TypeVar
 
 from experiential.bank.checks import checked_folder, checked_text
 from experiential.bank.consolidation import dedupe, forget
-from experiential.bank.evidence import credit, trust
-from experiential.bank.evidence.explain import Explainer
-from experiential.bank.evidence.trust import Book
+from experiential.bank.evidence import credit
+from experiential.bank.evidence.explain import explain
+from experiential.bank.evidence.trust import Book, judge
 from experiential.bank.evidence.uplift import Evidence
 from experiential.bank.index.embed import (
     CachedEmbedder,
@@ -53,10 +53,9 @@ from experiential.bank.search.where import Where
 from experiential.bank.state import Draft, State, origins_of, unknown_entry
 from experiential.bank.storage import bundle
 from experiential.bank.storage.group_commit import Group, GroupCommit
-from experiential.bank.storage.history import History
+from experiential.bank.storage.history import History, difference
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import WriterLock
-from experiential.bank.storage.log import Log, difference
 from experiential.bank.storage.queue import DistillationQueue
 from experiential.bank.storage.receipts import Receipts
 from experiential.bank.text import TEXT_LIMIT, Gate
@@ -136,7 +135,6 @@ class FolderBank(Searchable, Bank):
             self._history = History(self._journal, namespace)
             self._ledger = credit.Ledger(self._journal, namespace)
             self._evidence = Evidence(self._journal, namespace)
-            self._log = Log(self._journal, namespace)
             self._queue = DistillationQueue(self._journal, namespace)
             self.receipts = Receipts(self._journal, namespace)
             self._writes = GroupCommit(self._journal, self._transaction)
@@ -288,8 +286,8 @@ class FolderBank(Searchable, Bank):
 
     def history(self, id: str | None = None) -> list[LogEntry]:
         if id is None:
-            return self._log.commits()
-        if not (found := self._log.of(id)):
+            return self._history.log()
+        if not (found := self._history.log(id)):
             raise BankError(
                 f"Expected the id of an entry that this bank ever had, got {id!r}; list them with"
                 " bank.entries()"
@@ -352,16 +350,17 @@ class FolderBank(Searchable, Bank):
                 f"Expected the id of a recorded trajectory, got {trajectory!r}; bank.history()"
                 " lists them as refs"
             )
-        explainer = Explainer(self.version, self.generation, self._evidence.uplift)
-        return explainer.explain(known, self._log.written_from(known.id))
+        written = self._history.written_from(known.id)
+        return explain(known, written, self.version, self.generation, self._evidence.uplift)
 
     @property
     def trust_after(self) -> int:
-        return trust.recorded(self._journal, self.namespace)
+        return int(self._history.meta("trust_after") or 0)
 
     @trust_after.setter
     def trust_after(self, after: int) -> None:
-        trust.record(self._journal, self.namespace, after)
+        if self.trust_after != after:
+            self._history.set_meta("trust_after", str(after))
 
     def trust_book(self, after: int) -> Book:
         return Book(self._journal, self.namespace, after)
@@ -370,7 +369,9 @@ class FolderBank(Searchable, Bank):
         if (entry := self.get(id)) is None:
             raise unknown_entry(id)
         after = self.trust_after if after is None else after
-        return trust.standing(self._journal, self.namespace, entry, after)
+        evidence = Evidence(self._journal, self.namespace)
+        by_task = evidence.by_task(evidence.ancestors(id, entry.version))
+        return judge(id, entry.version, by_task, after)
 
     def trusted(self, *, after: int | None = None, at: int | None = None) -> list[Experience]:
         after = self.trust_after if after is None else after

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from experiential.bank.evidence.explain import Explanation
     from experiential.bank.evidence.trust import Standing
     from experiential.bank.folder import FolderBank
-    from experiential.bank.storage.log import Difference
+    from experiential.bank.records import Difference
     from experiential.types import Estimate, Experience
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the bank.")]

@@ -59,6 +59,7 @@ class Ledger:
 
     def record(self, trajectory: Trajectory, commit: int) -> None:
         """Journal the outcome of a trajectory and every use in it."""
+        success = int(trajectory.success)
         self._journal.run(
             "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             self._namespace,
@@ -67,25 +68,20 @@ class Ledger:
             trajectory.instance,
             trajectory.group,
             trajectory.condition.value,
-            int(trajectory.success),
+            success,
             trajectory.reward,
             trajectory.error,
             trajectory.model_dump_json(),
         )
-        success = None if trajectory.error is not None else int(trajectory.success)
-        for use in () if trajectory.condition is Condition.FREE else trajectory.uses:
+        if trajectory.condition is Condition.FREE:
+            return
+        for use in trajectory.uses:
             # A rejected entry was not in the prompt: the outcome says nothing about it.
-            known = None if use.verdict == "reject" else success
-            values = (
-                self._namespace,
-                use.id,
-                trajectory.id,
-                use.experience_id,
-                use.experience_version,
-                known,
-                use.model_dump_json(),
-            )
-            self._journal.run("INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)", *values)
+            is_evidence = trajectory.error is None and use.verdict != "reject"
+            used = (use.id, trajectory.id, use.experience_id, use.experience_version)
+            known = (success if is_evidence else None, use.model_dump_json())
+            statement = "INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)"
+            self._journal.run(statement, self._namespace, *used, *known)
 
     def is_recorded(self, trajectory: str) -> bool:
         """Return whether this trajectory was journalled before."""
@@ -94,9 +90,8 @@ class Ledger:
 
     def trajectory(self, id: str) -> Trajectory | None:
         """Return one journalled trajectory, or None."""
-        record = self._journal.value(
-            "SELECT record FROM trajectories WHERE namespace = ? AND id = ?", self._namespace, id
-        )
+        statement = "SELECT record FROM trajectories WHERE namespace = ? AND id = ?"
+        record = self._journal.value(statement, self._namespace, id)
         return None if record is None else Trajectory.model_validate_json(record)
 
     def outcomes(self, id: str, version: int) -> list[int]:

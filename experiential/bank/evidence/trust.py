@@ -44,13 +44,8 @@ from experiential.bank.storage.journal import Journal
 from experiential.sync import attempted
 from experiential.types import Experience, Hit
 
-Row = list[Scored[Experience]]
-"""Candidates of one query, best first."""
-Fetch = Callable[[list[int], int], list[Row]]
-"""Returns rows of a length for some queries, named by their places."""
 Episodes = str | Sequence[str]
 """The id of the episode that asks, or one for each query; empty for none."""
-_META = "trust_after"
 _WIDER = 4
 """How many times more candidates are asked for when too few of those found are trusted."""
 _USES = """
@@ -58,10 +53,9 @@ _USES = """
     CROSS JOIN trajectories t ON t.namespace = u.namespace AND t.id = u.trajectory
     WHERE u.rowid > ? AND u.namespace = ? AND t.condition = 'guided' AND t.error IS NULL
         AND t.grp <> '' AND t.commit_id <= ?"""
-_GROUPS = (
-    "SELECT rowid, grp FROM trajectories WHERE rowid > ? AND namespace = ? AND error IS NULL AND"
-    " grp <> '' AND commit_id <= ?"
-)
+_GROUPS = """
+    SELECT rowid, grp FROM trajectories
+    WHERE rowid > ? AND namespace = ? AND error IS NULL AND grp <> '' AND commit_id <= ?"""
 _MERGED = """
     SELECT c.seq, v.id, v.version, v.record FROM changes c
     CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id
@@ -84,31 +78,6 @@ def judge(id: str, version: int, by_task: Mapping[str, Sequence[float]], after: 
     return Standing(
         id=id, version=version, after=after, tasks=over.groups, trusted=helps or not after, **shown
     )
-
-
-def standing(journal: Journal, namespace: str, entry: Experience, after: int) -> Standing:
-    """Judge one entry version by all that the journal holds now."""
-    evidence = Evidence(journal, namespace)
-    return judge(
-        entry.id,
-        entry.version,
-        evidence.by_task(evidence.ancestors(entry.id, entry.version)),
-        after,
-    )
-
-
-def recorded(journal: Journal, namespace: str) -> int:
-    """Return the ``bank.trust_after`` last used with this bank; 0 if there was none."""
-    return int(
-        journal.value("SELECT value FROM meta WHERE namespace = ? AND key = ?", namespace, _META)
-        or 0
-    )
-
-
-def record(journal: Journal, namespace: str, after: int) -> None:
-    """Record ``bank.trust_after`` for later readers of the bank, if it is new."""
-    if recorded(journal, namespace) != after:
-        journal.run("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", namespace, _META, str(after))
 
 
 class Book:
@@ -140,9 +109,8 @@ class Book:
         self._groups: Counter[Ancestor] = Counter()
         self._parents: dict[Ancestor, list[Ancestor]] = {}
         self._children: dict[Ancestor, list[Ancestor]] = {}
-        self._touched: set[Ancestor] = (
-            set()
-        )  # what is to be judged again; a refresh that fails leaves it to the next
+        # Versions to be judged again; a refresh that fails leaves them to the next.
+        self._touched: set[Ancestor] = set()
         self._one_at_a_time = threading.Lock()
 
     def is_trusted(self, experience: Experience) -> bool:
@@ -151,12 +119,8 @@ class Book:
 
     def standing(self, id: str, version: int) -> Standing:
         """Judge one version now, with the merges known at the last refresh."""
-        return judge(
-            id,
-            version,
-            self._evidence.by_task(self._ancestors(id, version), self._until),
-            self.after,
-        )
+        by_task = self._evidence.by_task(self._ancestors(id, version), self._until)
+        return judge(id, version, by_task, self.after)
 
     def refresh(self) -> None:
         """Read on, and judge every version whose evidence may have changed."""
@@ -168,10 +132,7 @@ class Book:
                     self._groups[id, version] += 1
                 self._touched.add((id, version))
             for _, id, version, written in self._rows(_MERGED):
-                parents: list[Ancestor] = [
-                    (parent[0], parent[1])
-                    for parent in json.loads(written)["provenance"]["parents"]
-                ]
+                parents = [(one[0], one[1]) for one in json.loads(written)["provenance"]["parents"]]
                 self._parents[id, version] = parents
                 for parent in parents:
                     self._children.setdefault(parent, []).append((id, version))
@@ -202,7 +163,7 @@ class Book:
         return rows
 
     def _ancestors(self, id: str, version: int) -> list[Ancestor]:
-        return lineage(id, version, lambda id, version: self._parents.get((id, version), ()))
+        return lineage(id, version, lambda id, at: self._parents.get((id, at), ()))
 
 
 def may_try(seed: int, episode: str, share: float) -> bool:
@@ -267,11 +228,10 @@ class Probation:
         Without an id each search draws for itself, in order.
         """
         with self._lock:
-            drawn = (
-                may_try(self._seed, episode, self.share)
-                if episode
-                else self._rng.random() < self.share
-            )
+            if episode:
+                drawn = may_try(self._seed, episode, self.share)
+            else:
+                drawn = self._rng.random() < self.share
             self._draws[drawn] += 1
         return drawn
 
@@ -298,7 +258,12 @@ class Probation:
         return True
 
     def sift(
-        self, rows: list[Row], admitted: Sequence[bool], asked: int, floor: float, fetch: Fetch
+        self,
+        rows: list[list[Scored[Experience]]],
+        admitted: Sequence[bool],
+        asked: int,
+        floor: float,
+        fetch: Callable[[list[int], int], list[list[Scored[Experience]]]],
     ) -> None:
         """Take provisional entries out of the rows of queries that may not find them, in place.
 
@@ -310,23 +275,19 @@ class Probation:
             admitted: per query, whether it may find provisional entries.
             asked: candidates that each row was to have.
             floor: cosine below which nothing is of use.
-            fetch: returns longer rows.
+            fetch: returns rows of a length for some queries, named by their places.
         """
         trusted, wanted = self.book.trusted, asked
         short = [i for i, may in enumerate(admitted) if not may]
         found = [rows[i] for i in short]
         while short:
+            longer: list[int] = []
             for i, row in zip(short, found, strict=True):
-                rows[i] = [
-                    scored for scored in row if (scored.item.id, scored.item.version) in trusted
-                ]
-            ended = (
-                not trusted or len(row) < asked or row[asked - 1].score < floor for row in found
-            )
-            short = [
-                i for i, end in zip(short, ended, strict=True) if not end and len(rows[i]) < wanted
-            ]
-            asked *= _WIDER
+                rows[i] = [one for one in row if (one.item.id, one.item.version) in trusted]
+                ended = not trusted or len(row) < asked or row[asked - 1].score < floor
+                if not ended and len(rows[i]) < wanted:
+                    longer.append(i)
+            short, asked = longer, asked * _WIDER
             found = fetch(short, asked) if short else []
 
     def mark(self, hits: list[Hit], admitted: bool) -> list[Hit]:

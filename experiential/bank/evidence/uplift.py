@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from statistics import NormalDist, mean, stdev
 
@@ -19,10 +19,9 @@ from experiential.types import Estimate, Uplift
 
 LEVEL = 0.95
 _EXACT_UP_TO = 30
-_TALLY = (
-    "SELECT COUNT(*), COUNT(success), COALESCE(SUM(success), 0) FROM uses WHERE namespace = ? AND"
-    " experience = ? AND version = ?"
-)
+_TALLY = """
+    SELECT COUNT(*), COUNT(success), COALESCE(SUM(success), 0) FROM uses
+    WHERE namespace = ? AND experience = ? AND version = ?"""
 # CROSS JOIN keeps this order: from the uses of one entry to their episodes to those of the group.
 _DIFFERENCES = """
     WITH named (experience, version) AS (VALUES {pairs}),
@@ -37,10 +36,9 @@ _DIFFERENCES = """
     CROSS JOIN trajectories f
         ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL{free}
     GROUP BY g.grp ORDER BY g.grp"""
-_TASK = (
-    "SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL ORDER BY"
-    " commit_id, id LIMIT 1"
-)
+_TASK = """
+    SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL
+    ORDER BY commit_id, id LIMIT 1"""
 ALWAYS = 2**62
 """A commit after every other."""
 
@@ -56,39 +54,40 @@ class Evidence:
     def uplift(self, id: str, version: int) -> Uplift:
         """Return counts and estimates of one entry version."""
         uses, outcomes, successes = self._journal.rows(_TALLY, self._namespace, id, version)[0]
-        own, family = [(id, version)], self.family(id, version)
-        alone = estimate(self.differences(own))
+        below = lineage(id, version, lambda id, at: self._edges[1].get((id, at), ()))
+        family = list(dict.fromkeys([*self.ancestors(id, version), *below]))
+        alone = estimate(self._differences([(id, version)]).values())
         return Uplift(
             id=id,
             version=version,
             uses=uses,
             outcomes=outcomes,
             successes=successes,
-            lineage=alone if family == own else estimate(self.differences(family)),
+            lineage=alone if len(family) == 1 else estimate(self._differences(family).values()),
             **dict(alone),
         )
 
-    def differences(self, versions: Sequence[Ancestor]) -> list[float]:
-        """Return per group the success rate of guided members that used a version minus the free.
-
-        An episode counts once however often it used them; one that failed for a technical cause
-        does not count.
-        """
-        return [difference for _, difference in self._by_group(versions, ALWAYS)]
-
     def by_task(self, versions: Sequence[Ancestor], until: int = ALWAYS) -> dict[str, list[float]]:
-        """Return the differences by task: its ``task_id``, or its words if it has none.
+        """Return the differences of groups by task: its ``task_id``, or its words if it has none.
 
         Args:
             versions: whose uses count.
             until: the last commit whose outcomes count.
         """
         found: dict[str, list[float]] = {}
-        for group, difference in self._by_group(versions, until):
-            found.setdefault(self._task(group), []).append(difference)
+        for group, difference in self._differences(versions, until).items():
+            if group not in self._tasks:
+                record = json.loads(self._journal.value(_TASK, self._namespace, group))
+                self._tasks[group] = record["task_id"] or record["task"]
+            found.setdefault(self._tasks[group], []).append(difference)
         return found
 
-    def _by_group(self, versions: Sequence[Ancestor], until: int) -> list[tuple[str, float]]:
+    def _differences(self, versions: Sequence[Ancestor], until: int = ALWAYS) -> dict[str, float]:
+        """Return per group the success rate of guided members that used a version minus the free.
+
+        An episode counts once however often it used them; one that failed for a technical cause
+        does not count.
+        """
         pairs = ", ".join(f"(?{2 * i + 3}, ?{2 * i + 4})" for i in range(len(versions)))
         named = [value for version in versions for value in version]
         # Without a bound, an index alone answers for the free members.
@@ -96,42 +95,23 @@ class Evidence:
         statement = _DIFFERENCES.format(
             pairs=pairs, guided=bound.format("t"), free=bound.format("f")
         )
-        rows = self._journal.rows(statement, self._namespace, until, *named)
-        return [(row[0], row[1]) for row in rows]
-
-    def _task(self, group: str) -> str:
-        if group not in self._tasks:
-            record = json.loads(self._journal.value(_TASK, self._namespace, group))
-            self._tasks[group] = record["task_id"] or record["task"]
-        return self._tasks[group]
+        return dict(self._journal.rows(statement, self._namespace, until, *named))
 
     def ancestors(self, id: str, version: int) -> list[Ancestor]:
         """Return the version itself and all versions that it was merged from."""
-        up, _ = self._edges
-        return lineage(id, version, lambda id, version: up.get((id, version), ()))
-
-    def family(self, id: str, version: int) -> list[Ancestor]:
-        """Return the ancestors of a version, itself first, and all that were merged from it."""
-        _, down = self._edges
-        above = self.ancestors(id, version)
-        below = lineage(id, version, lambda id, version: down.get((id, version), ()))
-        return list(dict.fromkeys([*above, *below]))
+        return lineage(id, version, lambda id, at: self._edges[0].get((id, at), ()))
 
     @cached_property
-    def _edges(
-        self,
-    ) -> tuple[Mapping[Ancestor, Sequence[Ancestor]], Mapping[Ancestor, Sequence[Ancestor]]]:
+    def _edges(self) -> tuple[dict[Ancestor, list[Ancestor]], dict[Ancestor, list[Ancestor]]]:
         """Return parents by child and children by parent."""
-        statement = (
-            "SELECT id, version, record FROM versions WHERE namespace = ? AND instr(record,"
-            " '\"parents\":[[') > 0"
-        )
+        statement = "SELECT id, version, record FROM versions"
+        statement += " WHERE namespace = ? AND instr(record, '\"parents\":[[') > 0"
         up: dict[Ancestor, list[Ancestor]] = {}
         down: dict[Ancestor, list[Ancestor]] = {}
         for id, version, record in self._journal.rows(statement, self._namespace):
-            for parent in json.loads(record)["provenance"]["parents"]:
-                up.setdefault((id, version), []).append((parent[0], parent[1]))
-                down.setdefault((parent[0], parent[1]), []).append((id, version))
+            for parent, at in json.loads(record)["provenance"]["parents"]:
+                up.setdefault((id, version), []).append((parent, at))
+                down.setdefault((parent, at), []).append((id, version))
         return up, down
 
 
@@ -166,7 +146,15 @@ def t_quantile(df: int) -> float:
     if df < 1:
         raise ValueError(f"Expected at least one degree of freedom, got {df}")
     if df > _EXACT_UP_TO:
-        return _expansion(NormalDist().inv_cdf((1 + LEVEL) / 2), df)
+        z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+        terms = (
+            z,
+            (z**3 + z) / 4,
+            (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+            (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+            (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+        )
+        return sum(term / df**i for i, term in enumerate(terms))
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
@@ -183,14 +171,3 @@ def _central(angle: float, df: int) -> float:
         term *= (power + 1) / (power + 2) * cosine**2
     total *= math.sin(angle)
     return 2 / math.pi * (angle + total) if odd else total
-
-
-def _expansion(z: float, df: int) -> float:
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / df**i for i, term in enumerate(terms))

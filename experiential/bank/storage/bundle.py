@@ -17,12 +17,13 @@ from experiential.types import Experience, Provenance
 FORMAT = "experiential-bank"
 VERSION = 1
 _MARKDOWN = (".md", ".markdown")
-_CHECK = "check"
+_CHECK = "check"  # field of a row: the first digits of its digest
+_CHECKED = 16
 _SHOWN = 5
 
 
 class Item(NamedTuple):
-    """Hold one entry of a file, its digest, the written one (or None), and its place."""
+    """Hold one entry of a file, its digest, the beginning of the written one, and its place."""
 
     entry: Experience
     digest: str
@@ -32,7 +33,7 @@ class Item(NamedTuple):
     @property
     def is_changed(self) -> bool:
         """Return whether it differs from its written digest."""
-        return self.check is not None and self.check != _check(self.digest)
+        return self.check is not None and self.check != self.digest[:_CHECKED]
 
 
 def write(file: Path, entries: Sequence[Experience], namespace: str, embedder: str) -> int:
@@ -47,13 +48,13 @@ def write(file: Path, entries: Sequence[Experience], namespace: str, embedder: s
         "namespace": namespace,
         "embedder": embedder,
         "entries": len(entries),
+        "sha256": _hash("\n".join(digests)),
     }
-    header["sha256"] = _content_hash(digests)
     rows = [
-        {**_fields(entry), _CHECK: _check(known)}
+        {**_fields(entry), _CHECK: known[:_CHECKED]}
         for entry, known in zip(entries, digests, strict=True)
     ]
-    if _is_markdown(file):
+    if file.suffix.lower() in _MARKDOWN:
         text = markdown.dump(header, rows)
     else:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [header, *rows])
@@ -86,11 +87,15 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BankError(f"Expected a readable export file, got {error}") from error
-    header, rows = (
-        markdown.load(text, file.name) if _is_markdown(file) else _load_lines(text, file.name)
-    )
-    _check_header(header, file.name)
-    items = [_item(row, f"line {row.line}", file.name) for row in rows]
+    load = markdown.load if file.suffix.lower() in _MARKDOWN else _load_lines
+    header, rows = load(text, file.name)
+    if header and (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+        found = f"{header.get('format')!r} version {header.get('version')}"
+        raise BankError(
+            f"Expected {FORMAT!r} version {VERSION} in {file.name}, got {found}; nothing was"
+            " imported"
+        )
+    items = [_item(row, file.name) for row in rows]
     if edited:
         return [_by_a_person(item.entry) if item.is_changed else item.entry for item in items]
     if differences := _differences(header, items):
@@ -105,87 +110,63 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
 
 def digest(entry: Experience) -> str:
     """Return the SHA-256 of an entry as JSON with sorted keys and without default fields."""
-    return hashlib.sha256(
-        json.dumps(_fields(entry), sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    return _hash(json.dumps(_fields(entry), sort_keys=True, separators=(",", ":")))
 
 
-def _content_hash(digests: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
-def _check(digest: str) -> str:
-    return digest[:16]
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _fields(entry: Experience) -> dict[str, Any]:
-    return {
-        "id": entry.id,
-        "text": entry.text,
-        **json.loads(entry.model_dump_json(exclude_defaults=True)),
-    }
-
-
-def _is_markdown(file: Path) -> bool:
-    return file.suffix.lower() in _MARKDOWN
+    kept = json.loads(entry.model_dump_json(exclude_defaults=True))
+    return {"id": entry.id, "text": entry.text, **kept}
 
 
 def _load_lines(text: str, name: str) -> tuple[dict[str, Any], list[Row]]:
-    rows = [
-        Row(number, _parsed(line, number, name))
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
-    headers = [row.fields for row in rows if "format" in row.fields]
-    return headers[0] if headers else {}, [row for row in rows if "format" not in row.fields]
+    header: dict[str, Any] = {}
+    rows: list[Row] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _no_entry(number, name, line) from error
+        if not isinstance(fields, dict):
+            raise _no_entry(number, name, line)
+        if "format" not in fields:
+            rows.append(Row(number, cast("dict[str, Any]", fields)))
+        else:
+            header = header or cast("dict[str, Any]", fields)
+    return header, rows
 
 
-def _parsed(line: str, number: int, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _no_entry(f"line {number}", name, line) from error
-    if not isinstance(value, dict):
-        raise _no_entry(f"line {number}", name, line)
-    return cast("dict[str, Any]", value)
-
-
-def _item(row: Row, place: str, name: str) -> Item:
+def _item(row: Row, name: str) -> Item:
     fields = dict(row.fields)
     check = fields.pop(_CHECK, None)
     try:
         entry = Experience.model_validate(fields)
         known = digest(entry)
     except ValueError as error:  # pydantic's errors are, that for a lone surrogate too
-        raise _no_entry(place, name, json.dumps(row.fields)) from error
+        raise _no_entry(row.line, name, json.dumps(row.fields)) from error
     if not entry.text.strip():
-        raise _no_entry(place, name, json.dumps(row.fields))
-    return Item(entry, known, None if check is None else str(check), place)
+        raise _no_entry(row.line, name, json.dumps(row.fields))
+    return Item(entry, known, None if check is None else str(check), f"line {row.line}")
 
 
-def _no_entry(place: str, name: str, got: str) -> BankError:
+def _no_entry(line: int, name: str, got: str) -> BankError:
     return BankError(
-        f"Expected an entry with text in {place} of {name}, got {got[:80]!r}; nothing was imported"
+        f"Expected an entry with text in line {line} of {name}, got {got[:80]!r}; nothing was"
+        " imported"
     )
-
-
-def _check_header(header: dict[str, Any], name: str) -> None:
-    if header and (header.get("format"), header.get("version")) != (FORMAT, VERSION):
-        found = f"{header.get('format')!r} version {header.get('version')}"
-        raise BankError(
-            f"Expected {FORMAT!r} version {VERSION} in {name}, got {found}; nothing was imported"
-        )
 
 
 def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
     """Describe how entries differ from their hashes; empty if they do not, or have none."""
+    changed = [f"{one.place} was changed" for one in items if one.is_changed]
     if "sha256" not in header:
         checked = any(item.check is not None for item in items)
-        return (
-            ["its header is missing"]
-            if checked and not header
-            else [f"{one.place} was changed" for one in items if one.is_changed]
-        )
+        return ["its header is missing"] if checked and not header else changed
     found = [
         f"{one.place} was {'added' if one.check is None else 'changed'}"
         for one in items
@@ -193,7 +174,7 @@ def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
     ]
     if len(items) != header.get("entries"):
         found.append(f"it should hold {header.get('entries')} entries and holds {len(items)}")
-    if not found and _content_hash([item.digest for item in items]) != header["sha256"]:
+    if not found and _hash("\n".join(item.digest for item in items)) != header["sha256"]:
         found.append("its entries or its header are not those that were written")
     return found
 

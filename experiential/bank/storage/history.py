@@ -1,15 +1,17 @@
-"""Keep the commits, entry versions and generations of one namespace."""
+"""Keep the commits, entry versions and generations of one namespace, and read them as a log."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiential.bank.evidence.credit import Ancestor
 from experiential.bank.index.vectors import Vector
-from experiential.bank.records import Commit
+from experiential.bank.records import Changed, Commit, Difference, LogEntry
 from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Generation
 
@@ -31,11 +33,28 @@ class Live(NamedTuple):
 
 _LATEST = """
     SELECT v.record, v.vector, v.origins FROM changes c
-    JOIN (SELECT MAX(seq) AS seq,
-    MIN(seq) AS born FROM changes WHERE namespace = ? AND commit_id <= ?
-        GROUP BY id) m ON c.seq = m.seq
+    JOIN (SELECT MAX(seq) AS seq, MIN(seq) AS born FROM changes
+        WHERE namespace = ? AND commit_id <= ? GROUP BY id) m ON c.seq = m.seq
     JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
     ORDER BY m.born"""
+_LIVE_COUNT = """
+    SELECT COUNT(*) FROM changes c
+    JOIN (SELECT MAX(seq) AS seq FROM changes WHERE namespace = ? GROUP BY id) m ON c.seq = m.seq
+    WHERE c.version IS NOT NULL"""
+_CHANGES_AFTER = """
+    SELECT c.seq, c.id, v.record, v.vector, v.origins FROM changes c
+    LEFT JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
+    WHERE c.namespace = ? AND c.seq > ? ORDER BY c.seq LIMIT ?"""
+_LOG = """
+    SELECT c.id, c.time, c.author, c.cause, c.ref, COALESCE(n.changes, 0) FROM commits c
+    LEFT JOIN (SELECT commit_id, COUNT(DISTINCT id) AS changes FROM changes
+        WHERE namespace = ?1 GROUP BY commit_id) n ON n.commit_id = c.id
+    WHERE c.namespace = ?1 ORDER BY c.id"""
+_WRITTEN_FROM = """
+    SELECT n.id, n.version FROM commits c
+    JOIN changes n ON n.commit_id = c.id AND n.namespace = c.namespace
+    WHERE c.namespace = ? AND c.cause = 'trajectory' AND c.ref = ? AND n.version IS NOT NULL
+    ORDER BY n.seq"""
 
 
 class History:
@@ -54,18 +73,12 @@ class History:
 
     def write(self, stored: Stored, commit: int) -> None:
         """Add one immutable entry version."""
-        experience = stored.experience
+        experience, vector, origins = stored
         record = experience.model_dump_json(exclude={"statistics"})
-        self._journal.run(
-            "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
-            self._namespace,
-            experience.id,
-            experience.version,
-            commit,
-            record,
-            stored.vector.tobytes(),
-            json.dumps(sorted(stored.origins)),
-        )
+        known = (experience.id, experience.version, commit, record)
+        written = (vector.tobytes(), json.dumps(sorted(origins)))
+        statement = "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)"
+        self._journal.run(statement, self._namespace, *known, *written)
 
     def point(self, id: str, version: int | None, commit: int) -> int:
         """Set the live version of an entry (None removes it); return the position of the change."""
@@ -78,57 +91,29 @@ class History:
 
     def live_count(self) -> int:
         """Return the number of live entries."""
-        return self._journal.value(
-            "SELECT COUNT(*) FROM changes c JOIN (SELECT MAX(seq) AS seq FROM changes WHERE"
-            " namespace = ? GROUP BY id) m ON c.seq = m.seq WHERE c.version IS NOT NULL",
-            self._namespace,
-        )
+        return self._journal.value(_LIVE_COUNT, self._namespace)
 
     def stored(self, id: str, version: int) -> Stored | None:
         """Return one version of one entry, live or not."""
-        statement = (
-            "SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND"
-            " version = ?"
-        )
+        statement = "SELECT record, vector, origins FROM versions"
+        statement += " WHERE namespace = ? AND id = ? AND version = ?"
         rows = self._journal.rows(statement, self._namespace, id, version)
         return _stored(rows[0]) if rows else None
 
     def last_version(self, id: str) -> int:
         """Return the highest version that an entry ever had; 0 if it never existed."""
-        return (
-            self._journal.value(
-                "SELECT MAX(version) FROM versions WHERE namespace = ? AND id = ?",
-                self._namespace,
-                id,
-            )
-            or 0
-        )
+        statement = "SELECT MAX(version) FROM versions WHERE namespace = ? AND id = ?"
+        return self._journal.value(statement, self._namespace, id) or 0
 
     def is_empty(self) -> bool:
         """Return whether this namespace never held an entry."""
-        return (
-            self._journal.value(
-                "SELECT 1 FROM versions WHERE namespace = ? LIMIT 1", self._namespace
-            )
-            is None
-        )
+        statement = "SELECT 1 FROM versions WHERE namespace = ? LIMIT 1"
+        return self._journal.value(statement, self._namespace) is None
 
     def head(self) -> int:
         """Return the id of the last commit; 0 if there is none."""
-        return (
-            self._journal.value("SELECT MAX(id) FROM commits WHERE namespace = ?", self._namespace)
-            or 0
-        )
-
-    def commits(self) -> list[Commit]:
-        """Return every commit, oldest first."""
-        statement = (
-            "SELECT id, time, author, cause, ref FROM commits WHERE namespace = ? ORDER BY id"
-        )
-        return [
-            Commit(id=row[0], time=row[1], author=row[2], cause=row[3], ref=row[4])
-            for row in self._journal.rows(statement, self._namespace)
-        ]
+        statement = "SELECT MAX(id) FROM commits WHERE namespace = ?"
+        return self._journal.value(statement, self._namespace) or 0
 
     def has_commit(self, commit: int) -> bool:
         """Return whether ``commit`` belongs to this namespace; 0, before the first, does."""
@@ -137,29 +122,18 @@ class History:
 
     def last_seq(self) -> int:
         """Return the position of the last change, for followers of the journal."""
-        return (
-            self._journal.value("SELECT MAX(seq) FROM changes WHERE namespace = ?", self._namespace)
-            or 0
-        )
+        statement = "SELECT MAX(seq) FROM changes WHERE namespace = ?"
+        return self._journal.value(statement, self._namespace) or 0
 
     def stamp(self, seq: int) -> str:
         """Return a mark that differs from that of the same position in another journal."""
-        statement = (
-            "SELECT n.id || ' ' || c.time FROM changes n JOIN commits c ON c.id = n.commit_id WHERE"
-            " n.namespace = ? AND n.seq = ?"
-        )
+        statement = "SELECT n.id || ' ' || c.time FROM changes n JOIN commits c"
+        statement += " ON c.id = n.commit_id WHERE n.namespace = ? AND n.seq = ?"
         return self._journal.value(statement, self._namespace, seq) or ""
 
     def changes_after(self, seq: int, limit: int) -> list[tuple[int, str, Stored | None]]:
         """Return the next changes: position, entry id and new version (None if removed)."""
-        rows = self._journal.rows(
-            "SELECT c.seq, c.id, v.record, v.vector, v.origins FROM changes c LEFT JOIN versions v"
-            " ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version WHERE"
-            " c.namespace = ? AND c.seq > ? ORDER BY c.seq LIMIT ?",
-            self._namespace,
-            seq,
-            limit,
-        )
+        rows = self._journal.rows(_CHANGES_AFTER, self._namespace, seq, limit)
         return [(row[0], row[1], None if row[2] is None else _stored(row[2:])) for row in rows]
 
     def keep_generation(self, generation: Generation) -> None:
@@ -169,24 +143,64 @@ class History:
 
     def generation(self, id: str) -> Generation | None:
         """Return one journalled generation."""
-        record = self._journal.value(
-            "SELECT record FROM generations WHERE namespace = ? AND id = ?", self._namespace, id
-        )
+        statement = "SELECT record FROM generations WHERE namespace = ? AND id = ?"
+        record = self._journal.value(statement, self._namespace, id)
         return None if record is None else Generation.model_validate_json(record)
 
     def meta(self, key: str) -> str | None:
         """Return one recorded fact about this namespace."""
-        return self._journal.value(
-            "SELECT value FROM meta WHERE namespace = ? AND key = ?", self._namespace, key
-        )
+        statement = "SELECT value FROM meta WHERE namespace = ? AND key = ?"
+        return self._journal.value(statement, self._namespace, key)
 
     def set_meta(self, key: str, value: str) -> None:
         """Record one fact about this namespace."""
-        self._journal.run(
-            "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", self._namespace, key, value
-        )
+        statement = "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)"
+        self._journal.run(statement, self._namespace, key, value)
+
+    def commits(self) -> list[Commit]:
+        """Return every commit, oldest first."""
+        statement = "SELECT id, time, author, cause, ref FROM commits"
+        statement += " WHERE namespace = ? ORDER BY id"
+        rows = self._journal.rows(statement, self._namespace)
+        return [
+            Commit(id=id, time=time, author=author, cause=cause, ref=ref)
+            for id, time, author, cause, ref in rows
+        ]
+
+    def log(self, id: str | None = None) -> list[LogEntry]:
+        """Return every commit, or those that changed one entry with its version after each."""
+        names = ("id", "time", "author", "cause", "ref", "changes")
+        rows = self._journal.rows(_LOG, self._namespace)
+        commits = [LogEntry(**dict(zip(names, row, strict=True))) for row in rows]
+        if id is None:
+            return commits
+        statement = "SELECT commit_id, version FROM changes"
+        statement += " WHERE namespace = ? AND id = ? ORDER BY seq"
+        versions = dict(self._journal.rows(statement, self._namespace, id))
+        return [
+            commit.model_copy(update={"version": versions[commit.id]})
+            for commit in commits
+            if commit.id in versions
+        ]
+
+    def written_from(self, trajectory: str) -> list[Ancestor]:
+        """Return (id, version) of all that was distilled from a trajectory, in order."""
+        return [
+            tuple(row) for row in self._journal.rows(_WRITTEN_FROM, self._namespace, trajectory)
+        ]
 
 
 def _stored(row: Any) -> Stored:
     vector = np.frombuffer(row[1], dtype=np.float32)
     return Stored(Experience.model_validate_json(row[0]), vector, frozenset(json.loads(row[2])))
+
+
+def difference(before: Iterable[Experience], after: Iterable[Experience]) -> Difference:
+    """Return the entries added, removed and changed between two states; counters do not count."""
+    old, new = {entry.id: entry for entry in before}, {entry.id: entry for entry in after}
+    both = [(old[id], entry) for id, entry in new.items() if id in old]
+    return Difference(
+        added=tuple(entry for id, entry in new.items() if id not in old),
+        removed=tuple(entry for id, entry in old.items() if id not in new),
+        changed=tuple(Changed(old=a, new=b) for a, b in both if a.version != b.version),
+    )

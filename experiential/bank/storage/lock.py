@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
 
 from experiential.errors import BankLockedError
 
@@ -21,26 +20,23 @@ class FolderLock:
     """Hold the operating-system lock of a bank folder; the file names its owner for people."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._fd: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd: int | None = None
+        fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            message = _describe(folder, os.pread(self._fd, 4096, 0))
-            self.forget()
-            raise BankLockedError(message) from None
-        self._sign()
+            owner = described_owner(os.pread(fd, 4096, 0))
+            os.close(fd)
+            raise BankLockedError(
+                f"Expected to be the only writer of the bank {str(folder)!r}, which {owner} holds;"
+                " close it there, or open it here with read_only=True"
+            ) from None
+        self._fd = fd
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "time": now}
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(owner).encode(), 0)
         _held.add(self)
-
-    def _sign(self) -> None:
-        assert self._fd is not None
-        owner = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(owner).encode(), 0)
 
     def release(self) -> None:
         """Let another process write."""
@@ -55,25 +51,13 @@ class FolderLock:
             self._fd = None
 
 
-def _describe(folder: Path, content: bytes) -> str:
-    owner = _owner(content)
-    who = (
-        f"process {owner['pid']} on {owner['host']} since {owner['time']}"
-        if owner
-        else "another process"
-    )
-    return (
-        f"Expected to be the only writer of the bank {str(folder)!r}, which {who} holds; "
-        "close it there, or open it here with read_only=True"
-    )
-
-
-def _owner(content: bytes) -> dict[str, Any] | None:
+def described_owner(content: bytes) -> str:
+    """Describe the process that wrote a lock file."""
     try:
         owner = json.loads(content)
-    except ValueError:
-        return None
-    return owner if {"pid", "host", "time"} <= set(owner) else None
+        return f"process {owner['pid']} on {owner['host']} since {owner['time']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
 
 
 class WriterLock:

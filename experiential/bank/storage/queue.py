@@ -21,16 +21,14 @@ class DistillationQueue:
         """Queue a trajectory; return False if it was queued before."""
         if self.state(id) is not None:
             return False
-        self._journal.run(
-            "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')", self._namespace, id
-        )
+        statement = "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')"
+        self._journal.run(statement, self._namespace, id)
         return True
 
     def state(self, id: str) -> str | None:
         """Return "queued", "done", "dead", or None for an unknown item."""
-        return self._journal.value(
-            "SELECT state FROM queue WHERE namespace = ? AND id = ?", self._namespace, id
-        )
+        statement = "SELECT state FROM queue WHERE namespace = ? AND id = ?"
+        return self._journal.value(statement, self._namespace, id)
 
     def waiting(self) -> list[str]:
         """Return the ids of queued items, oldest first."""
@@ -41,32 +39,25 @@ class DistillationQueue:
         """Mark an item done; if False is returned, nothing may be written for it."""
         if self.state(id) != "queued":
             return False
-        self._set(id, "done", None)
+        self._set(id, "state = 'done', reason = NULL")
         return True
 
     def fail(self, id: str, reason: str, *, last: bool) -> int:
         """Count a failed attempt and return the number so far; ``last`` makes a dead letter."""
         with self._journal.transaction():
-            statement = "UPDATE queue SET attempts = attempts + 1 WHERE namespace = ? AND id = ?"
-            self._journal.run(statement, self._namespace, id)
-            self._set(id, "dead" if last else "queued", reason)
+            state = "dead" if last else "queued"
+            self._set(id, "attempts = attempts + 1, state = ?, reason = ?", state, reason)
         return self.attempts(id)
 
     def attempts(self, id: str) -> int:
         """Return the number of failed attempts."""
-        return (
-            self._journal.value(
-                "SELECT attempts FROM queue WHERE namespace = ? AND id = ?", self._namespace, id
-            )
-            or 0
-        )
+        statement = "SELECT attempts FROM queue WHERE namespace = ? AND id = ?"
+        return self._journal.value(statement, self._namespace, id) or 0
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return the items that were given up, oldest first."""
-        statement = (
-            "SELECT id, attempts, reason FROM queue WHERE namespace = ? AND state = 'dead' ORDER"
-            " BY seq"
-        )
+        statement = "SELECT id, attempts, reason FROM queue"
+        statement += " WHERE namespace = ? AND state = 'dead' ORDER BY seq"
         rows = self._journal.rows(statement, self._namespace)
         return [DeadLetter(id=row[0], attempts=row[1], reason=row[2] or "") for row in rows]
 
@@ -75,16 +66,13 @@ class DistillationQueue:
         with self._journal.transaction():
             if self.state(id) != "dead":
                 return False
-            self._journal.run(
-                "UPDATE queue SET attempts = 0 WHERE namespace = ? AND id = ?", self._namespace, id
-            )
-            self._set(id, "queued", None)
+            self._set(id, "attempts = 0, state = 'queued', reason = NULL")
         return True
 
     def clear(self) -> None:
         """Delete all items."""
         self._journal.run("DELETE FROM queue WHERE namespace = ?", self._namespace)
 
-    def _set(self, id: str, state: str, reason: str | None) -> None:
-        statement = "UPDATE queue SET state = ?, reason = ? WHERE namespace = ? AND id = ?"
-        self._journal.run(statement, state, reason, self._namespace, id)
+    def _set(self, id: str, columns: str, *values: str) -> None:
+        statement = f"UPDATE queue SET {columns} WHERE namespace = ? AND id = ?"
+        self._journal.run(statement, *values, self._namespace, id)

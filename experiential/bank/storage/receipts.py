@@ -7,6 +7,18 @@ from typing import NamedTuple
 
 from experiential.bank.storage.journal import Journal
 
+_NOTE = """
+    INSERT INTO receipts
+    SELECT ?1, ?2, ?3, COALESCE(MAX(id), 0) FROM commits WHERE namespace = ?1"""
+_WRITTEN = """
+    SELECT id, version FROM changes
+    WHERE namespace = ? AND commit_id = ? AND version IS NOT NULL ORDER BY seq"""
+_REMOVED = """
+    SELECT n.id, (SELECT o.version FROM changes o
+        WHERE o.namespace = n.namespace AND o.id = n.id AND o.seq < n.seq
+        ORDER BY o.seq DESC LIMIT 1)
+    FROM changes n WHERE n.namespace = ? AND n.commit_id = ? AND n.version IS NULL ORDER BY n.seq"""
+
 
 class Receipt(NamedTuple):
     """Hold the digest of a request that was carried out, and the commit that it made."""
@@ -34,25 +46,12 @@ class Receipts:
 
     def noting(self, key: str, digest: str) -> AbstractContextManager[None]:
         """Write the receipt of ``key`` in the next transaction of this thread."""
-        statement = (
-            "INSERT INTO receipts SELECT ?, ?, ?, COALESCE(MAX(id), 0) FROM commits WHERE"
-            " namespace = ?"
-        )
-        return self._journal.attach(statement, self._namespace, key, digest, self._namespace)
+        return self._journal.attach(_NOTE, self._namespace, key, digest)
 
     def written(self, commit: int) -> list[tuple[str, int]]:
         """Return (id, version) of everything that a commit wrote, in the order of writing."""
-        statement = (
-            "SELECT id, version FROM changes WHERE namespace = ? AND commit_id = ? AND version IS"
-            " NOT NULL ORDER BY seq"
-        )
-        return [(row[0], row[1]) for row in self._journal.rows(statement, self._namespace, commit)]
+        return [tuple(row) for row in self._journal.rows(_WRITTEN, self._namespace, commit)]
 
     def removed(self, commit: int) -> list[tuple[str, int]]:
         """Return (id, last version) of every entry that a commit removed, in order."""
-        statement = (
-            "SELECT n.id, (SELECT o.version FROM changes o WHERE o.namespace = n.namespace AND o.id"
-            " = n.id AND o.seq < n.seq ORDER BY o.seq DESC LIMIT 1) FROM changes n WHERE"
-            " n.namespace = ? AND n.commit_id = ? AND n.version IS NULL ORDER BY n.seq"
-        )
-        return [(row[0], row[1]) for row in self._journal.rows(statement, self._namespace, commit)]
+        return [tuple(row) for row in self._journal.rows(_REMOVED, self._namespace, commit)]
