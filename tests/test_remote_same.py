@@ -478,6 +478,17 @@ def test_every_public_method_is_told_or_is_excused() -> None:
     assert public(FolderBank) == public(Bank) | set(NOT_OVER_HTTP) | set(NOT_METHODS)
 
 
+def is_stub(method: Any) -> bool:
+    """Whether a method, or the getter of a property, does nothing: ``...`` is all of its body."""
+
+    def stub(self: Any) -> None:
+        """Nothing."""
+        ...
+
+    function = method.fget if isinstance(method, property) else method
+    return function.__code__.co_code == stub.__code__.co_code
+
+
 CONTRACTS = [
     (FolderBank, Bank),
     (RemoteBank, Bank),
@@ -494,7 +505,7 @@ def test_every_method_of_the_contract_is_there_with_its_arguments(
 ) -> None:
     for name in public(contract):
         told, made = getattr(contract, name), getattr(own, name)
-        assert made is not told, f"{name} is the stub of the protocol"
+        assert made is not told or not is_stub(told), f"{name} is the stub of the protocol"
         if callable(told) and name != "search":
             assert inspect.signature(told).parameters == inspect.signature(made).parameters, name
 

@@ -10,11 +10,10 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from experiential.bank.checks import checked_folder, checked_text
 from experiential.bank.consolidation import dedupe, forget
@@ -36,7 +35,7 @@ from experiential.bank.index.follower import IndexFollower
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.index.site import CHROMA, chosen_site
 from experiential.bank.index.vectors import Scored, Vector
-from experiential.bank.operations import Consolidator, Distiller, keys_to_embed, source_of
+from experiential.bank.operations import consolidate, distil, keys_to_embed, source_of
 from experiential.bank.protocol import Bank
 from experiential.bank.records import (
     Commit,
@@ -48,10 +47,9 @@ from experiential.bank.records import (
     Policy,
     Standing,
 )
-from experiential.bank.search.searchable import Searchable, scopes_of
+from experiential.bank.search.searchable import scopes_of
 from experiential.bank.search.where import Where
 from experiential.bank.state import Draft, State, origins_of, unknown_entry
-from experiential.bank.storage import bundle
 from experiential.bank.storage.group_commit import Group, GroupCommit
 from experiential.bank.storage.history import History, difference
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
@@ -59,7 +57,7 @@ from experiential.bank.storage.lock import WriterLock
 from experiential.bank.storage.queue import DistillationQueue
 from experiential.bank.storage.receipts import Receipts
 from experiential.bank.text import TEXT_LIMIT, Gate
-from experiential.bank.view import BankView
+from experiential.bank.view import BankView, StateReader
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import weakly
 from experiential.types import (
@@ -76,7 +74,7 @@ from experiential.types import (
 T = TypeVar("T")
 
 
-class FolderBank(Searchable, Bank):
+class FolderBank(StateReader, Bank):
     """Keep a bank in a folder: a journal that is the truth, and an index made from it.
 
     One process writes a folder at a time; any number may open it with ``read_only=True``, which
@@ -188,18 +186,6 @@ class FolderBank(Searchable, Bank):
             self._history.set_meta("embedder_name", embedder)  # so that it is found without asking
         return chosen
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __len__(self) -> int:
-        return len(self._state.entries)
-
-    def __iter__(self) -> Iterator[Experience]:
-        return self.entries()
-
     def __repr__(self) -> str:
         return (
             f"ExperienceBank({str(self.path)!r}, namespace={self.namespace!r}, entries={len(self)},"
@@ -246,12 +232,7 @@ class FolderBank(Searchable, Bank):
     # Reading
 
     def get(self, id: str) -> Experience | None:
-        live = self._state.entries.get(checked_text(id, "id"))
-        return None if live is None else self._state.read(live.experience)
-
-    def entries(self) -> Iterator[Experience]:
-        state = self._state
-        return (state.read(live.experience) for live in list(state.entries.values()))
+        return super().get(checked_text(id, "id"))
 
     def version(self, id: str, version: int) -> Experience | None:
         stored = self._history.stored(id, version)
@@ -275,9 +256,6 @@ class FolderBank(Searchable, Bank):
             self._embed(queries), n, lambda: state.entries, scopes, queries if words else ()
         )
 
-    def read(self, experience: Experience) -> Experience:
-        return self._state.read(experience)
-
     def counters(self, experience: Experience) -> Statistics:
         return self._state.counted(experience.id) or Statistics()
 
@@ -297,19 +275,9 @@ class FolderBank(Searchable, Bank):
     def at(self, commit: int) -> BankView:
         self._check_commit(commit)
         # Counters since opening are in memory only; those of entries gone by now are in the table.
-        statistics = {
-            live.experience.id: self.read(live.experience).statistics
-            for live in list(self._state.entries.values())
-        }
-        return BankView(
-            commit,
-            self._history.live(commit),
-            {**self._state.statistics, **statistics},
-            self._embedder,
-        )
-
-    def snapshot(self) -> BankView:
-        return self.at(self.head)
+        now = {entry.id: entry.statistics for entry in self.entries()}
+        statistics = {**self._state.statistics, **now}
+        return BankView(commit, self._history.live(commit), statistics, self._embedder)
 
     def diff(self, a: int, b: int) -> Difference:
         return difference(self.at(a).entries(), self.at(b).entries())
@@ -384,16 +352,6 @@ class FolderBank(Searchable, Bank):
 
     # Writing
 
-    def add(
-        self,
-        text: str,
-        *,
-        task: str | None = None,
-        kind: str = "lesson",
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Experience:
-        return self.add_many([text], task=task, kind=kind, metadata=metadata)[0]
-
     def add_many(
         self,
         texts: Iterable[str],
@@ -446,8 +404,9 @@ class FolderBank(Searchable, Bank):
                 for id, stored in wanted.items():
                     live = draft.live(id)
                     if live is None or live.experience.version != stored.experience.version:
-                        draft.restore(stored)
-            self._state.arrange(wanted)
+                        draft.point(id, stored)
+            # in the order in which they would be read back
+            self._state.entries = {id: self._state.entries[id] for id in wanted}
             return self.commits()[-1]
 
     def record(self, trajectory: Trajectory) -> bool:
@@ -497,7 +456,7 @@ class FolderBank(Searchable, Bank):
                 return []
             with group.draft("extractor", "trajectory", trajectory.id, gate) as draft:
                 self._keep(distillation.generation)
-                return Distiller(draft, vectors, source, task, shown).apply(distillation)
+                return distil(draft, distillation, vectors, source, task, shown)
 
         return [self.read(entry) for entry in self._writes.run(write)]
 
@@ -516,7 +475,7 @@ class FolderBank(Searchable, Bank):
 
         def merge(draft: Draft) -> list[Experience]:
             self._keep(distillation.generation)
-            return Consolidator(draft, vectors, source, shown).apply(distillation)
+            return consolidate(draft, distillation, vectors, source, shown)
 
         return [self.read(entry) for entry in self._commit("extractor", "merge", merge, gate=gate)]
 
@@ -633,12 +592,6 @@ class FolderBank(Searchable, Bank):
 
     # Moving
 
-    def export(self, file: str | os.PathLike[str]) -> int:
-        return bundle.write(Path(file), list(self.entries()), self.namespace, self._embedder.id)
-
-    def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
-        return self.import_entries(bundle.read(Path(file), edited=edited), Path(file).name)
-
     def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
         self._check_writable()
         gate = Gate(self._text_limit)
@@ -654,7 +607,7 @@ class FolderBank(Searchable, Bank):
                 if self._history.last_version(entry.id):  # versions are never written twice
                     entry = entry.model_copy(update={"id": new_id()})
                 draft.put(entry, vector, origins_of(entry.provenance))
-                draft.start_from(entry.id, entry.statistics)
+                draft.count(entry.id, entry.statistics)
                 added += 1
         return added
 

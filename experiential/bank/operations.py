@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from experiential.bank.evidence.credit import total
 from experiential.bank.index.embed import EntryKey
 from experiential.bank.index.vectors import Vector
 from experiential.bank.state import Draft, origins_of
@@ -35,137 +36,100 @@ def keys_to_embed(
         elif isinstance(operation, Update) and operation.entry <= len(shown):
             keys.append(EntryKey(clean(operation.text).text, shown[operation.entry - 1].task))
         elif isinstance(operation, Merge):
-            keys.append(
-                EntryKey(clean(operation.text).text, common_task(_named(operation.entries, shown)))
-            )
+            task_of_all = common_task(_named(operation.entries, shown))
+            keys.append(EntryKey(clean(operation.text).text, task_of_all))
     return keys
 
 
-class Distiller:
-    """Apply the operations of a distillation to a draft; impossible ones are counted as refused."""
+def distil(
+    draft: Draft,
+    distillation: Distillation,
+    vectors: Vectors,
+    source: Provenance,
+    task: str | None,
+    shown: Sequence[Experience],
+) -> list[Experience]:
+    """Write the operations of a distillation; impossible ones are counted as refused.
 
-    def __init__(
-        self,
-        draft: Draft,
-        vectors: Vectors,
-        source: Provenance,
-        task: str | None,
-        shown: Sequence[Experience],
-    ) -> None:
-        self._draft = draft
-        self._vectors = vectors
-        self._source = source
-        self._task = task
-        self._shown = shown
-
-    def apply(self, distillation: Distillation) -> list[Experience]:
-        """Apply all operations; return the entries written, in order."""
-        written: list[Experience] = []
-        for operation in distillation.parsed.operations:
-            entry = None
-            if isinstance(operation, Add):
-                entry = self._add(operation)
-            elif isinstance(operation, Update):
-                entry = self._update(operation)
-            elif operation.op != "return":
-                self._draft.refused["not_a_distillation"] += 1
-            if entry is not None:
-                written.append(entry)
-        return written
-
-    def _add(self, operation: Add) -> Experience:
-        provenance = self._source.model_copy(update={"cause": "add", "span": operation.span})
-        vector = self._vectors[EntryKey(operation.text, self._task)]
-        twin = self._draft.twin((self._task, operation.kind, operation.text))
-        if twin is not None:
-            return self._draft.revise(twin, operation.text, provenance, vector)
-        metadata = (
-            {"triples": [list(triple) for triple in operation.triples]} if operation.triples else {}
-        )
-        entry = Experience(
-            text=operation.text,
-            kind=operation.kind,
-            task=self._task,
-            metadata=metadata,
-            provenance=provenance,
-        )
-        return self._draft.put(entry, vector, origins_of(provenance))
-
-    def _update(self, operation: Update) -> Experience | None:
-        if operation.entry > len(self._shown):
-            self._draft.refused["entry_out_of_range"] += 1
-            return None
-        entry = self._shown[operation.entry - 1]
-        if self._draft.live(entry.id) is None:
-            self._draft.refused["entry_gone"] += 1
-            return None
-        provenance = self._source.model_copy(update={"cause": "update", "span": operation.span})
-        return self._draft.revise(
-            entry.id,
-            operation.text,
-            provenance,
-            self._vectors[EntryKey(operation.text, entry.task)],
-        )
+    Returns:
+        the versions written, in order.
+    """
+    written: list[Experience] = []
+    for operation in distillation.parsed.operations:
+        provenance = source.model_copy(update={"cause": operation.op, "span": operation.span})
+        if isinstance(operation, Add):
+            text, kind = operation.text, operation.kind
+            vector = vectors[EntryKey(text, task)]
+            twin = draft.twin((task, kind, text))
+            if twin is not None:
+                written.append(draft.revise(twin, text, provenance, vector))
+                continue
+            metadata = {"triples": [list(one) for one in operation.triples]}
+            entry = Experience(
+                text=text,
+                kind=kind,
+                task=task,
+                metadata=metadata if operation.triples else {},
+                provenance=provenance,
+            )
+            written.append(draft.put(entry, vector, origins_of(provenance)))
+        elif isinstance(operation, Update):
+            if operation.entry > len(shown):
+                draft.refused["entry_out_of_range"] += 1
+                continue
+            entry = shown[operation.entry - 1]
+            if draft.live(entry.id) is None:
+                draft.refused["entry_gone"] += 1
+                continue
+            vector = vectors[EntryKey(operation.text, entry.task)]
+            written.append(draft.revise(entry.id, operation.text, provenance, vector))
+        elif operation.op != "return":
+            draft.refused["not_a_distillation"] += 1
+    return written
 
 
-class Consolidator:
-    """Apply the operations of a merge to a draft; one on an entry that changed is refused."""
+def consolidate(
+    draft: Draft,
+    distillation: Distillation,
+    vectors: Vectors,
+    source: Provenance,
+    shown: Sequence[Experience],
+) -> list[Experience]:
+    """Write the operations of a merge; one on an entry that changed since is refused.
 
-    def __init__(
-        self, draft: Draft, vectors: Vectors, source: Provenance, shown: Sequence[Experience]
-    ) -> None:
-        self._draft = draft
-        self._vectors = vectors
-        self._source = source
-        self._shown = shown
-        self._settled: set[int] = set()
-
-    def apply(self, distillation: Distillation) -> list[Experience]:
-        """Apply all operations; return the merged entries, in order."""
-        written: list[Experience] = []
-        for operation in distillation.parsed.operations:
-            if isinstance(operation, Merge) and self._may_change(operation.entries):
-                written.append(self._merge(operation))
-            elif isinstance(operation, Discard) and self._may_change((operation.entry,)):
-                self._draft.remove(self._shown[operation.entry - 1].id)
-            elif operation.op not in ("keep", "merge", "discard"):
-                self._draft.refused["not_a_consolidation"] += 1
-        return written
-
-    def _may_change(self, numbers: Sequence[int]) -> bool:
-        reason = self._objection(numbers)
-        if reason is not None:
-            self._draft.refused[reason] += 1
-            return False
-        self._settled.update(numbers)
-        return True
-
-    def _objection(self, numbers: Sequence[int]) -> str | None:
-        if any(not 1 <= number <= len(self._shown) for number in numbers):
-            return "entry_out_of_range"
-        if len(set(numbers)) < len(numbers) or self._settled & set(numbers):
-            return "entry_repeated"
-        return (
-            "entry_changed"
-            if any(self._is_stale(self._shown[number - 1]) for number in numbers)
-            else None
-        )
-
-    def _is_stale(self, shown: Experience) -> bool:
-        live = self._draft.live(shown.id)
-        return live is None or live.experience.version != shown.version
-
-    def _merge(self, operation: Merge) -> Experience:
-        parents = _named(operation.entries, self._shown)
-        origins = frozenset[str]().union(
-            *(live.origins for p in parents if (live := self._draft.live(p.id)) is not None)
-        )
-        entry = _merged(operation, parents, self._source, origins)
-        for parent in parents:
-            self._draft.remove(parent.id)
-        entry = self._draft.put(entry, self._vectors[EntryKey(entry.text, entry.task)], origins)
-        self._draft.inherit(entry.id, [parent.id for parent in parents])
-        return entry
+    Returns:
+        the merged entries, in order.
+    """
+    written: list[Experience] = []
+    settled: set[int] = set()
+    for operation in distillation.parsed.operations:
+        if not isinstance(operation, Merge | Discard):
+            if operation.op != "keep":
+                draft.refused["not_a_consolidation"] += 1
+            continue
+        numbers = operation.entries if isinstance(operation, Merge) else (operation.entry,)
+        named = _named(numbers, shown)
+        live = [draft.live(entry.id) for entry in named]
+        if len(named) < len(numbers):
+            draft.refused["entry_out_of_range"] += 1
+        elif len(set(numbers)) < len(numbers) or settled & set(numbers):
+            draft.refused["entry_repeated"] += 1
+        elif any(
+            now is None or now.experience.version != entry.version
+            for entry, now in zip(named, live, strict=True)
+        ):
+            draft.refused["entry_changed"] += 1
+        else:
+            settled.update(numbers)
+            for entry in named:
+                draft.remove(entry.id)
+            if isinstance(operation, Merge):
+                origins = frozenset[str]().union(*(now.origins for now in live if now is not None))
+                entry = _merged(operation, named, source, origins)
+                vector = vectors[EntryKey(entry.text, entry.task)]
+                written.append(draft.put(entry, vector, origins))
+                draft.count(entry.id, total(draft.counted(parent.id) for parent in named))
+    return written
 
 
 def _merged(
@@ -180,17 +144,12 @@ def _merged(
         }
     )
     kinds = {parent.kind for parent in parents}
-    kind = kinds.pop() if len(kinds) == 1 else "lesson"
-    metadata = (
-        parents[0].metadata
-        if all(parent.metadata == parents[0].metadata for parent in parents)
-        else {}
-    )
+    metadata = parents[0].metadata
     return Experience(
         text=operation.text,
-        kind=kind,
+        kind=kinds.pop() if len(kinds) == 1 else "lesson",
         task=common_task(parents),
-        metadata=metadata,
+        metadata=metadata if all(parent.metadata == metadata for parent in parents) else {},
         provenance=provenance,
     )
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeGuard, overload
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeGuard
 
 from experiential.bank.index.embed import Embedder
-from experiential.bank.index.vectors import Scored, Vector
+from experiential.bank.index.vectors import Vector
 from experiential.bank.records import (
     Commit,
     DeadLetter,
@@ -24,16 +25,9 @@ from experiential.bank.records import (
     Policy,
     Standing,
 )
-from experiential.bank.search.where import Filter, Where
-from experiential.types import (
-    Distillation,
-    Experience,
-    Generation,
-    Hit,
-    Statistics,
-    Trajectory,
-    Uplift,
-)
+from experiential.bank.search.searchable import Searchable
+from experiential.bank.storage import bundle
+from experiential.types import Distillation, Experience, Generation, Statistics, Trajectory, Uplift
 
 
 class TextEmbedder(Protocol):
@@ -95,12 +89,13 @@ class TrustBook(Protocol):
         ...
 
 
-class View(Protocol):
+class View(Searchable, Protocol):
     """Read and search entries: those of a bank now, or as they stood after one commit."""
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[Experience]: ...
+    def __iter__(self) -> Iterator[Experience]:
+        return self.entries()
 
     def entries(self) -> Iterator[Experience]:
         """Return every entry, oldest first."""
@@ -109,53 +104,6 @@ class View(Protocol):
     def get(self, id: str) -> Experience | None:
         """Return the entry with this id, or None."""
         ...
-
-    def read(self, experience: Experience) -> Experience:
-        """Return the same version with its counters filled in."""
-        ...
-
-    def nearest(
-        self,
-        queries: Sequence[str],
-        n: int,
-        exclude: Sequence[str | None],
-        where: Sequence[Where | None] = (),
-        words: bool = False,
-    ) -> list[list[Scored[Experience]]]:
-        """Return the ``n`` nearest entries of each query with their cosines, nearest first.
-
-        Args:
-            queries: texts to compare the entries with.
-            n: entries for each query, at most.
-            exclude: for each query a task instance to leave out, or None.
-            where: for each query a filter, or None; an empty sequence filters nothing.
-            words: add the ``n`` entries that share the rarest words with the query, and give the
-                share of its words that each entry has, in [0, 1]. The first such call indexes the
-                words, even without queries.
-        """
-        ...
-
-    @overload
-    def search(
-        self,
-        query: str,
-        *,
-        k: int = 1,
-        hybrid: float = 0.0,
-        exclude_instance: str | None = None,
-        where: Filter | None = None,
-    ) -> list[Hit]: ...
-
-    @overload
-    def search(
-        self,
-        query: list[str] | tuple[str, ...],
-        *,
-        k: int = 1,
-        hybrid: float = 0.0,
-        exclude_instance: str | None = None,
-        where: Filter | None = None,
-    ) -> list[list[Hit]]: ...
 
 
 class Bank(View, Protocol):
@@ -173,9 +121,11 @@ class Bank(View, Protocol):
     read_only: bool
     refused: Counter[str]
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def head(self) -> int:
@@ -239,7 +189,7 @@ class Bank(View, Protocol):
 
     def snapshot(self) -> View:
         """Return the bank as it stands now; later writes do not change the result."""
-        ...
+        return self.at(self.head)
 
     def diff(self, a: int, b: int) -> Difference:
         """Return the entries added, removed and changed from commit ``a`` to commit ``b``."""
@@ -334,7 +284,7 @@ class Bank(View, Protocol):
         metadata: Mapping[str, Any] | None = None,
     ) -> Experience:
         """Write a new entry."""
-        ...
+        return self.add_many([text], task=task, kind=kind, metadata=metadata)[0]
 
     def add_many(
         self,
@@ -506,7 +456,7 @@ class Bank(View, Protocol):
 
         A name ending in .md gives Markdown, any other JSON Lines.
         """
-        ...
+        return bundle.write(Path(file), list(self.entries()), self.namespace, self.embedder.id)
 
     def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
         """Add the entries of an exported file in one commit; return the number added.
@@ -514,7 +464,7 @@ class Bank(View, Protocol):
         An entry that repeats a live one is left out. A file that differs from its hash is refused
         unless ``edited`` says that it was changed on purpose.
         """
-        ...
+        return self.import_entries(bundle.read(Path(file), edited=edited), Path(file).name)
 
     def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
         """Add entries as ``import_`` does; the commit refers to ``ref``."""

@@ -129,8 +129,8 @@ def redact(text: str) -> Redacted:
         text = pattern.sub(lambda found: found[1] + note("bearer_token"), text)
     text = _ADDRESS.sub(lambda found: f"{found[1]}{note('url_password')}@", text)
     if any(stem in text.lower() for stem in _STEMS):
-        text = _OPTION.sub(lambda found: _without_value(found, _is_option_value, note), text)
-        text = _ASSIGNMENT.sub(lambda found: _without_value(found, _is_assigned, note), text)
+        text = _OPTION.sub(lambda found: _without_value(found, note), text)
+        text = _ASSIGNMENT.sub(lambda found: _without_value(found, note), text)
     return Redacted(text, kinds)
 
 
@@ -147,29 +147,19 @@ def redact_field(name: str, value: str) -> Redacted:
     return Redacted(f"[redacted: {kind}]", Counter({kind: 1}))
 
 
-def _without_value(
-    found: re.Match[str],
-    is_secret: Callable[[re.Match[str], str], bool],
-    note: Callable[[str], str],
-) -> str:
+def _without_value(found: re.Match[str], note: Callable[[str], str]) -> str:
     edges = _EDGES.fullmatch(found["value"])
     assert edges is not None  # its parts may be empty, so that it matches whatever stands there
     opening, value, tail = edges.groups()
-    if len(value) < 3 or _STAND_IN.fullmatch(value) or not is_secret(found, value):
+    groups, is_varied = found.groupdict(), _VARIED.match(value) is not None
+    if found.re is _OPTION:  # letters alone are no value: "--password is" may be prose about it
+        is_secret = not value.isalpha() or found["value"][0] in "\"'"
+    elif groups["loose"]:
+        is_secret = len(value) >= 8 and is_varied
+    else:  # anything after "=" or in quotes, but after a colon only text unlike a word
+        is_sure = groups["sign"] != ":" or found["value"][0] in "\"'`\\"
+        is_secret = is_sure or len(value) >= 6 and is_varied
+    if len(value) < 3 or _STAND_IN.fullmatch(value) or not is_secret:
         return found[0]
     kind = next((name for name in ("password", "api_key") if found[name]), "secret")
     return f"{found['head']}{opening}{note(kind)}{tail}"
-
-
-def _is_option_value(found: re.Match[str], value: str) -> bool:
-    """Reject letters alone: ``--password is`` may be prose about the option."""
-    return not value.isalpha() or found["value"][0] in "\"'"
-
-
-def _is_assigned(found: re.Match[str], value: str) -> bool:
-    """Accept anything after ``=`` or in quotes, but after a colon only text unlike a word."""
-    if found["loose"]:
-        return len(value) >= 8 and _VARIED.match(value) is not None
-    if found["sign"] != ":" or found["value"][0] in "\"'`\\":
-        return True
-    return len(value) >= 6 and _VARIED.match(value) is not None

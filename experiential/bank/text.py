@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+from experiential.bank.checks import checked_text
 from experiential.bank.redaction import Redacted, redact, redact_field
 from experiential.errors import BankError
 from experiential.types import Add, Distillation, Experience, Merge, Operation, Update
 
 TEXT_LIMIT = 2000
-"""Characters that the text of an entry may have, unless the bank's ``text_limit`` says otherwise.
-"""
+"""Characters that the text of an entry may have by default; see ``Bank.text_limit``."""
 
 _TAGS = (
     "action answer assistant attempt comment entries episode experience feedback first function"
@@ -104,10 +104,8 @@ def clean(text: str) -> Redacted:
     >>> clean("\u200bUse </experience> token glpat-12345678901234567890.").text
     'Use &lt;/experience> token [redacted: gitlab_token].'
     """
-    found = redact(disarm(canonical(text)))
-    return found._replace(
-        text=disarm(found.text)
-    )  # what is left of a text around a secret may be a tag
+    text, secrets = redact(disarm(canonical(text)))
+    return Redacted(disarm(text), secrets)  # what is left around a secret may be a tag
 
 
 class Gate:
@@ -133,7 +131,7 @@ class Gate:
         Raises:
             ValueError: it is not text, holds nothing visible or is too long; nothing is ever cut.
         """
-        text = _checked(self._field(_checked(value, "text")), "text")
+        text = checked_text(self._field(checked_text(value, "text")), "text")
         if len(text) > self.limit:
             raise ValueError(
                 f"Expected text of at most {self.limit} characters, got {len(text)}; shorten it,"
@@ -147,8 +145,8 @@ class Gate:
         """Return new, cleaned entries of one task and kind.
 
         Raises:
-            ValueError: an argument has another type than `ExperienceBank.add_many` says, or `entry`
-                raises it.
+            ValueError: an argument has another type than `Bank.add_many` says, or `entry` raises
+                it.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise ValueError(f"Expected texts to be a list of texts, got {texts!r}")
@@ -157,17 +155,11 @@ class Gate:
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ValueError(f"Expected metadata to be a mapping or None, got {metadata!r}")
         fields = dict(cast("Mapping[str, Any]", metadata or {}))
-        return [
-            self.entry(
-                Experience(
-                    text=_checked(text, "text"),
-                    task=task,
-                    kind=_checked(kind, "kind"),
-                    metadata=fields,
-                )
-            )
-            for text in cast("Iterable[object]", texts)
-        ]
+        entries: list[Experience] = []
+        for value in cast("Iterable[object]", texts):
+            text, word = checked_text(value, "text"), checked_text(kind, "kind")
+            entries.append(self.entry(Experience(text=text, task=task, kind=word, metadata=fields)))
+        return entries
 
     def entry(self, entry: Experience) -> Experience:
         """Return an entry with cleaned text, task, kind and metadata.
@@ -175,16 +167,13 @@ class Gate:
         Raises:
             ValueError: its text or kind holds nothing visible, or its text is too long.
         """
-        kind = _checked(self._field(entry.kind), "kind")
-        metadata = cast("dict[str, Any]", self._value(entry.metadata))
-        return entry.model_copy(
-            update={
-                "text": self.text(entry.text),
-                "kind": kind,
-                "task": self.task(entry.task),
-                "metadata": metadata,
-            }
-        )
+        update = {
+            "kind": checked_text(self._field(entry.kind), "kind"),
+            "metadata": self._value(entry.metadata),
+            "text": self.text(entry.text),
+            "task": self.task(entry.task),
+        }
+        return entry.model_copy(update=update)
 
     def imported(self, entries: Iterable[Experience], file: str) -> list[Experience]:
         """Return the cleaned entries of a file.
@@ -192,10 +181,14 @@ class Gate:
         Raises:
             BankError: one cannot be let in; the message says which.
         """
-        return [
-            self._imported(entry, f"entry {number} of {file}")
-            for number, entry in enumerate(entries, start=1)
-        ]
+        cleaned: list[Experience] = []
+        for number, entry in enumerate(entries, start=1):
+            try:
+                cleaned.append(self.entry(entry))
+            except ValueError as error:
+                place = f"entry {number} of {file}"
+                raise BankError(f"{error}: {place}; nothing was imported") from error
+        return cleaned
 
     def task(self, task: str | None) -> str | None:
         """Return a cleaned task; None if nothing visible is left."""
@@ -203,46 +196,33 @@ class Gate:
 
     def distillation(self, distillation: Distillation) -> Distillation:
         """Clean the operations of an extractor; drop and count empty and too long ones."""
-        asked = distillation.parsed.operations
-        kept = tuple(operation for one in asked if (operation := self._operation(one)) is not None)
-        return distillation.model_copy(
-            update={"parsed": distillation.parsed.model_copy(update={"operations": kept})}
-        )
-
-    def _operation(self, operation: Operation) -> Operation | None:
-        if not isinstance(operation, Add | Update | Merge):
-            return operation
-        cleaned = clean(operation.text)
-        if not 0 < len(cleaned.text) <= self.limit:
-            self.refused["text_too_long" if cleaned.text else "empty_text"] += 1
-            return None
-        self.redacted += cleaned.kinds
-        return operation.model_copy(
-            update={
-                "text": cleaned.text,
-                **(self._labels(operation) if isinstance(operation, Add) else {}),
-            }
-        )
-
-    def _labels(self, operation: Add) -> dict[str, Any]:
-        """Return the cleaned kind and triples."""
-        triples = tuple(tuple(self._field(part) for part in triple) for triple in operation.triples)
-        return {
-            "kind": self._field(operation.kind) or "lesson",
-            "triples": tuple(triple for triple in triples if all(triple)),
-        }
-
-    def _imported(self, entry: Experience, place: str) -> Experience:
-        try:
-            return self.entry(entry)
-        except ValueError as error:
-            raise BankError(f"{error}: {place}; nothing was imported") from error
+        kept: list[Operation] = []
+        for operation in distillation.parsed.operations:
+            if not isinstance(operation, Add | Update | Merge):
+                kept.append(operation)
+                continue
+            text, secrets = clean(operation.text)
+            if not 0 < len(text) <= self.limit:
+                self.refused["text_too_long" if text else "empty_text"] += 1
+                continue
+            self.redacted += secrets
+            update: dict[str, Any] = {"text": text}
+            if isinstance(operation, Add):
+                triples = [tuple(map(self._field, triple)) for triple in operation.triples]
+                update["triples"] = tuple(triple for triple in triples if all(triple))
+                update["kind"] = self._field(operation.kind) or "lesson"
+            kept.append(operation.model_copy(update=update))
+        parsed = distillation.parsed.model_copy(update={"operations": tuple(kept)})
+        return distillation.model_copy(update={"parsed": parsed})
 
     def _field(self, text: str, name: str = "") -> str:
-        cleaned = clean(text)
-        named = redact_field(name, cleaned.text) if name else Redacted(cleaned.text, Counter())
-        self.redacted += cleaned.kinds + named.kinds
-        return named.text
+        cleaned, secrets = clean(text)
+        self.redacted += secrets
+        if not name:
+            return cleaned
+        cleaned, secrets = redact_field(name, cleaned)
+        self.redacted += secrets
+        return cleaned
 
     def _value(self, value: Any, name: str = "") -> Any:
         """Clean every string inside metadata; remove the values of fields named like secrets."""
@@ -257,9 +237,3 @@ class Gate:
         if isinstance(value, list | tuple):
             return [self._value(one, name) for one in cast("list[Any]", value)]
         return value
-
-
-def _checked(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"Expected {name} to be non-empty text, got {value!r}")
-    return value

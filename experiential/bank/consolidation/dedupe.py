@@ -373,7 +373,7 @@ class Merger:
         provenance = entry.provenance.model_copy(update={"instance": instance})
         entry = entry.model_copy(update={"provenance": provenance})
         entry = self._draft.put(entry, self._vector(entry), origins)
-        self._draft.start_from(entry.id, total(counts or Statistics() for counts in known))
+        self._draft.count(entry.id, total(counts or Statistics() for counts in known))
         return Duplicates(survivor=entry, merged=merged)
 
     def _is_unchanged(self, entry: Experience) -> bool:

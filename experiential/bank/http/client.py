@@ -13,8 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
-from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from pydantic import ValidationError
@@ -30,7 +29,6 @@ from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, Vie
 from experiential.bank.records import Commit, Difference, Duplicates, Judge, LogEntry
 from experiential.bank.search.searchable import Searchable
 from experiential.bank.search.where import Scope, Where
-from experiential.bank.storage import bundle
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import attempted
 from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory
@@ -106,9 +104,6 @@ class RemoteReader(Searchable):
 
     def __len__(self) -> int:
         return self._reads.info().entries
-
-    def __iter__(self) -> Iterator[Experience]:
-        return self.entries()
 
     def entries(self) -> Iterator[Experience]:
         """Return every entry of one moment; the first page is fetched now, others when needed."""
@@ -266,12 +261,6 @@ class RemoteBank(RemoteReader, Bank):
         options = {**self._options, "namespace": self.namespace, "read_only": self.read_only}
         return partial(RemoteBank, **options), (self.url,)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"ExperienceBank({self.url!r}, namespace={self.namespace!r})"
 
@@ -360,9 +349,6 @@ class RemoteBank(RemoteReader, Bank):
     def at(self, commit: int) -> View:
         view = self._service.at(self._checked_commit(commit))
         return RemoteView(ServiceClient(self._service.connection, self.namespace, view), commit)
-
-    def snapshot(self) -> View:
-        return self.at(self.head)
 
     def _checked_commit(self, commit: object) -> int:
         # `type` and not `isinstance`: users may pass anything, and True is not a commit
@@ -481,12 +467,6 @@ class RemoteBank(RemoteReader, Bank):
     # Moving
 
     import_entries = _sends("import", Bank.import_entries)
-
-    def export(self, file: str | os.PathLike[str]) -> int:
-        return bundle.write(Path(file), list(self.entries()), self.namespace, self._embedder.id)
-
-    def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
-        return self.import_entries(bundle.read(Path(file), edited=edited), Path(file).name)
 
 
 def _spans(distillation: Distillation) -> list[list[int] | None]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 from experiential.bank.index.vectors import Scored
 from experiential.bank.search.strategies import Candidate, above_floor, candidates_for
@@ -16,7 +16,7 @@ from experiential.types import Experience, Hit
 _POOL = RetrievalSettings().pool
 
 
-class Searchable(ABC):
+class Searchable(Protocol):
     """Find entries by text; the subclass compares them."""
 
     @abstractmethod
@@ -31,19 +31,20 @@ class Searchable(ABC):
         """Return the ``n`` nearest entries of each query with their cosines, nearest first.
 
         Args:
-            queries: texts.
-            n: how many entries for each.
-            exclude: a task instance to leave out (or None) for each query.
-            where: a filter (or None) for each query; empty filters nothing.
-            words: find by words too: a row then has the ``n`` nearest and the ``n`` that share the
-                rarest words with the query, and tells of each how much of the query's words it has,
-                in [0, 1] (see ``experiential.bank.index.lexical``). Needed words are indexed at the
-                first such call, even one without queries.
+            queries: texts to compare the entries with.
+            n: entries for each query, at most.
+            exclude: for each query a task instance to leave out, or None.
+            where: for each query a filter, or None; an empty sequence filters nothing.
+            words: add the ``n`` entries that share the rarest words with the query, and give the
+                share of its words that each entry has, in [0, 1]. The first such call indexes the
+                words, even without queries.
         """
+        ...
 
     @abstractmethod
     def read(self, experience: Experience) -> Experience:
-        """Return the same version with its counters."""
+        """Return the same version with its counters filled in."""
+        ...
 
     @overload
     def search(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar, cast
 
 from experiential.bank.evidence.credit import Ledger
-from experiential.bank.state import BaseState, Draft, StagedState
+from experiential.bank.state import Draft, StagedState, State
 from experiential.bank.storage.history import History
 from experiential.bank.storage.journal import Attached, Journal
 from experiential.bank.text import Gate
@@ -25,7 +25,7 @@ class Group(StagedState):
     Readers see none of them before all are durable.
     """
 
-    def __init__(self, base: BaseState, journal: Journal, history: History, ledger: Ledger) -> None:
+    def __init__(self, base: State, journal: Journal, history: History, ledger: Ledger) -> None:
         super().__init__(base)
         self.drafts: list[Draft] = []
         self._journal = journal
