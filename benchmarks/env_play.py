@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 
 from experiential.envs import oracle
-from experiential.envs.oracle import Agent
+from experiential.envs.agents import Agent
 from experiential.errors import ExperientialError
 from experiential.evaluation.intervals import clustered_mean, wilson
 from experiential.sync import attempted

@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks import demonstrations
 from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
-from experiential.envs.random_agent import random_agent
+from experiential.envs import random_agent
 from experiential.errors import ConfigError
 from experiential.evaluation.card import (
     ARMS,

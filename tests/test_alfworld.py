@@ -23,9 +23,9 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from experiential.cache import cache_folder
+from experiential.envs.alfworld.caches import TranslationCache
 from experiential.envs.alfworld.games import TASK_TYPES, default_folder, open_games
 from experiential.envs.alfworld.household import KITCHEN, made_games, make_game
-from experiential.envs.alfworld.translation import TranslationCache
 from experiential.envs.split import split_of
 from experiential.errors import ConfigError, EnvError
 
@@ -156,14 +156,14 @@ def test_a_dead_worker_is_a_clear_error_and_the_next_reset_starts_another() -> N
     env = ALFWorldEnv(games=1)
     try:
         env.reset(seed=0)
-        first = env._player.pid  # type: ignore[union-attr]
+        first = env._player.process.pid  # type: ignore[union-attr]
         os.kill(first, 9)
         with pytest.raises(EnvError, match="process that plays ALFWorld") as caught:
             env.step("look")
         assert caught.value.lost
         with pytest.raises(gym.error.ResetNeeded):
             env.step("look")
-        assert env.reset(seed=0)[1]["task"] and env._player.pid != first  # type: ignore[union-attr]
+        assert env.reset(seed=0)[1]["task"] and env._player.process.pid != first  # type: ignore[union-attr]
     finally:
         env.close()
 
@@ -174,7 +174,7 @@ def test_workers_are_replaced_after_their_share_and_none_stays() -> None:
     pids: list[int] = []
     for _ in range(3):
         env.reset(options={"world": 0})
-        pids.append(env._player.pid)  # type: ignore[union-attr]
+        pids.append(env._player.process.pid)  # type: ignore[union-attr]
     assert pids[0] == pids[1] != pids[2] and not psutil.pid_exists(pids[0])
     env.close()
     env.close()
@@ -185,7 +185,7 @@ def test_workers_are_replaced_after_their_share_and_none_stays() -> None:
 def test_a_worker_ends_with_the_process_that_started_it() -> None:
     code = (
         "import os\nfrom experiential.envs.alfworld.env import ALFWorldEnv\nenv ="
-        " ALFWorldEnv(games=1)\nenv.reset(seed=0)\nprint(env._player.pid,"
+        " ALFWorldEnv(games=1)\nenv.reset(seed=0)\nprint(env._player.process.pid,"
         " flush=True)\nos.kill(os.getpid(), 9)\n"
     )
     paths = os.pathsep.join(sys.path)
@@ -463,7 +463,7 @@ def test_a_real_game_is_won_by_its_walkthrough() -> None:
 def test_a_grammar_is_parsed_as_textworld_does_and_tells_its_own_goal() -> None:
     from importlib import import_module
 
-    from experiential.envs.alfworld.grammar import GrammarCache
+    from experiential.envs.alfworld.caches import GrammarCache
 
     logic: Any = import_module("textworld.envs.pddl.logic")
     parse = logic._parse_and_convert

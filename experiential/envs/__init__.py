@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gymnasium as gym
 
+from experiential.envs.agents import oracle, random_agent
 from experiential.envs.check import check_text_env
-from experiential.envs.oracle import oracle
-from experiential.envs.random_agent import random_agent
 
 __all__ = ["ENVS", "check_text_env", "oracle", "random_agent", "register"]
 

@@ -9,45 +9,28 @@ from experiential.errors import ConfigError
 
 
 def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
-    """Check that ``value`` is one of ``known``.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless ``value`` is one of ``known``."""
     listed = list(known)
     if value not in listed:
-        raise ConfigError(
-            f"Expected {name} to be one of {', '.join(map(str, listed))}, got {value!r}"
-        )
+        choices = ", ".join(map(str, listed))
+        raise ConfigError(f"Expected {name} to be one of {choices}, got {value!r}")
 
 
 def positive(**numbers: float | None) -> None:
-    """Check that each of ``numbers`` that is given (not None) is above zero.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Raise ConfigError unless each of ``numbers`` that is given (not None) is above zero."""
     for name, number in numbers.items():
         if number is not None and number <= 0:
             raise ConfigError(f"Expected {name} to be positive, got {number}")
 
 
 def inside(name: str, value: float, low: float, high: float) -> None:
-    """Check that ``value`` is in [low, high].
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless ``value`` is in [low, high]."""
     if not low <= value <= high:
         raise ConfigError(f"Expected {name} between {low} and {high}, got {value}")
 
 
 def ordered(name: str, given: Iterable[float], low: float, high: float) -> None:
-    """Check that ``given`` is an ordered pair inside [low, high].
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless ``given`` is an ordered pair inside [low, high]."""
     pair = tuple(given)
     if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high:
         raise ConfigError(
@@ -56,16 +39,8 @@ def ordered(name: str, given: Iterable[float], low: float, high: float) -> None:
 
 
 def distinct(symbols: str, count: int) -> None:
-    """Check that ``symbols`` are ``count`` different visible characters.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    if (
-        len(symbols) != count
-        or len(set(symbols)) != count
-        or any(symbol.isspace() for symbol in symbols)
-    ):
+    """Raise ConfigError unless ``symbols`` are ``count`` different visible characters."""
+    if len(symbols) != count or len(set(symbols)) != count or any(map(str.isspace, symbols)):
         raise ConfigError(
             f"Expected symbols to be {count} different visible characters, got {symbols!r}"
         )

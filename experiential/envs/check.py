@@ -26,15 +26,9 @@ OPTIONAL: dict[str, tuple[type, str]] = {
     "feedback": (str, "comment on the action, or leave the key out"),
 }
 HOSTILE = (
-    "",
-    " ",
-    "I would rather not.",
-    "\ud800 lone",
-    "\0\x1b[31m",
-    "<action>",
-    "<action></action>",
+    "", " ", "I would rather not.", "\ud800 lone", "\0\x1b[31m", "<action>", "<action></action>",
     "x" * 10_000_000,
-)
+)  # fmt: skip
 """Texts that are not an action anywhere; an environment for free text may accept some of them."""
 Env = gym.Env[Any, Any]
 Step = tuple[Any, ...]
@@ -97,21 +91,16 @@ def _spaces(env: Env, seed: int, steps: int) -> Iterator[str]:
 
 
 def _resets(env: Env, seed: int, steps: int) -> Iterator[str]:
-    first, second = env.reset(seed=seed), env.reset(seed=seed)
-    yield from _observed(env, "reset", first[0])
-    yield from _informed(env, "reset", first[1], ended=False)
-    if repr(first[0]) != repr(second[0]):
-        yield (
-            f"reset: expected the same observation for seed {seed} twice, got two; draw from"
-            " self.np_random only"
-        )
+    (observation, info), (again, other) = env.reset(seed=seed), env.reset(seed=seed)
+    yield from _told(env, "reset", observation, info, ended=False)
+    same, cure = f"to be the same for seed {seed} twice, got", "draw from self.np_random only"
+    if repr(observation) != repr(again):
+        yield f"reset: expected the same observation for seed {seed} twice, got two; {cure}"
     for key in (*KEYS, *OPTIONAL):
-        if repr(first[1].get(key)) != repr(second[1].get(key)):
-            yield (
-                f"reset: expected info[{key!r}] to be the same for seed {seed} twice, got"
-                f" {first[1].get(key)!r} and {second[1].get(key)!r}; draw from self.np_random only"
-            )
-    if first[1].get("invalid") is True:
+        one, two = info.get(key), other.get(key)
+        if repr(one) != repr(two):
+            yield f"reset: expected info[{key!r}] {same} {one!r} and {two!r}; {cure}"
+    if info.get("invalid") is True:
         yield "reset: expected info['invalid'] to be False, got True; a reset plays no action"
     env.reset()
 
@@ -258,8 +247,7 @@ def _closes(env: Env, seed: int, steps: int) -> Iterator[str]:
 
 def _stepped(env: Env, step: Step) -> Iterator[str]:
     observation, reward, terminated, truncated, info = step
-    yield from _observed(env, "step", observation)
-    yield from _informed(env, "step", info, ended=bool(terminated or truncated))
+    yield from _told(env, "step", observation, info, ended=bool(terminated or truncated))
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
         yield f"step: expected a finite reward, got {reward!r}; return a float"
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
@@ -267,7 +255,9 @@ def _stepped(env: Env, step: Step) -> Iterator[str]:
             yield f"step: expected {name} to be a bool, got {flag!r}; return bool({name})"
 
 
-def _observed(env: Env, where: str, observation: Any) -> Iterator[str]:
+def _told(
+    env: Env, where: str, observation: Any, info: dict[str, Any], *, ended: bool
+) -> Iterator[str]:
     if not isinstance(observation, str):
         yield (
             f"{where}: expected text as observation, got {type(observation).__name__}; wrap the"
@@ -278,20 +268,13 @@ def _observed(env: Env, where: str, observation: Any) -> Iterator[str]:
             f"{where}: expected an observation in {env.observation_space}, got {len(observation)}"
             " characters; widen the space or shorten the text"
         )
-
-
-def _informed(env: Env, where: str, info: dict[str, Any], *, ended: bool) -> Iterator[str]:
     for key, (kind, meaning) in (KEYS | OPTIONAL).items():
-        if key not in info:
-            if key in KEYS:
-                yield (
-                    f"{where}: expected info[{key!r}] ({kind.__name__}), it is missing; {meaning}"
-                )
-        elif type(info[key]) is not kind and not (kind is list and isinstance(info[key], tuple)):
-            yield (
-                f"{where}: expected info[{key!r}] to be {kind.__name__}, got"
-                f" {type(info[key]).__name__}; {meaning}"
-            )
+        expected, value = f"expected info[{key!r}]", info.get(key)
+        if key not in info and key in KEYS:
+            yield f"{where}: {expected} ({kind.__name__}), it is missing; {meaning}"
+        elif key in info and type(value) is not kind and (kind, type(value)) != (list, tuple):
+            got = type(value).__name__
+            yield f"{where}: {expected} to be {kind.__name__}, got {got}; {meaning}"
     if not ended and info.get("success") is True:
         yield (
             f"{where}: expected info['success'] only at the end of an episode, got it before; end"

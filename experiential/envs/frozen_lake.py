@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Literal
 
 import numpy as np
 
-from experiential.envs.arguments import distinct, one_of, ordered
-from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording
+from experiential.envs.arguments import distinct, ordered, with_preset
+from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording, rows_of
 from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import Split, split_of
 from experiential.errors import ConfigError
@@ -38,18 +37,13 @@ class Lake:
     def content(self) -> str:
         """Return the layout in Gymnasium's letters S, F, H, G, rows separated by ``/``."""
         letters = {**dict.fromkeys(self.holes, "H"), self.start: "S", self.goal: "G"}
-        return "/".join(
-            "".join(letters.get((row, column), "F") for column in range(self.size))
-            for row in range(self.size)
-        )
+        return "/".join(rows_of(self.size, letters, "F"))
 
     @classmethod
     def parse(cls, rows: Sequence[str]) -> Lake:
         """Read the layout that such letters describe."""
         cells = {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row)}
-        where = {
-            letter: [cell for cell, found in cells.items() if found == letter] for letter in "SHG"
-        }
+        where = {letter: [c for c, found in cells.items() if found == letter] for letter in "SHG"}
         return cls(len(rows), where["S"][0], where["G"][0], frozenset(where["H"]))
 
     def inside(self, cell: Cell) -> bool:
@@ -58,13 +52,14 @@ class Lake:
 
     def path(self, start: Cell, limit: int | None = None) -> list[str] | None:
         """Return the moves of a shortest safe way to the goal, None if it exceeds ``limit``."""
-        return shortest_path(start, self._neighbours, lambda cell: cell == self.goal, limit)
 
-    def _neighbours(self, cell: Cell) -> Iterator[tuple[str, Cell]]:
-        for name, (down, right) in MOVES.items():
-            after = (cell[0] + down, cell[1] + right)
-            if self.inside(after) and after not in self.holes:
-                yield name, after
+        def neighbours(cell: Cell) -> Iterator[tuple[str, Cell]]:
+            for name, (down, right) in MOVES.items():
+                after = (cell[0] + down, cell[1] + right)
+                if self.inside(after) and after not in self.holes:
+                    yield name, after
+
+        return shortest_path(start, neighbours, lambda cell: cell == self.goal, limit)
 
 
 @dataclass(frozen=True)
@@ -105,11 +100,11 @@ LAKES: dict[str, LakeRules] = {
             "FHHFFFHF",
             "FHFFHFHF",
             "FFFHFFFG",
-        ),
+        ),  # fmt: skip
     ),
 }
-"""``erl`` draws layouts as the paper does; ``4x4`` and ``8x8`` are Gymnasium's own maps in its
-letters (P is the agent).
+"""``erl`` draws layouts as the paper does; the others are Gymnasium's own maps in its letters (P is
+the agent).
 """
 
 
@@ -192,17 +187,16 @@ class FrozenLakeEnv(GridEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        one_of("preset", preset or "erl", LAKES)
-        given: dict[str, Any] = {
-            "sizes": None if sizes is None else tuple(sizes),
-            "frozen": None if frozen is None else tuple(frozen),
-            "budget": budget,
-            "symbols": symbols,
-        }
-        self.rules = replace(
-            LAKES[preset or "erl"],
-            **{name: value for name, value in given.items() if value is not None},
+        given = with_preset(
+            preset or "erl",
+            self.presets,
+            {},
+            sizes=sizes and tuple(sizes),
+            frozen=frozen and tuple(frozen),
+            budget=budget,
+            symbols=symbols,
         )
+        self.rules = LakeRules(**given)
         usual = 10_000 if split == "train" else 100
         count = 1 if self.rules.rows else usual if layouts is None else layouts
         super().__init__(
@@ -224,27 +218,17 @@ class FrozenLakeEnv(GridEnv):
         self.lake = draw_lake(self.rules, self.split, index)
         self.agent = self.lake.start
 
-    def _move(self, delta: Cell) -> bool:
+    def _move(self, delta: Cell) -> Event:
         after = (self.agent[0] + delta[0], self.agent[1] + delta[1])
         if not self.lake.inside(after):
-            return False
+            return "blocked"
         self.agent = after
-        return True
-
-    def _ending(self) -> Literal["won", "lost"] | None:
-        if self.agent == self.lake.goal:
+        if after == self.lake.goal:
             return "won"
-        return "lost" if self.agent in self.lake.holes else None
+        return "lost" if after in self.lake.holes else "moved"
 
-    def _grid(self) -> str:
-        sides = range(self.lake.size)
-        return "\n".join(" ".join(self._symbol((row, column)) for column in sides) for row in sides)
-
-    def _symbol(self, cell: Cell) -> str:
+    def _tiles(self) -> tuple[int, dict[Cell, str], str]:
         agent, goal, hole, frozen, fallen, arrived = self.rules.all_symbols
-        there = cell == self.agent
-        if cell == self.lake.goal:
-            return arrived if there else goal
-        if cell in self.lake.holes:
-            return fallen if there else hole
-        return agent if there else frozen
+        tiles = {**dict.fromkeys(self.lake.holes, hole), self.lake.goal: goal}
+        tiles[self.agent] = {hole: fallen, goal: arrived}.get(tiles.get(self.agent, ""), agent)
+        return self.lake.size, tiles, frozen

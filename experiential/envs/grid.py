@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from experiential.envs.action_text import parse_action
@@ -22,12 +23,15 @@ NEUTRAL: dict[Event, str] = {
     "moved": "",
     "blocked": "Nothing changed.",
 }
-"""The same events in words that name no tile: nothing about the symbols can be learnt from the
-wording.
-"""
-
+"""The same events in words that name no tile, so that they teach nothing about the symbols."""
 MAX_DRAWS = 20_000
 """Candidates tried for one layout before its rules are called impossible."""
+
+
+def rows_of(size: int, letters: Mapping[Cell, str], usual: str) -> list[str]:
+    """Return a square grid row by row: the letter of each cell, ``usual`` where it has none."""
+    sides = range(size)
+    return ["".join(letters.get((row, column), usual) for column in sides) for row in sides]
 
 
 class GridEnv(TextEnv):
@@ -92,9 +96,9 @@ class GridEnv(TextEnv):
             ConfigError: there is no such layout.
         """
         given = options or {}
-        return super().reset(
-            seed=seed, options={**given, "world": given["layout"]} if "layout" in given else given
-        )
+        if "layout" in given:
+            given = {**given, "world": given["layout"]}
+        return super().reset(seed=seed, options=given)
 
     def render(self) -> str | None:
         """Return the grid as text."""
@@ -103,33 +107,35 @@ class GridEnv(TextEnv):
     def _begin(self, world: int) -> tuple[str, Info]:
         self.layout, self.turn = world, 0
         self._load(world)
-        return self._view(""), self._info("")
+        return self._grid(), self._info("")
 
     def _turn(self, action: str) -> Step:
         """Make one move: Up, Down, Left or Right, bare or in ``<action>…</action>``."""
         name = parse_action(action, MOVES)
-        moved = name is not None and self._move(MOVES[name])
+        event: Event = "blocked" if name is None else self._move(MOVES[name])
         self.turn += 1
-        event: Event = "moved" if moved else "blocked"
-        if self.turn >= self.budget:
-            event = "limit"
-        event = self._ending() or event
-        feedback, success = self._wording[event], event == "won"
-        info = self._info(feedback, success=success, invalid=name is None)
         over = event in ("won", "lost")
-        return self._view(feedback), float(success), over, event == "limit", info
+        if not over and self.turn >= self.budget:
+            event = "limit"
+        feedback, success = self._wording[event], event == "won"
+        observation = self._grid()
+        if feedback and self._show_feedback:
+            observation += f"\n\n{feedback}"
+        info = self._info(feedback, success=success, invalid=name is None)
+        return observation, float(success), over, event == "limit", info
 
     def oracle_action(self) -> str:
         """Return the first move of a shortest solution from here; any move if all is lost."""
         plan = self.plan()
         return plan[0] if plan else next(iter(MOVES))
 
-    def _view(self, feedback: str) -> str:
-        return f"{self._grid()}\n\n{feedback}" if feedback and self._show_feedback else self._grid()
-
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         name = f"{self._name}-{self.split}-{self.layout}"
         return self._report(name, feedback, success=success, invalid=invalid, admissible=MOVES)
+
+    def _grid(self) -> str:
+        rows = rows_of(*self._tiles())
+        return "\n".join(" ".join(row) for row in rows)
 
     @abstractmethod
     def plan(self) -> list[str] | None:
@@ -140,13 +146,9 @@ class GridEnv(TextEnv):
         """Set the state to the start of a layout."""
 
     @abstractmethod
-    def _move(self, delta: Cell) -> bool:
-        """Apply a move; return whether anything changed."""
+    def _move(self, delta: Cell) -> Event:
+        """Apply a move; return ``won``, ``lost``, ``moved``, or ``blocked`` if nothing changed."""
 
     @abstractmethod
-    def _ending(self) -> Literal["won", "lost"] | None:
-        """Return how the state ends the episode, or None."""
-
-    @abstractmethod
-    def _grid(self) -> str:
-        """Return the state as rows of symbols."""
+    def _tiles(self) -> tuple[int, dict[Cell, str], str]:
+        """Return the side of the grid, the symbol of each cell that is not floor, and the floor."""

@@ -117,9 +117,8 @@ def make(env_id: str, **arguments: Any) -> gym.Env[Any, Any]:
     spec = resolve_env(env_id)
     if "preset" in arguments:
         creator = creator_of(spec)
-        if (presets := presets_of(creator)) and "preset" not in inspect.signature(
-            creator
-        ).parameters:
+        presets, parameters = presets_of(creator), inspect.signature(creator).parameters
+        if presets and "preset" not in parameters:
             preset: str = arguments.pop("preset")
             if preset not in presets:
                 raise ConfigError(

@@ -46,12 +46,12 @@ class Entry:
 
     def missing(self) -> list[str]:
         """Return the commands and steps that are still needed; empty when it is ready."""
-        install = (
-            [f"pip install 'experiential-rl[{self.extra}]'"]
-            if any(find_spec(name) is None for name in self.modules)
-            else []
-        )
-        return install + ([self.data_step] if self.data_needed and not self.has_data() else [])
+        steps: list[str] = []
+        if any(find_spec(name) is None for name in self.modules):
+            steps.append(f"pip install 'experiential-rl[{self.extra}]'")
+        if self.data_needed and not self.has_data():
+            steps.append(self.data_step)
+        return steps
 
     def has_data(self) -> bool:
         """Return whether there is a file or folder where the environment looks for data."""
@@ -130,34 +130,25 @@ def rows() -> list[dict[str, str | bool]]:
     A row has the id, whether it is ready, what it is, what would make it ready, and what would give
     it real data.
     """
-    found = [
-        {
-            "id": name,
-            "ready": not entry.missing(),
-            "about": entry.about,
-            "to_do": " && ".join(entry.missing()),
-            "for_real_data": entry.optional(),
-        }
-        for name, entry in sorted(READINESS.items())
-    ]
+    blank: dict[str, str | bool] = {"ready": True, "about": "", "to_do": "", "for_real_data": ""}
+    found: list[dict[str, str | bool]] = []
+    for name, entry in sorted(READINESS.items()):
+        missing = entry.missing()
+        found.append(
+            {
+                "id": name,
+                "ready": not missing,
+                "about": entry.about,
+                "to_do": " && ".join(missing),
+                "for_real_data": entry.optional(),
+            }
+        )
     for name in known_names("envs"):
         try:
-            part = resolve("envs", name, NO_BUILTINS)
-            ids = [name]
+            part, ids = resolve("envs", name, NO_BUILTINS), [name]
             if isinstance(part, ModuleType):
                 ids = sorted(i for i in gym.registry if i.partition("/")[0] == name)
-            found += [
-                {
-                    "id": i,
-                    "ready": True,
-                    "about": readiness(i).about,
-                    "to_do": "",
-                    "for_real_data": "",
-                }
-                for i in ids
-            ]
+            found += [{"id": i, **blank, "about": readiness(i).about} for i in ids]
         except ConfigError as error:  # one broken package must not hide the others
-            found.append(
-                {"id": name, "ready": False, "about": "", "to_do": str(error), "for_real_data": ""}
-            )
+            found.append({"id": name, **blank, "ready": False, "to_do": str(error)})
     return found

@@ -26,6 +26,5 @@ def checked(model: type[M], row: Any, expected: str, which: str) -> M:
     try:
         return model.model_validate(row)
     except ValidationError as error:
-        raise ConfigError(
-            f"Expected {expected}, got {which} where {first_problem(error)}"
-        ) from error
+        problem = f"{which} where {first_problem(error)}"
+        raise ConfigError(f"Expected {expected}, got {problem}") from error

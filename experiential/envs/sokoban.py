@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
 
 import numpy as np
 
-from experiential.envs.arguments import distinct, one_of, ordered
-from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording
+from experiential.envs.arguments import distinct, ordered, with_preset
+from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording, rows_of
 from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import Split, split_of
 from experiential.envs.text_env import Info
@@ -46,27 +45,22 @@ class Room:
             **dict.fromkeys(self.boxes, "$"),
             self.start: "@",
         }
-        return "/".join(
-            "".join(letters.get((row, column), " ") for column in range(self.size))
-            for row in range(self.size)
-        )
+        return "/".join(rows_of(self.size, letters, " "))
 
     @cached_property
     def dead(self) -> frozenset[Cell]:
         """Return the free cells from which a lone box cannot be pushed to any goal."""
+        cells = {(row, column) for row in range(self.size) for column in range(self.size)}
+        free = cells - self.walls
         alive, frontier = set(self.goals), list(self.goals)
         while frontier:
             row, column = frontier.pop()
             for down, right in MOVES.values():
                 behind, agent = (row - down, column - right), (row - 2 * down, column - 2 * right)
-                if behind not in alive and behind not in self.walls and self._free(agent):
+                if behind not in alive and behind not in self.walls and agent in free:
                     alive.add(behind)
                     frontier.append(behind)
-        cells = {(row, column) for row in range(self.size) for column in range(self.size)}
-        return frozenset(cells - self.walls - alive)
-
-    def _free(self, cell: Cell) -> bool:
-        return all(0 <= place < self.size for place in cell) and cell not in self.walls
+        return frozenset(free - alive)
 
     def after(self, state: State, delta: Cell) -> State:
         """Return the state after a move; the same state if it is blocked. One box can be pushed."""
@@ -77,23 +71,20 @@ class Room:
         if ahead not in boxes:
             return ahead, boxes
         beyond = (ahead[0] + delta[0], ahead[1] + delta[1])
-        return (
-            state
-            if beyond in self.walls or beyond in boxes
-            else (ahead, (boxes - {ahead}) | {beyond})
-        )
+        if beyond in self.walls or beyond in boxes:
+            return state
+        return ahead, (boxes - {ahead}) | {beyond}
 
     def solve(self, state: State, limit: int | None = None) -> list[str] | None:
         """Return the moves of a shortest solution, or None if it exceeds ``limit``."""
-        return shortest_path(
-            state, self._neighbours, lambda reached: reached[1] == self.goals, limit
-        )
 
-    def _neighbours(self, state: State) -> Iterator[tuple[str, State]]:
-        for name, delta in MOVES.items():
-            after = self.after(state, delta)
-            if after[1].isdisjoint(self.dead):
-                yield name, after
+        def neighbours(state: State) -> Iterator[tuple[str, State]]:
+            for name, delta in MOVES.items():
+                after = self.after(state, delta)
+                if after[1].isdisjoint(self.dead):
+                    yield name, after
+
+        return shortest_path(state, neighbours, lambda reached: reached[1] == self.goals, limit)
 
 
 @dataclass(frozen=True)
@@ -148,14 +139,24 @@ def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
     rng = np.random.default_rng([_SALT, split == "eval", index])
     size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
     limit = min(rules.max_solution, rules.budget)
+    inner = [(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
+    edge = {(row, column) for row in range(size) for column in range(size)}.difference(inner)
     for _ in range(MAX_DRAWS):
-        room = _candidate(rng, size, rules)
-        if (  # cheap tests first
-            room is not None
-            and _near(room, limit)
+        draws = rng.random(len(inner)).tolist() if rules.walls else [1.0] * len(inner)
+        free = [cell for cell, draw in zip(inner, draws, strict=True) if draw >= rules.walls]
+        if len(free) <= 2 * rules.boxes:
+            continue
+        picks: list[int] = rng.choice(len(free), 2 * rules.boxes + 1, replace=False).tolist()
+        *chosen, start = [free[pick] for pick in picks]
+        goals, boxes = frozenset(chosen[: rules.boxes]), frozenset(chosen[rules.boxes :])
+        room = Room(size, frozenset(edge.union(inner).difference(free)), goals, boxes, start)
+        # Cheap tests first: every box goes at least to its nearest goal, the agent beside a box.
+        least = sum(_to_nearest(box, goals) for box in boxes) + _to_nearest(start, boxes) - 1
+        if (
+            least <= limit
             and split_of(room.content) == split
-            and room.boxes.isdisjoint(room.dead)
-            and room.solve((room.start, room.boxes), limit) is not None
+            and boxes.isdisjoint(room.dead)
+            and room.solve((start, boxes), limit) is not None
         ):
             return room
     raise ConfigError(
@@ -164,34 +165,8 @@ def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
     )
 
 
-def _candidate(rng: np.random.Generator, size: int, rules: RoomRules) -> Room | None:
-    inner = [(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
-    edge = {(row, column) for row in range(size) for column in range(size)}.difference(inner)
-    draws = rng.random(len(inner)).tolist() if rules.walls else [1.0] * len(inner)
-    free = [cell for cell, draw in zip(inner, draws, strict=True) if draw >= rules.walls]
-    if len(free) <= 2 * rules.boxes:
-        return None
-    picks: list[int] = rng.choice(len(free), 2 * rules.boxes + 1, replace=False).tolist()
-    chosen = [free[pick] for pick in picks]
-    goals, boxes = chosen[: rules.boxes], chosen[rules.boxes : -1]
-    return Room(
-        size,
-        frozenset(edge.union(inner).difference(free)),
-        frozenset(goals),
-        frozenset(boxes),
-        chosen[-1],
-    )
-
-
-def _near(room: Room, limit: int) -> bool:
-    """Return whether a lower bound on the solution is within ``limit``."""
-    # Every box goes at least to its nearest goal, and the agent to the side of its nearest box.
-    pushes = sum(min(_distance(box, goal) for goal in room.goals) for box in room.boxes)
-    return pushes + min(_distance(room.start, box) for box in room.boxes) - 1 <= limit
-
-
-def _distance(a: Cell, b: Cell) -> int:
-    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+def _to_nearest(cell: Cell, others: Boxes) -> int:
+    return min(abs(cell[0] - row) + abs(cell[1] - column) for row, column in others)
 
 
 class SokobanEnv(GridEnv):
@@ -248,15 +223,18 @@ class SokobanEnv(GridEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        one_of("preset", preset or "erl", ROOMS)
-        given: dict[str, Any] = {
-            "sizes": None if sizes is None else tuple(sizes), "boxes": boxes, "walls": walls,
-            "max_solution": max_solution, "budget": budget, "symbols": symbols,
-        }  # fmt: skip
-        self.rules = replace(
-            ROOMS[preset or "erl"],
-            **{name: value for name, value in given.items() if value is not None},
+        given = with_preset(
+            preset or "erl",
+            self.presets,
+            {},
+            sizes=sizes and tuple(sizes),
+            boxes=boxes,
+            walls=walls,
+            max_solution=max_solution,
+            budget=budget,
+            symbols=symbols,
         )
+        self.rules = RoomRules(**given)
         count = layouts if layouts is not None else 10_000 if split == "train" else 100
         super().__init__(
             "sokoban",
@@ -285,29 +263,20 @@ class SokobanEnv(GridEnv):
         self.room = draw_room(self.rules, self.split, index)
         self.state: State = (self.room.start, self.room.boxes)
 
-    def _move(self, delta: Cell) -> bool:
+    def _move(self, delta: Cell) -> Event:
         before, self.state = self.state, self.room.after(self.state, delta)
-        return self.state != before
-
-    def _ending(self) -> Literal["won", "lost"] | None:
-        return "won" if self.state[1] == self.room.goals else None
+        if self.state == before:
+            return "blocked"
+        return "won" if self.state[1] == self.room.goals else "moved"
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        return super()._info(feedback, success=success, invalid=invalid) | {
-            "deadlock": self.deadlock
-        }
+        info = super()._info(feedback, success=success, invalid=invalid)
+        return info | {"deadlock": self.deadlock}
 
-    def _grid(self) -> str:
-        sides = range(self.room.size)
-        return "\n".join(" ".join(self._symbol((row, column)) for column in sides) for row in sides)
-
-    def _symbol(self, cell: Cell) -> str:
+    def _tiles(self) -> tuple[int, dict[Cell, str], str]:
         agent, agent_on, box, box_on, goal, wall, floor = self.rules.symbols
-        if cell in self.room.walls:
-            return wall
-        on_goal = cell in self.room.goals
-        if cell == self.state[0]:
-            return agent_on if on_goal else agent
-        if cell in self.state[1]:
-            return box_on if on_goal else box
-        return goal if on_goal else floor
+        room, (place, boxes) = self.room, self.state
+        tiles = {**dict.fromkeys(room.walls, wall), **dict.fromkeys(room.goals, goal)}
+        tiles |= {cell: box_on if cell in room.goals else box for cell in boxes}
+        tiles[place] = agent_on if place in room.goals else agent
+        return room.size, tiles, floor

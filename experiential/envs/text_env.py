@@ -98,7 +98,7 @@ class TextEnv(gym.Env[str, str], ABC):
             EnvError: what plays it failed.
         """
         super().reset(seed=seed)
-        drawn = self._drawn()
+        drawn = self._drawn()  # in any case, so that the option leaves the later draws alone
         world = int((options or {}).get("world", drawn))
         inside("world", world, 0, self._count - 1)
         self._over = True
@@ -148,13 +148,12 @@ class TextEnv(gym.Env[str, str], ABC):
             invalid: whether the text was no action.
             admissible: actions that are acceptable now; None if they cannot be listed.
         """
-        listed = {} if admissible is None else {"admissible": list(admissible)}
-        return {
+        info = {
             "task": self.task,
             "task_id": name,
             "instance": name,
             "success": success,
             "invalid": invalid,
             "feedback": feedback,
-            **listed,
         }
+        return info if admissible is None else info | {"admissible": list(admissible)}

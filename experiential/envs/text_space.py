@@ -54,9 +54,8 @@ class UnicodeText(spaces.Space[str]):
         self.samples = tuple(samples)
         for text in self.samples:
             if not self.contains(text):
-                raise ValueError(
-                    f"Expected samples of at most {max_length} characters, got {text!r}"
-                )
+                expected = f"samples of at most {max_length} characters"
+                raise ValueError(f"Expected {expected}, got {text!r}")
         super().__init__(dtype=str, seed=seed)
 
     def sample(self, mask: None = None, probability: None = None) -> str:
@@ -84,16 +83,12 @@ class UnicodeText(spaces.Space[str]):
         return False
 
     def __repr__(self) -> str:
-        """Return the constructor call of an equal space."""
-        return (
-            f"UnicodeText({self.max_length}, samples={self.samples!r})"
-            if self.samples
-            else f"UnicodeText({self.max_length})"
-        )
+        drawn = f", samples={self.samples!r}" if self.samples else ""
+        return f"UnicodeText({self.max_length}{drawn})"
 
     def __eq__(self, other: object) -> bool:
-        """Return whether limits and samples are equal."""
-        return isinstance(other, UnicodeText) and (other.max_length, other.samples) == (
-            self.max_length,
-            self.samples,
+        return (
+            isinstance(other, UnicodeText)
+            and other.max_length == self.max_length
+            and other.samples == self.samples
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ LEVERS = (
 # fmt: on
 _REMARKS = ("bent", "oiled", "loose", "new", "cold", "dusty")
 _STARTS = ("door", "window", "stair", "lamp")
+_RULES = "Tries left: {}. Reply: pull <lever>."
 
 
 def _digest(text: str) -> int:
@@ -47,9 +49,8 @@ def _digest(text: str) -> int:
 def _names(split: Split) -> tuple[str, ...]:
     """Return the world names of a split, which repeat words late; splits share no name."""
     share = {"corpus": (0, 1), "train": (2, 3), "eval": (4, 5)}[split]
-    pairs = sorted(
-        ((a, b) for a in _FIRST for b in _SECOND), key=lambda pair: _digest(f"order:{pair}")
-    )
+    pairs = [(first, second) for first in _FIRST for second in _SECOND]
+    pairs.sort(key=lambda pair: _digest(f"order:{pair}"))
     left = [pair for pair in pairs if _digest(f"split:{pair}") % 6 in share]
     used: Counter[str] = Counter()
     names: list[str] = []
@@ -127,33 +128,35 @@ class VaultEnv(TextEnv):
         self._shown = [self._live, *others[: self.levers - 1]]
         self.np_random.shuffle(self._shown)
         self._left = self.tries
-        start = _STARTS[int(self.np_random.integers(len(_STARTS)))]
-        sign = self._shown[int(self.np_random.integers(len(self._shown)))]
-        feedback = f"You stand by the {start}. A sign says the {sign} lever is {self._remark()}."
-        return (
-            f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\n{self._rules()}",
-            self._info(feedback),
-        )
+        start, sign, remark = self._one(_STARTS), self._one(self._shown), self._one(_REMARKS)
+        feedback = f"You stand by the {start}. A sign says the {sign} lever is {remark}."
+        rules = _RULES.format(self._left)
+        observation = f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\n{rules}"
+        return observation, self._info(feedback)
 
     def _turn(self, action: str) -> Step:
         """Pull a lever: ``pull <lever>`` or the bare name; anything else wastes a try."""
         text = action.lower().split("<action>")[-1].replace("</action>", " ").replace(".", " ")
-        *before, word = text.split() or [""]
-        said = word in self._shown and (not before or before[-1] == "pull")
-        lever = word if said else None
+        *before, lever = text.split() or [""]
+        invalid = lever not in self._shown or bool(before and before[-1] != "pull")
         self._left -= 1
-        success = lever == self._live
+        success = not invalid and lever == self._live
         done = success or self._left == 0
-        if lever is None:
+        if invalid:
             feedback = "That is no lever of this vault."
         elif success:
             feedback = f"The {lever} lever turns. The vault opens."
         else:
             feedback = f"The {lever} lever clicks."
         if done and not success:
-            feedback += f" The vault locks. {self._note()}"
-        observation = feedback if done else f"{feedback}\n{self._rules()}"
-        info = self._info(feedback, success=success, invalid=lever is None)
+            others = [lever for lever in self._shown if lever != self._live]
+            self.np_random.shuffle(others)
+            remarks = [f"{lever} was {self._one(_REMARKS)}" for lever in others[:2]]
+            remarks.insert(0, f"{self._live} was live")
+            self.np_random.shuffle(remarks)
+            feedback += f" The vault locks. A clerk notes: {', '.join(remarks)}."
+        observation = feedback if done else f"{feedback}\n{_RULES.format(self._left)}"
+        info = self._info(feedback, success=success, invalid=invalid)
         return observation, float(success), done, False, info
 
     def oracle_action(self) -> str:
@@ -165,21 +168,8 @@ class VaultEnv(TextEnv):
         """Return the task in words."""
         return f"Open the vault of {self._name}."
 
-    def _rules(self) -> str:
-        return f"Tries left: {self._left}. Reply: pull <lever>."
-
-    def _remark(self) -> str:
-        return _REMARKS[int(self.np_random.integers(len(_REMARKS)))]
-
-    def _note(self) -> str:
-        others = [lever for lever in self._shown if lever != self._live]
-        self.np_random.shuffle(others)
-        remarks = [
-            f"{self._live} was live",
-            *(f"{lever} was {self._remark()}" for lever in others[:2]),
-        ]
-        self.np_random.shuffle(remarks)
-        return f"A clerk notes: {', '.join(remarks)}."
+    def _one(self, options: Sequence[str]) -> str:
+        return options[int(self.np_random.integers(len(options)))]
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         name = f"vault-{self.split}-{self._name}"

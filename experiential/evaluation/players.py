@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 
 from experiential.envs import oracle, random_agent
-from experiential.envs.oracle import Agent
+from experiential.envs.agents import Agent
 from experiential.errors import BackendError, EnvError
 from experiential.sync import attempted
 from experiential.types import Generation

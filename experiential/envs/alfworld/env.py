@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -17,16 +18,10 @@ from experiential.envs.alfworld.games import (
     open_games,
 )
 from experiential.envs.alfworld.household import made_games
-from experiential.envs.alfworld.player import (
-    LocalPlayer,
-    Player,
-    Reply,
-    WorkerPlayer,
-    check_installed,
-)
+from experiential.envs.alfworld.player import Player
 from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
-from experiential.errors import ConfigError, EnvError
+from experiential.errors import ConfigError, EnvError, MissingExtraError
 
 Split = Literal["train", "eval", "valid_seen", "valid_unseen"]
 
@@ -109,15 +104,22 @@ class ALFWorldEnv(TextEnv):
             raise ConfigError(
                 f"Expected turns with failure={failure}, got none; give turns=40, as the papers do"
             )
-        check_installed()
+        for package in ("alfworld", "textworld", "fast_downward"):
+            if find_spec(package) is None:
+                raise MissingExtraError(package, "alfworld")
         self.split, self.turns, self.failure = split, turns, failure
         self.show_actions = show_actions
         folder = data if data is not None else default_folder()
         self._source = (split, folder, games, tuple(task_types or ()), generation)
-        self._playing = (recycle, timeout, in_process, cached)
         self._entries, self._name = _opened(*self._source)
         super().__init__(len(self._entries), render_mode=render_mode)
-        self._player: Player | None = None
+        self._playing: dict[str, Any] = {
+            "recycle": recycle,
+            "timeout": timeout,
+            "in_process": in_process,
+            "cached": cached,
+        }
+        self._player = Player(**self._playing)
         self._game: Game | None = None
         self._live = False
         self._commands: list[str] = []
@@ -142,31 +144,35 @@ class ALFWorldEnv(TextEnv):
         self._live = False
         self._game = self._entries[world].load()
         self._commands, self._used = [], 0
-        self._state = self._begun()
-        return self._with_actions(self._state["feedback"].replace(_BANNER, "").strip()), self._info(
-            ""
-        )
+        self._state = self._player.start(self._game.data)
+        self._live = True
+        observation = self._state["feedback"].replace(_BANNER, "").strip()
+        if self.show_actions:
+            observation += f"\n{self._legal()}"
+        return observation, self._info("")
 
     def _turn(self, action: str) -> Step:
         """Play a command."""
         command = parse_action(" ".join(action.split()), self._state["admissible"])
         self._used += 1
-        feedback = (
-            self._played(command)
-            if command is not None
-            else f"Nothing happens: that is no action here. {self._legal()}"
-        )
+        if command is None:
+            observation = feedback = f"Nothing happens: that is no action here. {self._legal()}"
+        else:
+            self._catch_up()
+            self._state = self._player.ask("step", command=command)
+            self._commands.append(command)
+            observation = feedback = str(self._state["feedback"])
         won = bool(self._state["won"])
         spent = not won and self.turns is not None and self._used >= self.turns
-        observation = feedback if won or spent or command is None else self._with_actions(feedback)
+        if command is not None and self.show_actions and not (won or spent):
+            observation += f"\n{self._legal()}"
         reward = 1.0 if won else self.failure if spent else 0.0
         return observation, reward, won, spent, self._info(feedback, invalid=command is None)
 
     def close(self) -> None:
         """End the worker process; a reset starts another."""
-        if self._player is not None:
-            self._player.close()
-        self._player, self._live, self._over = None, False, True
+        self._player.close()
+        self._live, self._over = False, True
 
     def oracle_action(self) -> str:
         """Return the next command of the walkthrough, or of the planner off its way.
@@ -177,65 +183,39 @@ class ALFWorldEnv(TextEnv):
         done, known = len(self._commands), self.game.walkthrough
         if done < len(known) and known[:done] == tuple(self._commands):
             return known[done]
-        plan = self._ready().plan()
+        self._catch_up()
+        plan: list[str] = self._player.ask("plan")["plan"]
         if not plan:
             raise EnvError(
                 f"Expected a way to win {self.game.id} from here, got none of the planner"
             )
         return plan[0]
 
-    def _begun(self) -> Reply:
-        recycle, timeout, in_process, cached = self._playing
-        if self._player is None:
-            self._player = (
-                LocalPlayer(cached=cached)
-                if in_process
-                else WorkerPlayer(recycle=recycle, timeout=timeout, cached=cached)
-            )
-        reply = self._player.start(self.game.data)
-        self._live = True
-        return reply
-
-    def _ready(self) -> Player:
-        """Return the player at the present state; replay the episode in a copied environment."""
+    def _catch_up(self) -> None:
+        """Replay the episode where no game runs: in a copied environment."""
         if not self._live:
-            self._begun()
+            self._player.start(self.game.data)
+            self._live = True
             for command in self._commands:
-                assert self._player is not None
-                self._player.step(command)
-        assert self._player is not None
-        return self._player
-
-    def _played(self, command: str) -> str:
-        self._state = self._ready().step(command)
-        self._commands.append(command)
-        return str(self._state["feedback"])
-
-    def _with_actions(self, text: str) -> str:
-        return f"{text}\n{self._legal()}" if self.show_actions else text
+                self._player.ask("step", command=command)
 
     def _legal(self) -> str:
         return f"Actions: {'; '.join(self._state['admissible'])}."
 
     def _info(self, feedback: str, *, invalid: bool = False) -> Info:
-        return self._report(
-            f"{self._name}-{self.game.id}",
-            feedback,
-            success=bool(self._state["won"]),
-            invalid=invalid,
-            admissible=self._state["admissible"],
-        ) | {"task_type": self.game.task_type}
+        won, admissible = bool(self._state["won"]), self._state["admissible"]
+        name = f"{self._name}-{self.game.id}"
+        info = self._report(name, feedback, success=won, invalid=invalid, admissible=admissible)
+        return info | {"task_type": self.game.task_type}
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_entries", "_player")
-        return {key: value for key, value in self.__dict__.items() if key not in left_out} | {
-            "_live": False
-        }
+        state = {key: value for key, value in vars(self).items() if key != "_entries"}
+        return state | {"_player": None, "_live": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._entries, self._name = _opened(*self._source)
-        self._player = None
+        self._player = Player(**self._playing)
 
 
 def _opened(
@@ -249,15 +229,11 @@ def _opened(
                 " ALFWORLD_DATA for files"
             )
         wanted = number or MADE[split]
-        entries = [
-            entry
-            for entry in made_games(split, wanted * 6 if kinds else wanted, generation)
-            if not kinds or entry.task_type in kinds
-        ]
-        return tuple(entries[:wanted]), f"alfworld-made-{split}"
-    found = tuple(
-        entry for entry in open_games(data, split) if not kinds or entry.task_type in kinds
-    )[:number]
+        made = made_games(split, wanted * 6 if kinds else wanted, generation)
+        chosen = [entry for entry in made if not kinds or entry.task_type in kinds]
+        return tuple(chosen[:wanted]), f"alfworld-made-{split}"
+    opened = open_games(data, split)
+    found = tuple(entry for entry in opened if not kinds or entry.task_type in kinds)[:number]
     if not found:
         raise ConfigError(
             f"Expected games of type {', '.join(kinds)} in split {split} of {data}, got none"

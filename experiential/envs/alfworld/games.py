@@ -7,7 +7,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -85,36 +85,30 @@ def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
                 f"Expected {path.name} in {folder} for split {split!r}, got no such file"
             )
         return _packed(folder, path, path.stat().st_mtime_ns)
-    root = next(
-        (known for known in (folder / "json_2.1.1" / name, folder / name) if known.is_dir()), None
+    for root in (folder / "json_2.1.1" / name, folder / name):
+        if root.is_dir():
+            return _downloaded(root)
+    raise ConfigError(
+        f"Expected {folder / 'json_2.1.1' / name} (as alfworld-download writes it) or"
+        f" {folder / 'common.json'}, got neither; run alfworld-download, set ALFWORLD_DATA to"
+        " its folder, or leave both out for made games"
     )
-    if root is None:
-        raise ConfigError(
-            f"Expected {folder / 'json_2.1.1' / name} (as alfworld-download writes it) or"
-            f" {folder / 'common.json'}, got neither; run alfworld-download, set ALFWORLD_DATA to"
-            " its folder, or leave both out for made games"
-        )
-    return _downloaded(root)
 
 
 @lru_cache(maxsize=8)
 def _downloaded(root: Path) -> tuple[Entry, ...]:
-    found = tuple(sorted(_trials(root), key=lambda entry: entry.id))
+    """Return the games that ALFWorld plays: solvable, without slices and movable receptacles."""
+    found: list[Entry] = []
+    for path in root.glob("*/*/game.tw-pddl"):
+        name = f"{path.parent.parent.name}/{path.parent.name}"
+        if "movable" not in name and "Sliced" not in name and _SOLVABLE.search(_bytes(path)):
+            found.append(Entry(name, task_type_of(name), partial(read_game, path, name)))
     if not found:
         raise ConfigError(
             f"Expected solvable games (task/trial/game.tw-pddl) below {root}, got none; run"
             " alfworld-download"
         )
-    return found
-
-
-def _trials(root: Path) -> Iterator[Entry]:
-    """Yield the games that ALFWorld plays: solvable, without slices and movable receptacles."""
-    for path in root.glob("*/*/game.tw-pddl"):
-        name = f"{path.parent.parent.name}/{path.parent.name}"
-        if "movable" in name or "Sliced" in name or not _SOLVABLE.search(_bytes(path)):
-            continue
-        yield Entry(name, task_type_of(name), partial(read_game, path, name))
+    return tuple(sorted(found, key=lambda entry: entry.id))
 
 
 def _bytes(path: Path) -> bytes:
@@ -130,8 +124,9 @@ def read_game(path: Path, name: str) -> Game:
     Raises:
         ConfigError: the file is no game; file and field are named.
     """
-    known = _object(_bytes(path), str(path))
-    data = {key: _text(known, key, str(path)) for key in ("pddl_domain", "grammar", "pddl_problem")}
+    place = str(path)
+    known = _object(_bytes(path), place)
+    data = {key: _text(known, key, place) for key in ("pddl_domain", "grammar", "pddl_problem")}
     goal = _GOAL.search(data["grammar"])
     if goal is None:
         raise ConfigError(f"Expected 'Your task is to: ...' in field grammar of {path}, got none")
@@ -139,9 +134,7 @@ def read_game(path: Path, name: str) -> Game:
     beside = path.with_name("traj_data.json")
     if beside.is_file():
         task_type = _text(_object(_bytes(beside), str(beside)), "task_type", str(beside))
-    return Game(
-        name, task_type, goal.group(1), _commands(known.get("walkthrough") or [], str(path)), data
-    )
+    return Game(name, task_type, goal.group(1), _commands(known, place), data)
 
 
 @lru_cache(maxsize=4)
@@ -152,27 +145,23 @@ def _packed(folder: Path, path: Path, stamp: int) -> tuple[Entry, ...]:
     domain, grammar = (_text(common, key, source) for key in ("pddl_domain", "grammar"))
     if _UNKNOWN not in grammar:
         raise ConfigError(f"Expected {_UNKNOWN!r} in field grammar of {source}, got none")
-    return tuple(
-        _row(line, f"{path}, line {number}", domain, grammar)
-        for number, line in enumerate(_lines(path), 1)
-    )
-
-
-def _lines(path: Path) -> Iterator[bytes]:
+    entries: list[Entry] = []
     try:
         with lzma.open(path) as file:
-            yield from (line for line in file if line.strip())
+            for number, line in enumerate(filter(bytes.strip, file), 1):
+                entries.append(_row(line, f"{path}, line {number}", domain, grammar))
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ConfigError(
             f"Expected lines of JSON compressed by xz in {path}, got {error}"
         ) from error
+    return tuple(entries)
 
 
 def _row(line: bytes, place: str, domain: str, grammar: str) -> Entry:
     row = _object(line, place)
     name, goal = _text(row, "id", place), _text(row, "goal", place)
     problem = zlib.compress(_text(row, "problem", place).encode(), 6)
-    walkthrough = _commands(row.get("walkthrough") or [], place)
+    walkthrough, task_type = _commands(row, place), task_type_of(name)
 
     def load() -> Game:
         data = {
@@ -180,9 +169,9 @@ def _row(line: bytes, place: str, domain: str, grammar: str) -> Entry:
             "grammar": with_goal(grammar, goal),
             "pddl_problem": zlib.decompress(problem).decode(),
         }
-        return Game(name, task_type_of(name), goal, walkthrough, data)
+        return Game(name, task_type, goal, walkthrough, data)
 
-    return Entry(name, task_type_of(name), load)
+    return Entry(name, task_type, load)
 
 
 def with_goal(grammar: str, goal: str) -> str:
@@ -203,19 +192,17 @@ def _object(text: bytes, place: str) -> dict[str, Any]:
 def _text(known: dict[str, Any], key: str, place: str) -> str:
     value = known.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(
-            f"Expected a text in field {key} of {place}, got"
-            f" {type(value).__name__ if key in known else 'no such field'}"
-        )
+        got = type(value).__name__ if key in known else "no such field"
+        raise ConfigError(f"Expected a text in field {key} of {place}, got {got}")
     return value
 
 
-def _commands(value: Any, place: str) -> tuple[str, ...]:
+def _commands(known: dict[str, Any], place: str) -> tuple[str, ...]:
+    value: Any = known.get("walkthrough") or []
     commands: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [None]
     if not all(isinstance(command, str) for command in commands):
         raise ConfigError(
-            f"Expected a list of commands in field walkthrough of {place}, got"
-            f" {commands or value!r}"
+            f"Expected a list of commands in field walkthrough of {place}, got {value!r}"
         )
     return tuple(commands)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from itertools import count
@@ -89,9 +89,8 @@ class Item:
     @property
     def id(self) -> str:
         """Return the name in the problem; ALFWorld numbers names of a type from the last."""
-        return f"{self.kind}_bar_{99 - self.number:02d}" + (
-            "_bar_SinkBasin" if self.kind == "Sink" else ""
-        )
+        basin = "_bar_SinkBasin" if self.kind == "Sink" else ""
+        return f"{self.kind}_bar_{99 - self.number:02d}{basin}"
 
     @property
     def name(self) -> str:
@@ -116,90 +115,74 @@ class Household:
     goal_place: str
     lamp: Item | None = None
     words: str = ""
-    opened: set[Item] = field(default_factory=set[Item])
-    at: Item | None = None
 
     def plan(self) -> list[str]:
         """Return commands that win: fetch the object, treat it, bring it."""
-        self.opened.clear()
-        self.at = None
-        targets = [thing for thing in self.where if thing.kind == self.target]
         commands: list[str] = []
-        if self.lamp is not None:
-            commands += self._fetched(targets[0])
-            return [*commands, *self._gone(self.where[self.lamp]), f"use {self.lamp.name}"]
-        to = next(place for place in self.places if place.kind == self.goal_place)
-        for thing in targets[: 2 if self.task_type == "pick_two_obj_and_place" else 1]:
-            commands += self._fetched(thing)
+        opened: set[Item] = set()
+        at: Item | None = None
+
+        def go(place: Item, *, reach: bool = True) -> None:
+            nonlocal at
+            if at != place:
+                commands.append(f"go to {place.name}")
+            at = place
+            if reach and place.kind in _OPENABLE and place not in opened:
+                commands.append(f"open {place.name}")
+            if reach:
+                opened.add(place)
+
+        targets = [thing for thing in self.where if thing.kind == self.target]
+        wanted = targets[: 2 if self.task_type == "pick_two_obj_and_place" else 1]
+        for thing in wanted:
+            place = self.where[thing]
+            go(place)
+            commands.append(f"take {thing.name} from {place.name}")
+            if self.lamp is not None:
+                go(self.where[self.lamp], reach=False)
+                return [*commands, f"use {self.lamp.name}"]
             if self.task_type in STATES:
                 verb, kind, _, _ = STATES[self.task_type]
                 station = Item(kind, 1)
-                commands += [*self._gone(station), f"{verb} {thing.name} with {station.name}"]
-            commands += [*self._reached(to), f"move {thing.name} to {to.name}"]
+                go(station, reach=False)
+                commands.append(f"{verb} {thing.name} with {station.name}")
+            to = next(place for place in self.places if place.kind == self.goal_place)
+            go(to)
+            commands.append(f"move {thing.name} to {to.name}")
         return commands
-
-    def _gone(self, place: Item) -> list[str]:
-        there, self.at = self.at == place, place
-        return [] if there else [f"go to {place.name}"]
-
-    def _reached(self, place: Item) -> list[str]:
-        shut = place.kind in _OPENABLE and place not in self.opened
-        self.opened.add(place)
-        return [*self._gone(place), *([f"open {place.name}"] if shut else [])]
-
-    def _fetched(self, thing: Item) -> list[str]:
-        place = self.where[thing]
-        return [*self._reached(place), f"take {thing.name} from {place.name}"]
 
     def problem(self) -> str:
         """Return the problem in PDDL."""
-        things, places = list(self.where), self.places
-        kinds = dict.fromkeys(thing.type for thing in things)
-        lines = [
-            "(define (problem household)",
-            "(:domain alfred)",
-            "(:objects",
-            "agent1 - agent",
-            "loc_bar_0 - location",
-        ]
-        lines += [f"{thing.id} - object" for thing in things] + [
-            f"{kind} - otype" for kind in kinds
-        ]
-        lines += [
-            f"{place.id} - receptacle\nloc_bar_{n} - location" for n, place in enumerate(places, 1)
-        ]
-        lines += [f"{kind} - rtype" for kind in dict.fromkeys(place.type for place in places)]
-        return "\n".join(
-            [*lines, ")", "(:init", *self._facts(), ")", f"(:goal {self._goal()})", ")"]
-        )
-
-    def _facts(self) -> list[str]:
         at = {place: f"loc_bar_{n}" for n, place in enumerate(self.places, 1)}
-        facts = ["(atLocation agent1 loc_bar_0)"]
-        for place, location in at.items():
-            facts += [
-                f"(receptacleType {place.id} {place.type})",
-                f"(receptacleAtLocation {place.id} {location})",
-            ]
-            facts += [f"(openable {place.id})"] if place.kind in _OPENABLE else []
-        for thing, place in self.where.items():
-            facts += [
-                f"(objectType {thing.id} {thing.type})",
-                f"(inReceptacle {thing.id} {place.id})",
-            ]
-            facts += [f"(objectAtLocation {thing.id} {at[place]})"]
-            uses = (
-                "toggleable" if thing == self.lamp else f"pickupable {self.room.things[thing.kind]}"
-            )
-            facts += [f"({use} {thing.id})" for use in uses.split()]
         types = {place.type: place.kind for place in self.places}
         held = {thing.type: thing.kind for thing in self.where if thing != self.lamp}
-        return facts + [
-            f"(canContain {r} {o})"
-            for r, kind in types.items()
-            for o, what in held.items()
-            if fits(self.room, kind, what)
-        ]
+        objects = ["agent1 - agent", "loc_bar_0 - location"]
+        objects += [f"{thing.id} - object" for thing in self.where]
+        objects += [f"{kind} - otype" for kind in dict.fromkeys(one.type for one in self.where)]
+        facts = ["(atLocation agent1 loc_bar_0)"]
+        for place, location in at.items():
+            objects += [f"{place.id} - receptacle", f"{location} - location"]
+            facts.append(f"(receptacleType {place.id} {place.type})")
+            facts.append(f"(receptacleAtLocation {place.id} {location})")
+            if place.kind in _OPENABLE:
+                facts.append(f"(openable {place.id})")
+        objects += [f"{kind} - rtype" for kind in types]
+        for thing, place in self.where.items():
+            facts.append(f"(objectType {thing.id} {thing.type})")
+            facts.append(f"(inReceptacle {thing.id} {place.id})")
+            facts.append(f"(objectAtLocation {thing.id} {at[place]})")
+            lit = thing == self.lamp
+            uses = "toggleable" if lit else f"pickupable {self.room.things[thing.kind]}"
+            facts += [f"({use} {thing.id})" for use in uses.split()]
+        for place_type, place_kind in types.items():
+            facts += [
+                f"(canContain {place_type} {thing_type})"
+                for thing_type, thing_kind in held.items()
+                if fits(self.room, place_kind, thing_kind)
+            ]
+        head = ["(define (problem household)", "(:domain alfred)", "(:objects"]
+        tail = [")", "(:init", *facts, ")", f"(:goal {self._goal()})", ")"]
+        return "\n".join([*head, *objects, *tail])
 
     def _goal(self) -> str:
         kind = f"{self.target}Type"
@@ -217,11 +200,8 @@ class Household:
                 f" {kind}) {place} (inReceptacle ?o1 ?r) (exists (?o2 - object) (and (not (= ?o1"
                 f" ?o2)) (objectType ?o2 {kind}) {place} (inReceptacle ?o2 ?r)))))))"
             )
-        state = (
-            "".join(f"({word} ?o) " for word in STATES[self.task_type][2:])
-            if self.task_type in STATES
-            else ""
-        )
+        words = STATES[self.task_type][2:] if self.task_type in STATES else ()
+        state = "".join(f"({word} ?o) " for word in words)
         inside = f"{state}(inReceptacle ?o ?r) (objectType ?o {kind}) {place}"
         return f"(and (exists (?r - receptacle) (exists (?o - object) (and {inside}))))"
 
@@ -240,40 +220,27 @@ def draw(random: Random, task_type: TaskType) -> Household:
         for kind, most in room.places.items()
         for n in range(1, random.randint(1, most) + 1)
     ]
-    able = STATES[task_type][2] if task_type in STATES else ""
+    _, station, able, _ = STATES.get(task_type, ("", "", "", ""))
     target = random.choice([kind for kind, uses in room.things.items() if able in uses])
-    station = STATES[task_type][1] if task_type in STATES else ""
     ends = [kind for kind in room.places if kind != station and fits(room, kind, target)]
     end = random.choice(ends)
-    where = _placed(
-        random, room, places, target, end, least=2 if task_type == "pick_two_obj_and_place" else 1
-    )
-    house = Household(task_type, room, places, where, target, end)
-    if task_type == "look_at_obj_in_light":
-        house.lamp = Item("DeskLamp", 1)
-        where[house.lamp] = random.choice(
-            [place for place in places if place.kind in ("Desk", "SideTable")]
-        )
-    shown = Item(end, 1).name.rsplit(" ", 1)[0]
-    house.words = random.choice(_WORDS[task_type]).format(o=target.lower(), r=shown)
-    return house
-
-
-def _placed(
-    random: Random, room: Room, places: list[Item], target: str, end: str, least: int
-) -> dict[Item, Item]:
-    """Draw places of objects; a wanted one is never where it must go."""
     others = random.sample([kind for kind in room.things if kind != target], random.randint(4, 7))
+    least = 2 if task_type == "pick_two_obj_and_place" else 1
     amounts = {target: random.randint(least, 3), **{kind: random.randint(1, 2) for kind in others}}
     where: dict[Item, Item] = {}
     for kind, amount in amounts.items():
-        free = [
-            place
-            for place in places
-            if fits(room, place.kind, kind) and (kind != target or place.kind != end)
-        ]
+        free = [place for place in places if fits(room, place.kind, kind)]
+        if kind == target:  # a wanted object is never where it must go
+            free = [place for place in free if place.kind != end]
         where |= {Item(kind, n): random.choice(free) for n in range(1, amount + 1)}
-    return where
+    house = Household(task_type, room, places, where, target, end)
+    if task_type == "look_at_obj_in_light":
+        house.lamp = Item("DeskLamp", 1)
+        tables = [place for place in places if place.kind in ("Desk", "SideTable")]
+        where[house.lamp] = random.choice(tables)
+    shown = Item(end, 1).name.rsplit(" ", 1)[0]
+    house.words = random.choice(_WORDS[task_type]).format(o=target.lower(), r=shown)
+    return house
 
 
 def made_games(split: Split, number: int, generation: int = 0) -> tuple[Entry, ...]:
@@ -297,14 +264,13 @@ def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0
     )
     house, problem = next((one, text) for one in drawn if split_of(text := one.problem()) == split)
     domain, grammar = bundled()
+    words, plan = house.words, tuple(house.plan())
     data = {
         "pddl_domain": domain,
-        "grammar": with_goal(grammar, house.words),
+        "grammar": with_goal(grammar, words),
         "pddl_problem": problem,
     }
-    return Game(
-        f"{task_type}-made-{generation}-{index}", task_type, house.words, tuple(house.plan()), data
-    )
+    return Game(f"{task_type}-made-{generation}-{index}", task_type, words, plan, data)
 
 
 @lru_cache

@@ -9,86 +9,15 @@ import subprocess
 import sys
 import time
 import weakref
-from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from experiential.errors import EnvError, MissingExtraError
+from experiential.envs.alfworld.worker import GameHost, Reply
+from experiential.errors import EnvError
 from experiential.sync import attempted
 
-Reply = dict[str, Any]
 
-
-class Player(Protocol):
-    """Play one game at a time."""
-
-    def start(self, game: dict[str, str]) -> Reply:
-        """Load and begin a game."""
-        ...
-
-    def step(self, command: str) -> Reply:
-        """Play a command."""
-        ...
-
-    def plan(self) -> list[str]:
-        """Return the planner's commands from here to the goal; empty if there are none."""
-        ...
-
-    def close(self) -> None:
-        """Free everything; a second call does nothing."""
-        ...
-
-
-def check_installed() -> None:
-    """Check that the package of the games is there, without importing it.
-
-    Raises:
-        MissingExtraError: it is not.
-    """
-    for package in ("alfworld", "textworld", "fast_downward"):
-        if find_spec(package) is None:
-            raise MissingExtraError(package, "alfworld")
-
-
-class LocalPlayer:
-    """Play games in this process, for debugging: each game leaks some 4.5 MB of memory.
-
-    Args:
-        cached: keep translated problems on disk.
-    """
-
-    def __init__(self, *, cached: bool = True) -> None:
-        from experiential.envs.alfworld.worker import GameHost
-
-        self._host = GameHost(cached=cached)
-
-    def start(self, game: dict[str, str]) -> Reply:
-        """Load and begin a game.
-
-        Raises:
-            EnvError: TextWorld cannot load it.
-        """
-        outcome = attempted(lambda: self._host.start(game))
-        if isinstance(outcome, Exception):
-            raise EnvError(
-                f"Expected a game that TextWorld can play, got {type(outcome).__name__}: {outcome}"
-            ) from outcome
-        return outcome
-
-    def step(self, command: str) -> Reply:
-        """Play a command."""
-        return self._host.step(command)
-
-    def plan(self) -> list[str]:
-        """Return the planner's commands from here to the goal; empty if there are none."""
-        return cast("list[str]", self._host.plan()["plan"])
-
-    def close(self) -> None:
-        """Let go of the game."""
-        self._host.close()
-
-
-class WorkerPlayer:
-    """Play games in a worker process, which is replaced after ``recycle`` games.
+class Player:
+    """Play one game at a time, in a worker process which is replaced after ``recycle`` games.
 
     The process ends when its input does, so it goes with this object and with this process, however
     that ends.
@@ -96,19 +25,24 @@ class WorkerPlayer:
     Args:
         recycle: games per process.
         timeout: seconds to wait for an answer.
+        in_process: play in this process, for debugging: each game leaks some 4.5 MB of memory.
         cached: keep translated problems on disk.
     """
 
-    def __init__(self, *, recycle: int = 50, timeout: float = 120.0, cached: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        recycle: int = 50,
+        timeout: float = 120.0,
+        in_process: bool = False,
+        cached: bool = True,
+    ) -> None:
         self._recycle, self._timeout, self._cached = recycle, timeout, cached
-        self._process: subprocess.Popen[bytes] | None = None
+        self._in_process = in_process
+        self._host: GameHost | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._games = 0
         self._end: weakref.finalize[Any, Any] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Return the process id of the worker, or None."""
-        return self._process.pid if self._process else None
 
     def start(self, game: dict[str, str]) -> Reply:
         """Load and begin a game, in a new process where the present one has played its share.
@@ -116,12 +50,15 @@ class WorkerPlayer:
         Raises:
             EnvError: TextWorld cannot load the game, or the process died or gave no answer.
         """
-        if self._process is not None and self._games >= self._recycle:
+        if self._in_process:
+            self._host = self._host or GameHost(cached=self._cached)
+            return self.ask("start", game=game)
+        if self.process is not None and self._games >= self._recycle:
             self.close()
-        if self._process is None:
+        if self.process is None:
             paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
             cache = [] if self._cached else ["--no-cache"]
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "experiential.envs.alfworld.worker", *cache],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -129,49 +66,47 @@ class WorkerPlayer:
                 env=os.environ | {"PYTHONPATH": paths},
             )
             self._games = 0
-            self._end = weakref.finalize(self, _ended, self._process)
+            self._end = weakref.finalize(self, _end_process, self.process)
         self._games += 1
-        return self._asked({"do": "start", "game": game})
+        return self.ask("start", game=game)
 
-    def step(self, command: str) -> Reply:
-        """Play a command.
-
-        Raises:
-            EnvError: the process died or gave no answer; the next game runs in a new one.
-        """
-        return self._asked({"do": "step", "command": command})
-
-    def plan(self) -> list[str]:
-        """Return the planner's commands from here to the goal; empty if there are none.
+    def ask(self, do: str, **what: Any) -> Reply:
+        """Return the answer to a request of ``GameHost.answer`` about the game that was begun.
 
         Raises:
-            EnvError: as for ``step``.
+            EnvError: the process died or gave no answer, and the next game runs in a new one; or
+                TextWorld failed.
         """
-        return cast("list[str]", self._asked({"do": "plan"})["plan"])
-
-    def close(self) -> None:
-        """End the process and wait until it is gone."""
-        if self._end is not None:
-            self._end()
-        self._process, self._end = None, None
-
-    def _asked(self, request: dict[str, Any]) -> Reply:
-        process = self._process
-        if process is None or process.stdin is None:
+        request = {"do": do, **what}
+        host, process = self._host, self.process
+        if host is not None:
+            try:
+                return host.answer(request)
+            except Exception as error:
+                got = f"{type(error).__name__}: {error}"
+                raise EnvError(f"Expected a game that TextWorld can play, got {got}") from error
+        if process is None or process.stdin is None or process.stdout is None:
             raise EnvError(
                 "Expected a game that was begun, got none: call reset() first", lost=True
             )
+        line, output = b"", process.stdout.fileno()
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-            line = _line(process, self._timeout)
-        except (OSError, TimeoutError) as error:
+            deadline = time.monotonic() + self._timeout
+            with selectors.DefaultSelector() as ready:
+                ready.register(output, selectors.EVENT_READ)
+                while not line.endswith(b"\n"):
+                    if not ready.select(max(0.0, deadline - time.monotonic())):
+                        raise TimeoutError(f"no answer in {self._timeout:g} seconds")
+                    piece = os.read(output, 1 << 16)
+                    if not piece:
+                        raise BrokenPipeError("the process ended")
+                    line += piece
+        except OSError as error:
             self.close()
-            ended = (
-                f"exit status {process.returncode}"
-                if not isinstance(error, TimeoutError)
-                else str(error)
-            )
+            timed_out = isinstance(error, TimeoutError)
+            ended = str(error) if timed_out else f"exit status {process.returncode}"
             raise EnvError(
                 f"Expected an answer of the process that plays ALFWorld, got none ({ended});"
                 " reset() starts another, in_process=True shows what is wrong",
@@ -182,24 +117,16 @@ class WorkerPlayer:
             raise EnvError(f"Expected a game that TextWorld can play, got {reply['error']}")
         return reply
 
-
-def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Read one line of output."""
-    assert process.stdout is not None
-    found, deadline, handle = bytearray(), time.monotonic() + timeout, process.stdout.fileno()
-    with selectors.DefaultSelector() as ready:
-        ready.register(handle, selectors.EVENT_READ)
-        while not found.endswith(b"\n"):
-            if not ready.select(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"no answer in {timeout:g} seconds")
-            piece = os.read(handle, 1 << 16)
-            if not piece:
-                raise BrokenPipeError("the process ended")
-            found += piece
-    return bytes(found)
+    def close(self) -> None:
+        """End the process and wait until it is gone; a second call does nothing."""
+        if self._host is not None:
+            self._host.close()
+        if self._end is not None:
+            self._end()
+        self._host, self.process, self._end = None, None, None
 
 
-def _ended(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             attempted(pipe.close)

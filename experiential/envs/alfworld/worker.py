@@ -14,93 +14,69 @@ from importlib import import_module, metadata
 from typing import Any
 
 from experiential.cache import cache_folder
-from experiential.envs.alfworld.grammar import GrammarCache
-from experiential.envs.alfworld.translation import TranslationCache
+from experiential.envs.alfworld.caches import GrammarCache, TranslationCache
 from experiential.sync import attempted
 
 Reply = dict[str, Any]
 
 
 class GameHost:
-    """Play games of the PDDL kind with TextWorld.
+    """Play games of the PDDL kind with TextWorld, which translates and parses through caches.
 
     Args:
         cached: keep translated problems on disk.
     """
 
     def __init__(self, *, cached: bool = True) -> None:
-        install_cache(cached=cached)
+        try:
+            version = metadata.version("fast-downward-textworld")
+        except metadata.PackageNotFoundError:
+            version = "unknown"
+        planner: Any = import_module("fast_downward")
+        known = planner.pddl2sas
+        translate = known.translate if isinstance(known, TranslationCache) else known
+        atom = import_module("fast_downward.translate.pddl.conditions").Atom
+        folder = cache_folder("alfworld") if cached else None
+        planner.pddl2sas = TranslationCache(translate, version, atom, folder)
+        logic: Any = import_module("textworld.envs.pddl.logic")
+        if not isinstance(logic._parse_and_convert, GrammarCache):
+            rules = logic.ContextSensitiveGrammar.parse
+            logic._parse_and_convert = GrammarCache(logic._parse_and_convert, rules)
         self._env: Any = None
         self._game: dict[str, str] = {}
 
-    def start(self, game: dict[str, str]) -> Reply:
-        """Load and begin a game (``pddl_domain``, ``grammar``, ``pddl_problem``)."""
-        if self._env is None or self._game != game:
-            self.close()
-            # The player shows names such as "desk 1" in place of those of the PDDL problem.
-            names = import_module("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
-            asked = import_module("textworld").EnvInfos(won=True, admissible_commands=True)
-            env = names(import_module("textworld.envs.pddl").PddlEnv(asked), shuffle=False)
-            env.load(game)
-            self._env, self._game = env, game
-        return _reply(self._env.reset())
+    def answer(self, request: dict[str, Any]) -> Reply:
+        """Begin a game, play a command, or plan, as ``request["do"]`` says.
 
-    def step(self, command: str) -> Reply:
-        """Play a command; one that is not admissible changes nothing."""
-        return _reply(self._env.step(command)[0])
-
-    def plan(self) -> Reply:
-        """Return the planner's commands from here to the goal; empty if there are none."""
-        inner = self._env.unwrapped
-        return {
-            "plan": [
-                " ".join(command.split())
-                for command in inner._pddl_state.replan(inner._entity_infos)
-            ]
-        }
+        * ``start``: load and begin ``game`` (``pddl_domain``, ``grammar``, ``pddl_problem``);
+        * ``step``: play ``command``; one that is not admissible changes nothing;
+        * ``plan``: return the planner's commands from here to the goal; empty if there are none.
+        """
+        if request["do"] == "plan":
+            inner = self._env.unwrapped
+            plan = inner._pddl_state.replan(inner._entity_infos)
+            return {"plan": [" ".join(command.split()) for command in plan]}
+        if request["do"] == "step":
+            state = self._env.step(request["command"])[0]
+        else:
+            game = request["game"]
+            if self._env is None or self._game != game:
+                self.close()
+                # The player shows names such as "desk 1" in place of those of the PDDL problem.
+                names = import_module("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
+                asked = import_module("textworld").EnvInfos(won=True, admissible_commands=True)
+                env = names(import_module("textworld.envs.pddl").PddlEnv(asked), shuffle=False)
+                env.load(game)
+                self._env, self._game = env, game
+            state = self._env.reset()
+        admissible = list(state["admissible_commands"])
+        return {"feedback": state["feedback"], "admissible": admissible, "won": bool(state["won"])}
 
     def close(self) -> None:
         """Let go of the game; TextWorld keeps some 4.5 MB of it."""
         if self._env is not None:
             self._env.close()
             self._env = None
-
-
-def _reply(state: Any) -> Reply:
-    return {
-        "feedback": state["feedback"],
-        "admissible": list(state["admissible_commands"]),
-        "won": bool(state["won"]),
-    }
-
-
-def install_cache(*, cached: bool) -> None:
-    """Let TextWorld translate and parse through caches, with the same results."""
-    planner: Any = import_module("fast_downward")
-    known = planner.pddl2sas
-    translate = known.translate if isinstance(known, TranslationCache) else known
-    atom = import_module("fast_downward.translate.pddl.conditions").Atom
-    planner.pddl2sas = TranslationCache(
-        translate, _version(), atom, cache_folder("alfworld") if cached else None
-    )
-    logic: Any = import_module("textworld.envs.pddl.logic")
-    if not isinstance(logic._parse_and_convert, GrammarCache):
-        logic._parse_and_convert = GrammarCache(
-            logic._parse_and_convert, logic.ContextSensitiveGrammar.parse
-        )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("fast-downward-textworld")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _answer(host: GameHost, request: dict[str, Any]) -> Reply:
-    if request["do"] == "start":
-        return host.start(request["game"])
-    return host.step(request["command"]) if request["do"] == "step" else host.plan()
 
 
 def serve() -> None:
@@ -111,12 +87,9 @@ def serve() -> None:
     host: GameHost | None = None
     for line in sys.stdin:
         host = host or GameHost(cached=cached)
-        outcome = attempted(partial(_answer, host, json.loads(line)))
-        reply = (
-            {"error": f"{type(outcome).__name__}: {outcome}"}
-            if isinstance(outcome, Exception)
-            else outcome
-        )
+        reply = attempted(partial(host.answer, json.loads(line)))
+        if isinstance(reply, Exception):
+            reply = {"error": f"{type(reply).__name__}: {reply}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

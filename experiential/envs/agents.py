@@ -1,14 +1,26 @@
-"""Play by random draws: the floor of a benchmark."""
+"""Play without a model: by the known answer, a benchmark's ceiling, or at random, its floor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-from experiential.envs.oracle import Agent
+Agent = Callable[[str, dict[str, Any]], str]
+
+
+def oracle(env: gym.Env[Any, Any]) -> Agent:
+    """Return an agent that asks the innermost environment for a best action in its state.
+
+    Raises:
+        TypeError: the environment has no ``oracle_action``.
+    """
+    inner: Any = env.unwrapped
+    if not hasattr(inner, "oracle_action"):
+        raise TypeError(f"Expected an environment with oracle_action(), got {type(inner).__name__}")
+    return lambda observation, info: inner.oracle_action()
 
 
 def random_agent(env: gym.Env[Any, Any], seed: int = 0, actions: Sequence[str] = ()) -> Agent:
