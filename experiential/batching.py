@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import deque
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from experiential.errors import ExperientialError
-from experiential.sync import attempted
+from experiential.sync import attempted, resolve_futures, resolve_here
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -28,13 +27,12 @@ class BatchTimeoutError(ExperientialError, TimeoutError):
 class _Call:
     """Hold the outcomes of one caller's items; the caller waits in a thread or on an event loop."""
 
-    def __init__(self, count: int, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(self, count: int, future: asyncio.Future[None] | None = None) -> None:
         self.outcomes: list[Any] = [None] * count
         self.missing = count
         self.is_over = not count  # answered, or the caller has given up
         self.leads = False
-        self.loop = loop
-        self.future: asyncio.Future[None] | None = None if loop is None else loop.create_future()
+        self.future = future
         self.woken = threading.Lock()
         self.woken.acquire()
 
@@ -43,13 +41,7 @@ class _Call:
         if self.woken.locked():
             self.woken.release()
 
-    def resolve(self) -> None:
-        """Let the awaiting task go on; called on its loop."""
-        if self.future is not None and not self.future.done():
-            self.future.set_result(None)
-
     def results(self) -> list[Any]:
-        """Return the outcomes, or raise the first error among them."""
         for outcome in self.outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -57,8 +49,6 @@ class _Call:
 
 
 class _Waiting(NamedTuple):
-    """Hold one item that waits, its place in its call, and since when it waits."""
-
     item: Any
     call: _Call
     place: int
@@ -82,9 +72,9 @@ class Batcher(Generic[A, R]):
     Args:
         handle: returns a result or an error for each item of a batch; what it raises is the error
             of every item.
-        finish: a second stage, given the items that are still waited for and what ``handle``
-            returned for them. It runs batch after batch in the order of arrival, while other
-            workers handle later batches.
+        finish: a second stage of workers, given the items that are still waited for and what
+            ``handle`` returned for them. It runs batch after batch in the order of arrival, while
+            other workers handle later batches.
         size: items for which a batch waits.
         wait: seconds after the arrival of the first item after which it waits no longer.
         most: items of one batch at most.
@@ -103,6 +93,8 @@ class Batcher(Generic[A, R]):
         workers: int = 0,
         name: str = "experiential-batch",
     ) -> None:
+        if finish is not None and not workers:
+            raise ValueError("Expected workers for a second stage, got none; pass workers=")
         self._handle = handle
         self._finish = finish
         self._size = size
@@ -148,13 +140,14 @@ class Batcher(Generic[A, R]):
     async def arun(self, items: Sequence[A], timeout: float | None = None) -> list[R]:
         """Return the result of each item as ``run`` does; needs workers."""
         loop = asyncio.get_running_loop()
-        call = _Call(len(items), loop)
+        future = loop.create_future()
+        call = _Call(len(items), future)
         self._enqueue(call, items)
-        if call.is_over or call.future is None:
+        if not items:
             return []
-        alarm = None if timeout is None else loop.call_later(timeout, call.resolve)
+        alarm = None if timeout is None else loop.call_later(timeout, resolve_here, [future])
         try:
-            await call.future
+            await future
             if not call.is_over:
                 raise BatchTimeoutError(f"Expected an answer within {timeout} s, got none")
         finally:
@@ -226,9 +219,7 @@ class Batcher(Generic[A, R]):
         try:
             with self._arrived:
                 batch = self._take()
-            outcomes = self._handled(batch)
-            if self._finish is not None:
-                batch, outcomes = self._finished_batch(batch, outcomes)
+            outcomes = attempted(self._handle, [one.item for one in batch]) if batch else ()
         finally:
             with self._arrived:
                 call.leads = False
@@ -263,37 +254,29 @@ class Batcher(Generic[A, R]):
                     self._arrived.notify()
                 number = self._taken
                 self._taken += 1
-            outcomes = self._handled(batch)
+            outcomes: Sequence[Any] | Exception = []
+            if batch:
+                outcomes = attempted(self._handle, [one.item for one in batch])
             if self._finish is not None:
                 with self._turn:
                     while self._finished != number:
                         self._turn.wait()
-                    batch, outcomes = self._finished_batch(batch, outcomes)
+                    if not isinstance(outcomes, Exception):
+                        pairs = zip(batch, outcomes, strict=True)
+                        kept = [pair for pair in pairs if not pair[0].call.is_over]
+                        batch, outcomes = [one for one, _ in kept], [found for _, found in kept]
+                        if kept:
+                            items = [one.item for one in batch]
+                            outcomes = attempted(self._finish, items, outcomes)
                     self._finished += 1
                     self._turn.notify_all()
             self._deliver(batch, outcomes)
-
-    def _handled(self, batch: list[_Waiting]) -> Sequence[Any] | Exception:
-        return attempted(lambda: self._handle([one.item for one in batch])) if batch else []
-
-    def _finished_batch(
-        self, batch: list[_Waiting], outcomes: Sequence[Any] | Exception
-    ) -> tuple[list[_Waiting], Sequence[Any] | Exception]:
-        finish = self._finish
-        assert finish is not None
-        if isinstance(outcomes, Exception):
-            return batch, outcomes
-        pairs = [pair for pair in zip(batch, outcomes, strict=True) if not pair[0].call.is_over]
-        if not pairs:
-            return [], []
-        left, found = [one for one, _ in pairs], [outcome for _, outcome in pairs]
-        return left, attempted(lambda: finish([one.item for one in left], found))
 
     def _deliver(self, batch: Sequence[_Waiting], outcomes: Sequence[Any] | Exception) -> None:
         """Let callers go on: a thread at once, the tasks of a loop with one wake-up for all."""
         if isinstance(outcomes, Exception):
             outcomes = [outcomes] * len(batch)
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+        over: list[_Call] = []
         with self._arrived:
             for (_, call, place, _), outcome in zip(batch, outcomes, strict=True):
                 call.outcomes[place] = outcome
@@ -301,10 +284,6 @@ class Batcher(Generic[A, R]):
                 if call.missing or call.is_over:
                     continue
                 call.is_over = True
-                if call.loop is None:
-                    call.wake()
-                else:
-                    by_loop.setdefault(call.loop, []).append(call)
-        for loop, calls in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # a loop that has closed has nobody waiting
-                loop.call_soon_threadsafe(lambda calls=calls: [call.resolve() for call in calls])
+                call.wake()
+                over.append(call)
+        resolve_futures(call.future for call in over)

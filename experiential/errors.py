@@ -14,6 +14,7 @@ ExperientialError
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,3 +86,10 @@ def first_problem(error: ValidationError) -> str:
         return f"{place} is missing"
     said = first["msg"].removeprefix("Value error, ")
     return f"{place}: {said}" if place else said
+
+
+def require(extra: str, *packages: str) -> None:
+    """Raise MissingExtraError for the first of these packages that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(package, extra)

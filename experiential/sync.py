@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -70,10 +72,10 @@ def shared_loop() -> EventLoopThread:
         return _shared
 
 
-def attempted(work: Callable[[], T]) -> T | Exception:
+def attempted(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exception:
     """Return the result of a call, or the exception that it raised."""
     try:
-        return work()
+        return work(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  (the caller decides)
         return error
 
@@ -84,6 +86,30 @@ async def awaited(work: Awaitable[T]) -> T | Exception:
         return await work
     except Exception as error:  # noqa: BLE001  (the caller decides)
         return error
+
+
+def resolve_futures(
+    futures: Iterable[asyncio.Future[None] | None], error: Exception | None = None
+) -> None:
+    """Resolve futures of any event loops from any thread, with one wake-up for each loop."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
+    for future in futures:
+        if future is not None:
+            by_loop[future.get_loop()].append(future)
+    for loop, waiting in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # a loop that has closed has nobody waiting
+            loop.call_soon_threadsafe(resolve_here, waiting, error)
+
+
+def resolve_here(futures: Sequence[asyncio.Future[None]], error: Exception | None = None) -> None:
+    """Resolve futures on their own event loop; those that are done stay as they are."""
+    for future in futures:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:

@@ -191,6 +191,26 @@ async def test_tasks_of_a_loop_share_a_batch_and_a_cancelled_one_is_skipped(
     batcher.close(RuntimeError("closed"))
 
 
+async def test_an_answer_that_is_there_at_once_is_not_lost(
+    record: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = Batcher[str, str](record, workers=1)
+    enqueue: Any = batcher._enqueue  # pyright: ignore[reportPrivateUsage]
+
+    def late(call: Any, items: list[str]) -> None:
+        enqueue(call, items)
+        until(lambda: call.is_over)  # the worker is faster than the caller
+
+    monkeypatch.setattr(batcher, "_enqueue", late)
+    assert await batcher.arun(["a"]) == ["A"]
+    batcher.close(RuntimeError("closed"))
+
+
+def test_a_second_stage_needs_workers(record: Recorder) -> None:
+    with pytest.raises(ValueError, match="workers"):
+        Batcher[str, str](record, finish=lambda letters, found: found)
+
+
 def test_closing_ends_the_threads_and_lets_those_who_wait_go(record: Recorder) -> None:
     batcher = Batcher[str, str](record, workers=1, name="to-be-closed")
     with ThreadPoolExecutor(3) as pool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiential import errors
 from experiential.config import LoraSettings, ModelSettings
 from experiential.errors import MissingExtraError, ModelNotFoundError
 from experiential.llm import models
@@ -59,8 +60,8 @@ def test_lora_adds_one_trainable_adapter_per_name_over_a_frozen_base(folder: Pat
 
 
 def test_lora_without_peft_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    real = models.find_spec
-    monkeypatch.setattr(models, "find_spec", lambda name: None if name == "peft" else real(name))
+    real = errors.find_spec
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "peft" else real(name))
     with pytest.raises(MissingExtraError, match=r"experiential-rl\[local\]"):
         load_model(ModelSettings(name=str(folder), device="cpu", lora=LoraSettings()))
 

@@ -11,22 +11,30 @@ from hypothesis import strategies as st
 
 from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
-from experiential.llm.constraints import ChoiceTrie
+from experiential.llm.constraints import ChoiceTrie, TrieNode
 from experiential.llm.transformers import TransformersLLM
 from tests.llm_tiny import tiny_random_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 
 
+def state_after(trie: ChoiceTrie, prefix: Sequence[int]) -> TrieNode | None:
+    """Return the state after a prefix, None when no choice starts so."""
+    node: TrieNode | None = trie.root
+    for token in prefix:
+        node = node.children.get(token) if node is not None else None
+    return node
+
+
 def allowed(trie: ChoiceTrie, prefix: Sequence[int]) -> list[int]:
     """Return the tokens that may follow a prefix; none after a whole choice or an unknown one."""
-    node = trie.node(prefix)
+    node = state_after(trie, prefix)
     return [] if node is None else list(node.allowed)
 
 
 def forced(trie: ChoiceTrie, prefix: Sequence[int]) -> list[int]:
     """Return the tokens that must follow a prefix up to the next decision."""
-    node = trie.node(prefix)
+    node = state_after(trie, prefix)
     return [] if node is None else list(node.forced)
 
 

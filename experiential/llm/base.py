@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from pydantic import Field
@@ -50,11 +50,8 @@ class LLM(ABC):
     name: str = "llm"
     version: int = 0
     """Optimiser steps the weights have seen; stays 0 for weights that are never trained."""
-
-    @property
-    def tokenizer(self) -> Any | None:
-        """Return the Hugging Face tokenizer when prompts may be token ids, else None."""
-        return None
+    tokenizer: Any = None
+    """The Hugging Face tokenizer when prompts may be token ids, else None."""
 
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
@@ -128,6 +125,6 @@ def read_options(pairs: Iterable[str]) -> dict[str, Any]:
     return options
 
 
-def is_token_prompt(prompt: Prompt) -> bool:
+def is_token_prompt(prompt: Prompt) -> TypeGuard[Sequence[int]]:
     """Return whether ``prompt`` is a sequence of token ids."""
     return len(prompt) > 0 and isinstance(prompt[0], int)

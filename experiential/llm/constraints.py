@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experiential.errors import BackendError, MissingExtraError
+from experiential.errors import BackendError, require
 
 _SCHEMAS = 256
 
 
+@dataclass(eq=False, slots=True)
 class TrieNode:
     """Hold one state of a response that must be one of some choices.
 
@@ -32,14 +34,11 @@ class TrieNode:
         landing: the state after ``forced``; this node itself when nothing is forced.
     """
 
-    __slots__ = ("allowed", "children", "choice", "forced", "landing")
-
-    def __init__(self) -> None:
-        self.children: dict[int, TrieNode] = {}
-        self.allowed: tuple[int, ...] = ()
-        self.choice: str | None = None
-        self.forced: tuple[int, ...] = ()
-        self.landing: TrieNode = self
+    children: dict[int, TrieNode] = field(default_factory=dict[int, "TrieNode"])
+    allowed: tuple[int, ...] = ()
+    choice: str | None = None
+    forced: tuple[int, ...] = ()
+    landing: TrieNode = field(init=False, repr=False)
 
 
 class ChoiceTrie:
@@ -57,15 +56,12 @@ class ChoiceTrie:
                 f"Expected choices and a tokenizer with an eos token, got {len(choices)} choices"
                 f" and eos {eos}"
             )
-        self.eos = eos
-        self.choices = tuple(dict.fromkeys(choices))
+        choices = tuple(dict.fromkeys(choices))
         self.root = TrieNode()
         self.longest = 0
         nodes = [self.root]
-        encoded: list[list[int]] = tokenizer(list(self.choices), add_special_tokens=False)[
-            "input_ids"
-        ]
-        for choice, ids in zip(self.choices, encoded, strict=True):
+        encoded = tokenizer(list(choices), add_special_tokens=False)
+        for choice, ids in zip(choices, encoded["input_ids"], strict=True):
             if eos in ids:
                 raise BackendError(
                     f"Expected choices without the end-of-turn token, got {choice!r}; remove the"
@@ -81,25 +77,18 @@ class ChoiceTrie:
             node.choice = choice if node.choice is None else node.choice
             self.longest = max(self.longest, len(ids) + 1)
         for node in reversed(nodes):  # a node is made after its parent, so this is leaves first
-            node.allowed = tuple(node.children)
+            node.allowed, node.landing = tuple(node.children), node
             if len(node.allowed) == 1:
                 child = node.children[node.allowed[0]]
                 node.forced, node.landing = (*node.allowed, *child.forced), child.landing
 
-    def node(self, prefix_ids: Sequence[int]) -> TrieNode | None:
-        """Return the state after ``prefix_ids``, None when no choice starts so."""
-        node: TrieNode | None = self.root
-        for token in prefix_ids:
-            node = node.children.get(token) if node is not None else None
-        return node
 
-
+@dataclass(frozen=True)
 class SchemaState:
     """Follow one response through a JSON schema."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
+    _matcher: Any
+    _vocabulary: int
 
     @property
     def complete(self) -> bool:
@@ -146,8 +135,7 @@ class Schemas:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        if find_spec("llguidance") is None:
-            raise MissingExtraError("llguidance", "local")
+        require("local", "llguidance")
         from llguidance.hf import from_tokenizer
 
         try:
@@ -179,11 +167,9 @@ class Schemas:
         """
         state = self.start(schema)
         rows = np.empty((len(places), self._vocabulary), dtype=np.bool_)
-        done = 0
-        for row, place in enumerate(places):
+        for row, (done, place) in enumerate(pairwise([0, *places])):
             for token in response[done:place]:
                 state.accept(token)
-            done = place
             rows[row] = state.allowed()
         return rows
 

@@ -6,14 +6,14 @@ training can come between two forwards.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,10 @@ from torch import Tensor
 
 from experiential.errors import BackendError
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.forward import ForwardPass, KVBlock, to_tensor
+from experiential.llm.forward import ForwardPass, KVBlock
 from experiential.llm.prefix_cache import PrefixCache
 from experiential.llm.request import Request
+from experiential.sync import resolve_futures
 
 _LONGEST_WAIT = 10
 """Requests wait for others at most this many times ``batch_wait``."""
@@ -83,11 +84,9 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; its future is resolved on its own event loop."""
-        now = time.monotonic()
+        now, priority = time.monotonic(), request.sampling.priority
         with self._lock:
-            track = self._tracks.setdefault(
-                request.sampling.priority, _Track(request.sampling.priority)
-            )
+            track = self._tracks.setdefault(priority, _Track(priority))
             if not track.waiting:
                 track.first_arrival = now
             track.last_arrival = now
@@ -98,23 +97,18 @@ class Engine:
 
     def _schedule(self, track: _Track, delay: float) -> None:
         try:
-            step = self._executor.submit(
-                lambda: self._step(track), priority=track.priority, delay=delay
-            )
+            work = partial(self._step, track)
+            step = self._executor.submit(work, priority=track.priority, delay=delay)
         except BackendError as error:
             self._fail_all(track, error)
             return
-        step.add_done_callback(lambda done: self._after(track, done))
+        step.add_done_callback(partial(self._after, track))
 
     def _after(self, track: _Track, step: Future[None]) -> None:
         """Plan the next step; a failed step fails only the requests that it touched."""
         if step.cancelled():
-            self._fail_all(
-                track,
-                BackendError(
-                    "Expected an open executor, got one closed while requests were waiting"
-                ),
-            )
+            closed = "Expected an open executor, got one closed while requests were waiting"
+            self._fail_all(track, BackendError(closed))
             return
         if (error := step.exception()) is not None:
             failure = BackendError(
@@ -127,10 +121,10 @@ class Engine:
                 else:  # a decoding step failed: the states of the whole batch are in doubt
                     failed, track.rows, track.block = track.rows, [], None
                 track.joining = []
-            _deliver(failed, failure)
+            resolve_futures((request.future for request in failed), failure)
         with self._lock:
             track.scheduled = bool(track.rows or track.waiting)
-            delay = 0.0 if track.rows else self._patience(track, time.monotonic())
+            delay = 0.0 if track.rows else self._patience(track)
         if track.scheduled:
             self._schedule(track, delay)
 
@@ -139,42 +133,51 @@ class Engine:
             failed = [*track.rows, *track.joining, *track.waiting]
             track.rows, track.joining, track.block, track.scheduled = [], [], None, False
             track.waiting.clear()
-        _deliver(failed, error)
+        resolve_futures((request.future for request in failed), error)
 
-    def _patience(self, track: _Track, now: float) -> float:
+    def _patience(self, track: _Track) -> float:
         """Return the seconds to wait for more requests before the next prefill; 0 starts it."""
         if len(track.waiting) >= self._max_batch - len(track.rows):
             return 0.0
         quiet = track.last_arrival + self._batch_wait
         overdue = track.first_arrival + _LONGEST_WAIT * self._batch_wait
-        return max(0.0, min(quiet, overdue) - now)
+        return max(0.0, min(quiet, overdue) - time.monotonic())
 
     def _step(self, track: _Track) -> None:
-        """Run one prefill of the requests that have arrived, or else one decoding forward."""
+        """Run one prefill of the requests that have arrived, or else one decoding forward.
+
+        Decoding feeds every row what it has not seen, draws its next token, and lets finished rows
+        leave.
+        """
         version, epoch = self._version()
         if epoch != self._cache_epoch:
             self._cache.clear()
             self._cache_epoch = epoch
         with self._forward.measured():
-            for row in range(len(track.rows) - 1, -1, -1):
-                if track.rows[row].cancelled:
-                    self._leave(track, row)
-            track.joining = self._admit(track)
+            for place in range(len(track.rows) - 1, -1, -1):
+                if track.rows[place].cancelled:
+                    self._leave(track, place)
+            with self._lock:
+                room = min(self._max_batch - len(track.rows), len(track.waiting))
+                if room > 0 and self._patience(track) > 0:
+                    room = 0
+                taken = [track.waiting.popleft() for _ in range(room)]
+            track.joining = [request for request in taken if not request.cancelled]
             for request in track.joining:
                 request.version, request.epoch = version, epoch
             if track.joining:
                 self._prefill(track)
-            elif track.rows:
-                self._decode(track)
-
-    def _admit(self, track: _Track) -> list[Request]:
-        """Take the waiting requests that there is room for, unless more are worth waiting for."""
-        with self._lock:
-            room = self._max_batch - len(track.rows)
-            if room <= 0 or not track.waiting or self._patience(track, time.monotonic()) > 0:
-                return []
-            taken = [track.waiting.popleft() for _ in range(min(room, len(track.waiting)))]
-        return [request for request in taken if not request.cancelled]
+            elif track.block is not None:
+                rows = track.rows
+                pending, seen = [row.pending for row in rows], [row.seen for row in rows]
+                logits = self._forward.extend(track.block, pending, seen)
+                for row in rows:
+                    row.seen += len(row.pending)
+                _advance(rows, logits, range(len(rows)))
+                resolve_futures(row.future for row in rows if row.finish is not None)
+                for place in range(len(rows) - 1, -1, -1):
+                    if rows[place].finish is not None:
+                        self._leave(track, place)
 
     def _prefill(self, track: _Track) -> None:
         """Forward each distinct prompt once, draw a token for each request, join the unfinished."""
@@ -191,7 +194,7 @@ class Engine:
                 [prompts[i] for i in chunk], [matches[i] for i in chunk]
             )
             for row, i in enumerate(chunk):
-                self._remember(prompts[i], block, row)
+                self._cache.put(prompts[i], partial(block.row, row, len(prompts[i])))
             requests = [request for i in chunk for request in members[i]]
             source = [row for row, i in enumerate(chunk) for _ in members[i]]
             for request in requests:
@@ -202,7 +205,7 @@ class Engine:
                 chosen = block.select([source[i] for i in going])
                 track.block = chosen if track.block is None else track.block.join(chosen)
                 track.rows.extend(requests[i] for i in going)
-            _deliver([request for request in requests if request.finish is not None])
+            resolve_futures(request.future for request in requests if request.finish is not None)
         track.joining = []
 
     def _matches(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Any]]:
@@ -224,40 +227,22 @@ class Engine:
                 wanted = [prompts[group[0]][:length] for group, length in shared]
                 block, _ = self._forward.prefill(wanted, [self._cache.match(ids) for ids in wanted])
                 for row, ids in enumerate(wanted):
-                    self._remember(ids, block, row)
+                    self._cache.put(ids, partial(block.row, row, len(ids)))
                 matches = [self._cache.match(ids) for ids in prompts]
         return matches
 
-    def _decode(self, track: _Track) -> None:
-        """Feed every row what it has not seen, draw its next token, and let finished rows leave."""
-        assert track.block is not None
-        rows = track.rows
-        logits = self._forward.extend(
-            track.block, [row.pending for row in rows], [row.seen for row in rows]
-        )
-        for row in rows:
-            row.seen += len(row.pending)
-        _advance(rows, logits, range(len(rows)))
-        _deliver([row for row in rows if row.finish is not None])
-        for index in range(len(rows) - 1, -1, -1):
-            if rows[index].finish is not None:
-                self._leave(track, index)
-
-    def _leave(self, track: _Track, index: int) -> None:
+    def _leave(self, track: _Track, place: int) -> None:
         """Take a row out of the batch, keeping its states for the next turn of its conversation."""
         assert track.block is not None
-        request = track.rows[index]
+        request = track.rows[place]
         if request.epoch == self._cache_epoch:
             ids = np.array([*request.prompt, *request.response][: request.seen], dtype=np.int64)
-            self._remember(ids, track.block, index)
-        track.block.drop(index)  # the last row moves into its slot, here as there
-        track.rows[index] = track.rows[-1]
+            self._cache.put(ids, partial(track.block.row, place, len(ids)))
+        track.block.drop(place)  # the last row moves into its slot, here as there
+        track.rows[place] = track.rows[-1]
         track.rows.pop()
         if not track.rows:
             track.block = None
-
-    def _remember(self, ids: NDArray[np.int64], block: KVBlock, row: int) -> None:
-        self._cache.put(ids, lambda: block.row(row, len(ids)))
 
 
 def _by_beginning(prompts: Sequence[NDArray[np.int64]]) -> list[tuple[list[int], int]]:
@@ -266,16 +251,14 @@ def _by_beginning(prompts: Sequence[NDArray[np.int64]]) -> list[tuple[list[int],
     Groups are runs of neighbours in sorted order, cut at the length that saves most tokens.
     """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
-    joints = [
-        _common_prefix([prompts[i], prompts[j]]) for i, j in zip(order, order[1:], strict=False)
-    ]
+    joints = [_common_prefix([prompts[i], prompts[j]]) for i, j in pairwise(order)]
     base = min(joints, default=0)
     best: list[tuple[list[int], int]] = []
     most = 0
     for least in sorted(set(joints)):
         groups: list[tuple[list[int], int]] = []
         joined = False
-        for left, right, shared in zip(order, order[1:], joints, strict=False):
+        for (left, right), shared in zip(pairwise(order), joints, strict=True):
             if shared < least:
                 joined = False
             elif joined:
@@ -292,16 +275,15 @@ def _by_beginning(prompts: Sequence[NDArray[np.int64]]) -> list[tuple[list[int],
 def _common_prefix(prompts: Sequence[NDArray[np.int64]]) -> int:
     """Return the length of the beginning that all prompts share."""
     width = min(map(len, prompts))
-    differ = np.flatnonzero(
-        (np.stack([ids[:width] for ids in prompts]) != prompts[0][:width]).any(axis=0)
-    )
+    stacked = np.stack([ids[:width] for ids in prompts])
+    differ = np.flatnonzero((stacked != prompts[0][:width]).any(axis=0))
     return int(differ[0]) if len(differ) else width
 
 
 def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int]) -> None:
     """Draw one token for each request from its row of ``logits``, given by ``source``."""
-    free = [i for i, request in enumerate(requests) if request.choices is None]
-    bound = [i for i, request in enumerate(requests) if request.choices is not None]
+    free = [i for i, request in enumerate(requests) if request.node is None]
+    bound = [i for i, request in enumerate(requests) if request.node is not None]
     if free:
         chosen = [requests[i] for i in free]
         everyone = len(free) == len(logits) == len(requests)
@@ -311,7 +293,8 @@ def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int])
             for row, request in enumerate(chosen):
                 if request.schema is not None:
                     allowed[row] = request.schema.allowed()
-            scores = scores.masked_fill(to_tensor(~allowed, scores.device), -torch.inf)
+            barred = torch.as_tensor(~allowed, device=scores.device)
+            scores = scores.masked_fill(barred, -torch.inf)
         index, logprobs = _draw(scores, chosen)
         tokens = index.cpu().numpy()
         for request, token, logprob in zip(chosen, tokens, logprobs.cpu().numpy(), strict=True):
@@ -319,16 +302,15 @@ def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int])
     if bound:
         # choices allow a handful of tokens, so only their logits leave the device
         chosen = [requests[i] for i in bound]
-        choices = [request.choices or () for request in chosen]
+        choices = [request.node.allowed for request in chosen if request.node is not None]
         width = max(map(len, choices))
         tokens = np.zeros((len(chosen), width), dtype=np.int64)
-        barred = np.ones((len(chosen), width), dtype=bool)
         for row, ids in enumerate(choices):
             tokens[row, : len(ids)] = ids
-            barred[row, : len(ids)] = False
         rows = torch.tensor([source[i] for i in bound], device=logits.device).unsqueeze(1)
-        scores = logits[rows, to_tensor(tokens, logits.device)].cpu()
-        scores = scores.masked_fill(to_tensor(barred, scores.device), -torch.inf)
+        scores = logits[rows, torch.as_tensor(tokens, device=logits.device)].cpu()
+        lengths = torch.tensor([len(ids) for ids in choices]).unsqueeze(1)
+        scores = scores.masked_fill(torch.arange(width) >= lengths, -torch.inf)
         index, logprobs = _draw(scores, chosen)
         drawn = tokens[np.arange(len(chosen)), index.numpy()]
         for request, token, logprob in zip(chosen, drawn, logprobs.numpy(), strict=True):
@@ -338,15 +320,14 @@ def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int])
 def _draw(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
     """Draw one index per row of ``scores`` with the settings of its request; see `draw_tokens`."""
     sampling = [request.sampling for request in requests]
-    device = scores.device
+    uniform = [request.uniform() for request in requests]
+    tensor = partial(torch.tensor, device=scores.device)
     return draw_tokens(
         scores,
-        torch.tensor([each.temperature for each in sampling], dtype=torch.float32, device=device),
-        torch.tensor([each.top_k for each in sampling], dtype=torch.int64, device=device),
-        torch.tensor([each.top_p for each in sampling], dtype=torch.float32, device=device),
-        torch.tensor(
-            [request.uniform() for request in requests], dtype=torch.float64, device=device
-        ),
+        temperature=tensor([each.temperature for each in sampling], dtype=torch.float32),
+        top_k=tensor([each.top_k for each in sampling], dtype=torch.int64),
+        top_p=tensor([each.top_p for each in sampling], dtype=torch.float32),
+        uniform=tensor(uniform, dtype=torch.float64),
     )
 
 
@@ -374,46 +355,20 @@ def draw_tokens(
     scaled = scores / torch.where(greedy, 1.0, temperature).unsqueeze(1)
     truncated = ((top_k > 0) | (top_p < 1)) & ~greedy
     if bool(truncated.any()):
-        scaled[truncated] = _truncate(scaled[truncated], top_k[truncated], top_p[truncated])
+        # -inf for all but the top k, then for all but the smallest set with mass top_p; of equal
+        # scores the lower index is kept
+        ordered, order = scaled[truncated].sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(scores.shape[1], device=scores.device)
+        limit = torch.where(top_k > 0, top_k, scores.shape[1])[truncated].unsqueeze(1)
+        ordered = ordered.masked_fill(rank >= limit, -torch.inf)
+        probability = torch.softmax(ordered, dim=-1)
+        before = probability.cumsum(dim=-1) - probability
+        beyond = (before >= top_p[truncated].unsqueeze(1)) & (rank > 0)
+        ordered = ordered.masked_fill(beyond, -torch.inf)
+        scaled[truncated] = torch.empty_like(ordered).scatter_(1, order, ordered)
     logprobs = torch.log_softmax(scaled, dim=-1)
     mass = logprobs.double().exp().cumsum(dim=-1)
     target = (uniform * mass[:, -1]).unsqueeze(1)
     drawn = torch.searchsorted(mass, target, right=True).squeeze(1).clamp(max=scores.shape[1] - 1)
     index = torch.where(greedy, scores.argmax(dim=-1), drawn) if bool(greedy.any()) else drawn
     return index, logprobs.gather(1, index.unsqueeze(1)).squeeze(1)
-
-
-def _truncate(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set to ``-inf`` all but the top k, then all but the smallest set with mass top_p.
-
-    Ties go to the lower index.
-    """
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[1], device=scores.device)
-    limit = torch.where(top_k > 0, top_k, scores.shape[1]).unsqueeze(1)
-    ordered = ordered.masked_fill(rank >= limit, -torch.inf)
-    probability = torch.softmax(ordered, dim=-1)
-    before = probability.cumsum(dim=-1) - probability
-    ordered = ordered.masked_fill((before >= top_p.unsqueeze(1)) & (rank > 0), -torch.inf)
-    return torch.empty_like(scores).scatter_(1, order, ordered)
-
-
-def _deliver(requests: Sequence[Request], error: BackendError | None = None) -> None:
-    """Resolve the futures of these requests, with one wake-up per event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-    for request in requests:
-        if request.future is not None:
-            by_loop.setdefault(request.future.get_loop(), []).append(request.future)
-    for loop, futures in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # a loop that has closed has nobody waiting
-            loop.call_soon_threadsafe(_resolve, futures, error)
-
-
-def _resolve(futures: Sequence[asyncio.Future[None]], error: BackendError | None) -> None:
-    for future in futures:
-        if future.done():
-            continue
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,13 +23,6 @@ _WASTE = 64
 """Tokens of padding that a prompt may need, beside its own length, to join a wider prefill."""
 _SLACK = 64
 """Spare columns added when a decoding batch grows, so that a step does not copy all states."""
-
-_from_numpy: Callable[[NDArray[Any]], Tensor] = cast("Any", torch).from_numpy  # untyped in torch
-
-
-def to_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the array as a tensor on ``device``; shares memory on the CPU."""
-    return _from_numpy(array).to(device)
 
 
 @dataclass
@@ -95,12 +88,11 @@ class ForwardPass:
         chunks: list[list[int]] = []
         widest = 0
         for row in sorted(range(len(widths)), key=lambda row: -widths[row]):
-            fits = (
+            if (
                 chunks
                 and widest <= 2 * widths[row] + _WASTE
                 and (len(chunks[-1]) + 1) * widest <= _PREFILL_TOKENS
-            )
-            if fits:
+            ):
                 chunks[-1].append(row)
             else:
                 chunks.append([row])
@@ -112,13 +104,20 @@ class ForwardPass:
     ) -> tuple[KVBlock, Tensor]:
         """Forward the uncached end of each prompt; ``matches`` are (tokens held, their states)."""
         held = [matched for matched, _ in matches]
-        block = KVBlock.from_states(
-            self._layers, [state for _, state in matches], held, self._device
-        )
+        width = max(held)
+        columns = torch.arange(width, device=self._device)
+        mask = columns >= (width - torch.tensor(held, device=self._device)).unsqueeze(1)
+        block = KVBlock(self._layers, mask, width)
+        if width:  # collate the states, left-padded
+            like: Tensor = next(state for _, state in matches if state is not None)
+            shape = (like.shape[0], len(prompts), like.shape[1], width, like.shape[3])
+            block.data = like.new_zeros(shape)
+            for row, (length, state) in enumerate(matches):
+                if length:
+                    block.data[:, row, :, width - length :] = state[:, :, :length]
         self._stats.cached_tokens += sum(held)
-        return block, self.extend(
-            block, [ids[matched:] for ids, matched in zip(prompts, held, strict=True)], held
-        )
+        new = [ids[matched:] for ids, matched in zip(prompts, held, strict=True)]
+        return block, self.extend(block, new, held)
 
     def extend(
         self,
@@ -143,16 +142,22 @@ class ForwardPass:
             ids[row, width - len(new) :] = new
         offset = np.arange(width)[None, :] - (width - np.array(widths))[:, None]
         positions = np.maximum(np.array(seen)[:, None] + offset, 0)
-        cache = block.begin(to_tensor(offset >= 0, self._device))
+        real = torch.as_tensor(offset >= 0, device=self._device)
+        block.mask = torch.cat([block.mask, real], dim=1)
+        end = block.length + width
+        if (old := block.data) is not None and end > old.shape[3]:
+            shape = (old.shape[0], len(tokens), old.shape[2], end + _SLACK, old.shape[4])
+            block.data = old.new_empty(shape)
+            block.data[:, :, :, : block.length] = old[:, : len(tokens), :, : block.length]
         output = self._base(
-            input_ids=to_tensor(ids, self._device),
+            input_ids=torch.as_tensor(ids, device=self._device),
             attention_mask=block.mask,
-            position_ids=to_tensor(positions, self._device),
-            past_key_values=cache,
+            position_ids=torch.as_tensor(positions, device=self._device),
+            past_key_values=Cache(layers=[_BlockLayer(block, i) for i in range(block.layers)]),
             use_cache=True,
             **self._extra,
         )
-        block.commit()
+        block.length = end
         self._stats.forwards += 1
         self._stats.forwarded_rows += len(tokens)
         self._stats.forwarded_tokens += sum(widths)
@@ -171,113 +176,62 @@ class _BlockLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new columns; return all columns of this layer's keys and values."""
-        return self._block.write(self._index, key_states, value_states)
+        """Write the new columns, (rows, heads, n, dim); return all columns of this layer."""
+        block = self._block
+        rows, heads, new, dim = key_states.shape
+        start, end = block.length, block.length + new
+        if block.data is None:
+            block.data = key_states.new_empty((2 * block.layers, rows, heads, end, dim))
+        keys, values = block.data[2 * self._index], block.data[2 * self._index + 1]
+        keys[:rows, :, start:end] = key_states
+        values[:rows, :, start:end] = value_states
+        return keys[:rows, :, :end], values[:rows, :, :end]
 
     def get_seq_length(self) -> int:
         """Return the columns before the running forward."""
         return self._block.length
 
 
+@dataclass(eq=False)
 class KVBlock:
     """Hold the states of a batch in one tensor: joining, leaving and dedup are tensor operations.
 
-    ``data`` is (2 * layers, rows, heads, columns, dim); ``mask`` (rows, length) marks real tokens.
     Rows may have masked columns anywhere (left padding, and gaps where a forward fed fewer tokens
     to a row than to others). Gaps change no result, since positions are explicit.
+
+    Attributes:
+        layers: of the model.
+        mask: marks real tokens, shape (rows, length).
+        length: columns that forwards have written.
+        data: shape (2 * layers, rows, heads, columns, dim); None before the first forward.
     """
 
-    def __init__(self, layers: int, mask: Tensor, data: Tensor | None = None) -> None:
-        self.layers = layers
-        self.mask = mask
-        self.data = data
-        self.length = mask.shape[1]
-        self._pending = 0
-
-    @property
-    def rows(self) -> int:
-        """Return the number of sequences in the block."""
-        return self.mask.shape[0]
-
-    @classmethod
-    def from_states(
-        cls,
-        layers: int,
-        states: Sequence[Tensor | None],
-        lengths: Sequence[int],
-        device: torch.device,
-    ) -> KVBlock:
-        """Collate the first ``lengths[i]`` tokens of each state, left-padded.
-
-        A state has shape (2 * layers, heads, tokens, dim).
-        """
-        width = max(lengths)
-        mask = torch.arange(width, device=device) >= (
-            width - torch.tensor(lengths, device=device)
-        ).unsqueeze(1)
-        like = next((state for state in states if state is not None), None)
-        if like is None or width == 0:
-            return cls(layers, mask[:, :0])
-        data = like.new_zeros((like.shape[0], len(states), like.shape[1], width, like.shape[3]))
-        for row, (state, length) in enumerate(zip(states, lengths, strict=True)):
-            if state is not None and length:
-                data[:, row, :, width - length :] = state[:, :, :length]
-        return cls(layers, mask, data)
-
-    def begin(self, mask: Tensor) -> Cache:
-        """Prepare to append columns, and return the cache to pass to the model.
-
-        ``mask`` (rows, n) marks the real tokens among them.
-        """
-        self._pending = mask.shape[1]
-        self.mask = torch.cat([self.mask, mask], dim=1)
-        columns = self.length + self._pending
-        if self.data is not None and columns > self.data.shape[3]:
-            old = self.data
-            self.data = old.new_empty(
-                (old.shape[0], self.rows, old.shape[2], columns + _SLACK, old.shape[4])
-            )
-            self.data[:, :, :, : self.length] = old[:, : self.rows, :, : self.length]
-        return Cache(layers=[_BlockLayer(self, index) for index in range(self.layers)])
-
-    def commit(self) -> None:
-        """Count the columns that the forward wrote."""
-        self.length += self._pending
-        self._pending = 0
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one layer's new columns, shape (rows, heads, n, dim); return all its columns."""
-        end = self.length + keys.shape[2]
-        if self.data is None:
-            self.data = keys.new_empty(
-                (2 * self.layers, keys.shape[0], keys.shape[1], end, keys.shape[3])
-            )
-        data = self.data
-        data[2 * layer, : self.rows, :, self.length : end] = keys
-        data[2 * layer + 1, : self.rows, :, self.length : end] = values
-        return data[2 * layer, : self.rows, :, :end], data[2 * layer + 1, : self.rows, :, :end]
+    layers: int
+    mask: Tensor
+    length: int
+    data: Tensor | None = None
 
     def row(self, row: int, tokens: int) -> Tensor:
         """Copy the first ``tokens`` real columns of one row: (2 * layers, heads, tokens, dim)."""
+        assert self.data is not None
         columns = self.mask[row].nonzero().squeeze(1)[:tokens]
-        return self._filled()[:, row].index_select(2, columns)
+        return self.data[:, row].index_select(2, columns)
 
     def select(self, rows: Sequence[int]) -> KVBlock:
         """Return a new block of these rows in this order; a row may be repeated."""
-        data = self._filled()
-        chosen = data.new_empty(
-            (data.shape[0], len(rows), data.shape[2], self.length + _SLACK, data.shape[4])
-        )
+        assert (data := self.data) is not None
+        shape = (data.shape[0], len(rows), data.shape[2], self.length + _SLACK, data.shape[4])
+        chosen = data.new_empty(shape)
         for row, source in enumerate(rows):
             chosen[:, row, :, : self.length] = data[:, source, :, : self.length]
-        return KVBlock(self.layers, self.mask[list(rows)], chosen)
+        return KVBlock(self.layers, self.mask[list(rows)], self.length, chosen)
 
     def drop(self, row: int) -> None:
         """Remove a row in place: the last row takes its slot."""
-        last = self.rows - 1
+        assert self.data is not None
+        last = len(self.mask) - 1
         if row != last:
-            data = self._filled()
-            data[:, row, :, : self.length] = data[:, last, :, : self.length]
+            self.data[:, row, :, : self.length] = self.data[:, last, :, : self.length]
             self.mask[row] = self.mask[last]
         self.mask = self.mask[:last]
 
@@ -286,24 +240,20 @@ class KVBlock:
         blocks = [
             (block, int(block.mask.any(dim=0).to(torch.uint8).argmax()))  # its first used column
             for block in (self, other)
-            if block.rows
+            if len(block.mask)
         ]
         width = max(block.length - first for block, first in blocks)
-        like = self._filled()
-        rows = sum(block.rows for block, _ in blocks)
+        assert (like := self.data) is not None
+        rows = sum(len(block.mask) for block, _ in blocks)
         data = like.new_zeros((like.shape[0], rows, like.shape[2], width + _SLACK, like.shape[4]))
         mask = self.mask.new_zeros((rows, width))
         top = 0
         for block, first in blocks:
+            assert block.data is not None
             left = width - (block.length - first)
-            bottom = top + block.rows
-            used = block._filled()[:, : block.rows, :, first : block.length]
+            bottom = top + len(block.mask)
+            used = block.data[:, : len(block.mask), :, first : block.length]
             data[:, top:bottom, :, left:width] = used
             mask[top:bottom, left:] = block.mask[:, first:]
             top = bottom
-        return KVBlock(self.layers, mask, data)
-
-    def _filled(self) -> Tensor:
-        if self.data is None:
-            raise RuntimeError("Expected a block that went through a forward, got an empty one")
-        return self.data
+        return KVBlock(self.layers, mask, width, data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 from experiential.llm.base import LLM, Prompt, SamplingParams
 from experiential.types import Generation, Record
@@ -32,15 +31,11 @@ class Spent(Record):
 
     def __add__(self, other: Spent) -> Spent:
         """Add two costs; the seconds add up too, so the two must not have run at one time."""
-        return Spent(
-            **{name: value + getattr(other, name) for name, value in self.model_dump().items()}
-        )
+        return Spent(**{name: value + getattr(other, name) for name, value in self})
 
     def __sub__(self, earlier: Spent) -> Spent:
         """Return the cost since ``earlier``."""
-        return Spent(
-            **{name: value - getattr(earlier, name) for name, value in self.model_dump().items()}
-        )
+        return Spent(**{name: value - getattr(earlier, name) for name, value in self})
 
 
 class Meter:
@@ -99,17 +94,12 @@ class Metered(LLM):
 
     def __init__(self, llm: LLM, meter: Meter) -> None:
         self.llm, self.meter = llm, meter
-        self.name = llm.name
+        self.name, self.tokenizer = llm.name, llm.tokenizer
 
     @property
     def version(self) -> int:  # type: ignore[override]  # a live value here, a default in the base
         """Return the optimiser steps the weights have seen."""
         return self.llm.version
-
-    @property
-    def tokenizer(self) -> Any | None:
-        """Return the tokenizer of the backend."""
-        return self.llm.tokenizer
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response, and count it."""

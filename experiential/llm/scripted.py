@@ -50,17 +50,12 @@ class ScriptedLLM(LLM):
             )
         self.name = name
         self.calls: list[list[Message]] = []
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         if callable(replies):
             self._reply: Reply = replies
         else:
             endless = itertools.cycle(replies)
             self._reply = lambda messages: next(endless)
-
-    @property
-    def tokenizer(self) -> Any | None:
-        """Return the tokenizer given, else None."""
-        return self._tokenizer
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Return the next reply.
@@ -69,8 +64,7 @@ class ScriptedLLM(LLM):
             BackendError: the reply is not among ``sampling.choices``, or token ids came without a
                 tokenizer.
         """
-        sampling = sampling or SamplingParams()
-        tokenizer = self._tokenizer
+        sampling, tokenizer = sampling or SamplingParams(), self.tokenizer
         prompt_ids: tuple[int, ...] = ()
         if is_token_prompt(prompt):
             if tokenizer is None:
@@ -78,17 +72,15 @@ class ScriptedLLM(LLM):
                     "Expected messages, got token ids; pass tokenizer= to ScriptedLLM to take token"
                     " prompts"
                 )
-            prompt_ids = tuple(cast("Sequence[int]", prompt))
+            prompt_ids = tuple(prompt)
             messages = [Message(role="user", content=tokenizer.decode(list(prompt_ids)))]
         else:
-            given = cast("Sequence[Message]", prompt)
-            messages = [cast("Message", dict(message)) for message in given]
+            messages = [message.copy() for message in cast("Sequence[Message]", prompt)]
             if tokenizer is not None:
-                prompt_ids = tuple(
-                    tokenizer.apply_chat_template(
-                        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                    )
+                ids = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
+                prompt_ids = tuple(ids)
         self.calls.append(messages)
         reply = self._reply(messages)
         text = await reply if inspect.isawaitable(reply) else reply

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from experiential.config import ModelSettings
-from experiential.errors import BackendError, MissingExtraError
+from experiential.errors import BackendError, require
 from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
 from experiential.llm.constraints import ChoiceTrie, Schemas, canonical
 from experiential.llm.executor import DeviceExecutor
@@ -70,9 +69,9 @@ class TransformersLLM(LLM):
         version: int = 0,
         batch_wait: float = 0.002,
     ) -> None:
-        for package in ("torch", "transformers"):
-            if find_spec(package) is None:
-                raise MissingExtraError(package, "local")
+        require("local", "torch", "transformers")
+        import torch
+
         from experiential.llm.engine import Engine
         from experiential.llm.forward import ForwardPass, LLMStats
 
@@ -84,12 +83,12 @@ class TransformersLLM(LLM):
             from experiential.llm.models import load_model
 
             self.model, found = load_model(ModelSettings(name=model, dtype=dtype, device=device))
-            self._tokenizer: Any = found if tokenizer is None else tokenizer
+            self.tokenizer = found if tokenizer is None else tokenizer
         elif tokenizer is None:
             raise ValueError("Expected a tokenizer with a loaded model, got None; pass tokenizer=")
         else:
-            self.model, self._tokenizer = model, tokenizer
-        self._tokenizer.padding_side = "left"
+            self.model, self.tokenizer = model, tokenizer
+        self.tokenizer.padding_side = "left"
         self.name = name or (model if isinstance(model, str) else type(model).__name__)
         self.version = version
         self.adapter = adapter
@@ -98,11 +97,22 @@ class TransformersLLM(LLM):
         self._owns_executor = executor is None
         self._epoch = 0
         self._closed = False
-        self._eos, pad = _special_tokens(self.model, self._tokenizer)
-        self._stops = StopFinder(self._tokenizer)
+        listed: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        listed = [*listed] if isinstance(listed, list) else [listed]
+        ends = {self.tokenizer.eos_token_id, *listed} - {None}
+        if not ends:
+            raise BackendError(
+                "Expected a tokenizer or model with an end-of-turn token, got none; set"
+                " tokenizer.eos_token"
+            )
+        self._eos = frozenset[int](ends)
+        pad = self.tokenizer.pad_token_id
+        pad = min(self._eos) if pad is None else pad
+        self._stops = StopFinder(self.tokenizer)
         self._render = lru_cache(maxsize=512)(self._render_now)
-        self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=self._tokenizer))
-        self._uniform = _random_numbers()
+        self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=self.tokenizer))
+        self._random = torch.Generator()
+        self._random.seed()
         self._cache = PrefixCache(prefix_cache_tokens)
         forward = ForwardPass(self.model, pad=pad, adapter=adapter, stats=self.stats)
         self._context, self._vocabulary = forward.context, forward.vocabulary
@@ -115,15 +125,10 @@ class TransformersLLM(LLM):
             version=lambda: (self.version, self._epoch),
         )
 
-    @property
-    def tokenizer(self) -> Any:
-        """Return the Hugging Face tokenizer."""
-        return self._tokenizer
-
     @cached_property
     def schemas(self) -> Schemas:
         """Return the compiler of JSON schemas; the first call takes about a second."""
-        return Schemas(self._tokenizer, self._vocabulary)
+        return Schemas(self.tokenizer, self._vocabulary)
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response; concurrent calls, from any event loops, are decoded together.
@@ -132,6 +137,8 @@ class TransformersLLM(LLM):
             BackendError: the prompt does not fit the context, the model failed, or the backend is
                 closed.
         """
+        import torch
+
         if self._closed:
             raise BackendError(f"Expected an open backend, got {self.name!r} after close()")
         sampling = sampling or SamplingParams()
@@ -142,13 +149,17 @@ class TransformersLLM(LLM):
         elif sampling.json_schema is not None:
             written = canonical(sampling.json_schema)
             schema = self.schemas.start(written)
+        limit = response_limit(len(ids), sampling, trie, self._context)
+        source = self._random  # a seed has a source of its own, so that no other request draws
+        if sampling.seed is not None:
+            source = torch.Generator().manual_seed(sampling.seed % 2**63)
         request = Request(
             ids,
             sampling,
-            response_limit(len(ids), sampling, trie, self._context),
+            limit,
             self._eos,
             self._stops,
-            self._uniform(sampling.seed),
+            lambda: torch.rand((), dtype=torch.float64, generator=source).item(),
             trie,
             schema,
         )
@@ -172,7 +183,7 @@ class TransformersLLM(LLM):
             policy=self.name,
             policy_version=request.version,
             finish_reason=request.finish,
-            temperature=request.temperature,
+            temperature=sampling.temperature or 1.0,
         )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -182,19 +193,15 @@ class TransformersLLM(LLM):
             BackendError: a token id is out of range, or there is no chat template.
         """
         if is_token_prompt(prompt):
-            ids = tuple(cast("Sequence[int]", prompt))
+            ids = tuple(prompt)
             if min(ids) < 0 or max(ids) >= self._vocabulary:
                 raise BackendError(
                     f"Expected token ids from 0 to {self._vocabulary - 1}, got {min(ids)} to"
                     f" {max(ids)}"
                 )
             return ids
-        return self._render(
-            tuple(
-                (message["role"], message["content"])
-                for message in cast("Sequence[Message]", prompt)
-            )
-        )
+        messages = cast("Sequence[Message]", prompt)
+        return self._render(tuple((message["role"], message["content"]) for message in messages))
 
     def weights_changed(self, version: int) -> None:
         """Set the version of new weights; key-value states of the old ones are not used again."""
@@ -214,49 +221,13 @@ class TransformersLLM(LLM):
     def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
         if not messages:
             return ()
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             raise BackendError(
                 "Expected a tokenizer with a chat template to render messages, got one without for"
                 f" {self.name!r}; send token ids"
             )
         chat = [{"role": role, "content": content} for role, content in messages]
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+        ids = self.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-
-
-def _random_numbers() -> Callable[[int | None], Callable[[], float]]:
-    """Return a function from a seed to a source of numbers in [0, 1) with 53 random bits.
-
-    A request with a seed has a generator of its own, so that its draws do not depend on the batch;
-    the others share one.
-    """
-    import torch
-
-    shared = torch.Generator()
-    shared.seed()
-
-    def uniform(seed: int | None) -> Callable[[], float]:
-        generator = shared if seed is None else torch.Generator().manual_seed(seed % 2**63)
-        return lambda: torch.rand((), dtype=torch.float64, generator=generator).item()
-
-    return uniform
-
-
-def _special_tokens(model: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Return the tokens that end a response, and the one to pad with (eos where none is set)."""
-    listed: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends: set[int | None] = {
-        tokenizer.eos_token_id,
-        *(cast("list[int]", listed) if isinstance(listed, list) else [listed]),
-    }
-    eos = frozenset(token for token in ends if token is not None)
-    if not eos:
-        raise BackendError(
-            "Expected a tokenizer or model with an end-of-turn token, got none; set"
-            " tokenizer.eos_token"
-        )
-    pad: int | None = tokenizer.pad_token_id
-    return eos, min(eos) if pad is None else pad
+        return tuple(ids)

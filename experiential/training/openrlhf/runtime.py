@@ -203,7 +203,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         """
         sampling = sampling or SamplingParams()
         if is_token_prompt(prompt):
-            ids = tuple(cast("Sequence[int]", prompt))
+            ids = tuple(prompt)
         else:
             messages = cast("Sequence[Message]", prompt)
             ids = self._render(tuple((m["role"], m["content"]) for m in messages))
@@ -310,9 +310,10 @@ class OpenRLHFRuntime(PolicyRuntime):
         trie = self._tries(sampling.choices)
         request = Request(ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie)
         while request.finish is None:
-            assert request.choices is not None
+            assert request.node is not None
+            allowed = request.node.allowed
             seed = None if sampling.seed is None else sampling.seed + len(request.response)
-            output = await self._ask((*ids, *request.response), sampling, 1, seed, request.choices)
+            output = await self._ask((*ids, *request.response), sampling, 1, seed, allowed)
             request.accept(output.token_ids[0], _logprobs(output)[0])
         return {
             "text": request.text(),
