@@ -11,7 +11,7 @@ TORCH_INDEX ?=
 MODEL ?= tiny
 OUTPUT ?= runs/quickstart
 # The tiny model trains whole; anything larger trains two adapters over one frozen base, on less of everything.
-LARGER := 'model.lora={rank: 8}' model.prefix_cache_tokens=16384 model.gradient_checkpointing=true extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.advice=observation actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8 actor.optim.tokens_per_micro_batch=1024 extractor.optim.tokens_per_micro_batch=1024
+LARGER := 'model.lora={rank: 8}' model.prefix_cache_tokens=16384 model.gradient_checkpointing=true extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.options.advice=observation actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8 actor.optim.tokens_per_micro_batch=1024 extractor.optim.tokens_per_micro_batch=1024
 SIZE ?= $(if $(filter tiny,$(MODEL)),,$(LARGER))
 ARGS ?=
 STAMP := $(VENV)/.installed

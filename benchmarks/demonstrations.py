@@ -147,7 +147,7 @@ def played(
     agent = ActorAgent(
         llm,
         prompts=prompt_set_name(experiment.model),
-        instruction=experiment.actor.instruction,
+        instruction=experiment.actor.options.instruction,
         constrain=True,
     )
     chat: list[dict[str, str]] = []

@@ -104,7 +104,7 @@ ENVIRONMENTS = {
         training=(
             "env.id=experiential/FrozenLake-v0", "env.max_turns=8", "env.kwargs={sizes: [2, 4]}",
             "env.train={split: train, layouts: 10000}", "env.eval={split: eval, layouts: 40}",
-            "actor.history=0", "actor.keep_first=false", "actor.groups=4", "run.steps=48",
+            "actor.options={history: 0, keep_first: false}", "actor.groups=4", "run.steps=48",
             "bank.retrieval.floor=0.0",
             "env.visits=1",  # other layouts in every step, or the actor learns four by heart
         ),
@@ -244,7 +244,7 @@ def cold_start(recipe: str, overrides: Sequence[str], seed: int, scratch: Path) 
         load_experiment(recipe, overrides), DEMONSTRATIONS[recipe], ask=0.8, follow=0.8, seed=seed
     )
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
-    return [f"cold_start={{demonstrations: {file}}}"]
+    return [f"methods.cold_start={{demonstrations: {file}}}"]
 
 
 def final_cells(

@@ -18,6 +18,12 @@ SAME_AS = {
 
 Arm = Literal["off", "on", "frozen", "shuffled", "placebo"]
 """One way to evaluate: which experience the actor is shown (docs/evaluation.md)."""
+Advice = Literal["system", "observation"]
+"""Place of the advice in the actor's prompt."""
+Ratio = Literal["token", "sequence"]
+"""What an importance ratio is taken over."""
+BonusKind = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
+"""How an entropy reduction becomes a bonus: `rewards.entropy_bonus`."""
 
 
 class Settings(BaseModel):
@@ -26,18 +32,34 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Options(Settings):
+    """Provide the base of the options of one part, which the reference lists apart."""
+
+
+class WorldChange(Settings):
+    """Change the training worlds from step ``step`` on.
+
+    There are then ``worlds`` worlds, and the first ``changed`` of them use era ``era``.
+    """
+
+    step: int = Field(ge=0)
+    worlds: int = Field(gt=0)
+    changed: int = Field(default=0, ge=0)
+    era: int = 1
+
+
 class EnvSettings(Settings):
     """Choose the environment, and its tasks for training and for evaluation."""
 
     id: str = "experiential/Vault-v0"
     kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="passed to gymnasium.make, in training and evaluation"
+        default={}, description="passed to gymnasium.make, in training and evaluation"
     )
     train: dict[str, Any] = Field(
-        default_factory=lambda: {"split": "train"}, description="added to kwargs in training"
+        default={"split": "train"}, description="added to kwargs in training"
     )
     eval: dict[str, Any] = Field(
-        default_factory=lambda: {"split": "eval"}, description="added to kwargs in evaluation"
+        default={"split": "eval"}, description="added to kwargs in evaluation"
     )
     max_turns: int = Field(
         default=30, gt=0, description="turns after which an episode is truncated"
@@ -67,26 +89,17 @@ class EnvSettings(Settings):
     )
 
 
-class WorldChange(Settings):
-    """Change the training worlds from step ``step`` on.
-
-    There are then ``worlds`` worlds, and the first ``changed`` of them use era ``era``.
-    """
-
-    step: int = Field(ge=0)
-    worlds: int = Field(gt=0)
-    changed: int = Field(default=0, ge=0)
-    era: int = 1
-
-
-EnvSettings.model_rebuild()
-
-
-class LoraSettings(Settings):
+class LoraSettings(Options):
     """Configure low-rank adapters over a frozen base."""
 
     rank: int = Field(default=8, gt=0)
     alpha: int = Field(default=16, gt=0)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="layers that adapters are put on",
+    )
 
 
 class ModelSettings(Settings):
@@ -97,7 +110,9 @@ class ModelSettings(Settings):
     )
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1 ...")
-    lora: LoraSettings | None = None
+    lora: LoraSettings | None = Field(
+        default=None, description="low-rank adapters over frozen weights; None trains the weights"
+    )
     prompts: str = Field(
         default="auto", description="template set: full, brief, or auto (brief for the tiny model)"
     )
@@ -110,38 +125,35 @@ class ModelSettings(Settings):
     )
 
 
-class OptimSettings(Settings):
+class OptimSettings(Options):
     """Configure AdamW with a constant rate (appendix C.2)."""
 
     lr: float = Field(default=1e-6, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     tokens_per_micro_batch: int = Field(
         default=16384, gt=0, description="gradient accumulation unit, padded tokens"
     )
 
 
-class SelfDistillSettings(Settings):
-    """Imitate guided episodes that beat the free ones (section 4.3).
+class ActorOptions(Options):
+    """Configure the prompts and the sampling of the acting agent."""
 
-    The imitating policy does not see the experience that guided them.
-    """
-
-    weight: float = Field(
-        default=0.1, gt=0.0, description="of the imitation loss beside the actor's own"
+    history: int | None = Field(
+        default=None, ge=0, description="past turns kept in the prompt; None keeps all"
     )
-    every: int = Field(default=1, gt=0, description="training steps between imitations")
-    guard: float = Field(
-        default=0.1,
-        gt=0.0,
-        le=1.0,
-        description=(
-            "pause while the running success of free episodes is this far below its best: collapse"
-        ),
+    keep_first: bool = Field(
+        default=True, description="keep the first observation when history drops turns"
     )
-
-
-FormatPart = Literal["think", "search_experience", "search_knowledge", "answer"]
-"""What the format reward looks for in an episode's responses."""
+    advice: Advice = Field(
+        default="system", description="in the system message, or behind the first observation"
+    )
+    instruction: str = Field(
+        default="",
+        description="what the actor is told about the environment; not with the brief prompt set",
+    )
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus sampling")
 
 
 class ActorSettings(Settings):
@@ -191,14 +203,9 @@ class ActorSettings(Settings):
     discount: float = Field(
         default=1.0, gt=0.0, le=1.0, description="of later rewards, with credit: turn"
     )
-    self_distill: SelfDistillSettings | None = None
-    critic: bool = Field(
-        default=False,
-        description="the actor accepts, refines or rejects what is retrieved (appendix B.1)",
-    )
     clip_low: float = Field(default=0.2, gt=0.0)
     clip_high: float = Field(default=0.2, gt=0.0)
-    ratio: Literal["token", "sequence"] = "token"
+    ratio: Ratio = "token"
     kl: float = Field(
         default=0.0, ge=0.0, description="weight of KL(policy || reference), k3 estimator"
     )
@@ -209,19 +216,6 @@ class ActorSettings(Settings):
     constrain: bool = Field(
         default=True,
         description="restrict answers to the admissible actions when the env names them",
-    )
-    history: int | None = Field(
-        default=None, ge=0, description="past turns kept in the prompt; None keeps all"
-    )
-    keep_first: bool = Field(
-        default=True, description="keep the first observation when history drops turns"
-    )
-    advice: Literal["system", "observation"] = Field(
-        default="system", description="in the system message, or behind the first observation"
-    )
-    instruction: str = Field(
-        default="",
-        description="what the actor is told about the environment; not with the brief prompt set",
     )
     search_and_ask: int = Field(
         default=0,
@@ -236,40 +230,26 @@ class ActorSettings(Settings):
             " 0 leaves it out"
         ),
     )
-    format_reward: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="weight of EvolveR's format reward, where the outcome's is 1; 0: none",
-    )
-    format_parts: tuple[FormatPart, ...] = Field(
-        default=("think", "search_experience", "search_knowledge", "answer"),
-        min_length=1,
-        description=(
-            "what a complete episode can hold here; leave out what the environment has no use for"
-        ),
-    )
     warmup_steps: int = Field(default=0, ge=0, description="steps before the bank is used")
-    optim: OptimSettings = Field(default_factory=lambda: OptimSettings(lr=3e-4))
-
-
-class EntropyBonusSettings(Settings):
-    """Configure a bonus for entries that lower the actor's entropy over the task (appendix B.2)."""
-
-    kind: Literal["relative", "tanh", "sigmoid", "asymmetric", "log"] = "relative"
-    weight: float = Field(default=0.5, gt=0.0, description="w")
-
-
-class ColdStartSettings(Settings):
-    """Configure supervised training on demonstrations before reinforcement learning (EvolveR)."""
-
-    demonstrations: str = Field(
-        description=(
-            "JSON Lines of chats: {messages: [{role, content}, ...]}; loss on what the assistant"
-            " says"
-        )
+    optim: OptimSettings = Field(default=OptimSettings(lr=3e-4), description="options of AdamW")
+    options: ActorOptions = Field(
+        default=ActorOptions(), description="further options of ActorAgent"
     )
-    epochs: int = Field(default=1, gt=0)
-    batch_size: int = Field(default=16, gt=0, description="chats per optimiser step")
+
+
+class ExtractorOptions(Options):
+    """Configure the sampling of the extractor, its buffer of samples and its loss."""
+
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus sampling")
+    buffer_size: int = Field(default=512, gt=0, description="samples that may wait")
+    cooldown: int = Field(default=1, description="delta of eq. 7, in training steps")
+    decay: float = Field(default=0.5, description="alpha of eq. 7")
+    malformed_share: float = Field(
+        default=0.25, description="share of a batch that malformed responses may fill"
+    )
+    malformed_reward: float = Field(default=-1.0, description="reward of a malformed response")
+    eps_low: float = Field(default=0.1, description="the importance ratio is at least 1 - eps_low")
+    eps_high: float = Field(default=0.1, description="the importance ratio is at most 1 + eps_high")
 
 
 class ExtractorSettings(Settings):
@@ -297,7 +277,6 @@ class ExtractorSettings(Settings):
             " free members"
         ),
     )
-    entropy_bonus: EntropyBonusSettings | None = None
     batch_size: int = Field(default=64, gt=0, description="|B_phi|: samples per optimiser step")
     updates_per_step: int = Field(
         default=1,
@@ -326,10 +305,10 @@ class ExtractorSettings(Settings):
     )
     temperature: float = Field(default=1.0, gt=0.0)
     max_tokens: int = Field(default=96, gt=0)
-    optim: OptimSettings = Field(default_factory=lambda: OptimSettings(lr=3e-4))
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="further arguments of ExtractorTrack, such as cooldown and decay of eq. 7",
+    optim: OptimSettings = Field(default=OptimSettings(lr=3e-4), description="options of AdamW")
+    options: ExtractorOptions = Field(
+        default=ExtractorOptions(),
+        description="further options of ExtractorTrack and ExtractorAgent",
     )
 
 
@@ -348,10 +327,7 @@ class RetrievalSettings(Settings):
     )
     diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
     floor: float = Field(
-        default=0.3,
-        ge=-1.0,
-        le=1.0,
-        description="cosine below which nothing is returned",
+        default=0.3, ge=-1.0, le=1.0, description="cosine below which nothing is returned"
     )
     tie: float = Field(
         default=0.001,
@@ -381,15 +357,7 @@ class BankSettings(Settings):
             " entry point or module:attribute; None keeps it where it was, at first 'chroma'"
         ),
     )
-    retrieval: RetrievalSettings = Field(default_factory=RetrievalSettings)
-    prepare_steps: int = Field(
-        default=0,
-        ge=0,
-        description=(
-            "steps played and distilled before training begins, by the weights of then, to fill the"
-            " bank"
-        ),
-    )
+    retrieval: RetrievalSettings = RetrievalSettings()
     text_limit: int = Field(
         default=2000, gt=0, description="characters that the text of an entry may have"
     )
@@ -411,7 +379,7 @@ class BankSettings(Settings):
         ),
     )
     options: dict[str, Any] = Field(
-        default_factory=dict,
+        default={},
         description="further options of the manager, as bank.options.cap=500; "
         "docs/bank.md lists them",
     )
@@ -474,8 +442,8 @@ class ClusterSettings(Settings):
         default=False,
         description="policies and engines take turns on the same GPUs of one node, by sleeping",
     )
-    actor: PolicyClusterSettings = Field(default_factory=PolicyClusterSettings)
-    extractor: PolicyClusterSettings = Field(default_factory=PolicyClusterSettings)
+    actor: PolicyClusterSettings = PolicyClusterSettings()
+    extractor: PolicyClusterSettings = PolicyClusterSettings()
     env_workers: int = Field(
         default=0,
         ge=0,
@@ -497,7 +465,57 @@ class ClusterSettings(Settings):
     )
 
 
-class ReflectionSettings(Settings):
+class ColdStartSettings(Options):
+    """Configure supervised training on demonstrations before reinforcement learning (EvolveR)."""
+
+    demonstrations: str = Field(
+        description=(
+            "JSON Lines of chats: {messages: [{role, content}, ...]}; loss on what the assistant"
+            " says"
+        )
+    )
+    epochs: int = Field(default=1, gt=0)
+    batch_size: int = Field(default=16, gt=0, description="chats per optimiser step")
+
+
+class PrepareSettings(Options):
+    """Fill the bank before training begins, by the weights of then."""
+
+    steps: int = Field(default=16, ge=0, description="steps played and distilled; 0 does nothing")
+
+
+class CriticSettings(Options):
+    """Let the actor accept, refine or reject what is retrieved (appendix B.1)."""
+
+
+class EntropyBonusSettings(Options):
+    """Configure a bonus for entries that lower the actor's entropy over the task (appendix B.2)."""
+
+    kind: BonusKind = "relative"
+    weight: float = Field(default=0.5, gt=0.0, description="w")
+
+
+class SelfDistillSettings(Options):
+    """Imitate guided episodes that beat the free ones (section 4.3).
+
+    The imitating policy does not see the experience that guided them.
+    """
+
+    weight: float = Field(
+        default=0.1, gt=0.0, description="of the imitation loss beside the actor's own"
+    )
+    every: int = Field(default=1, gt=0, description="training steps between imitations")
+    guard: float = Field(
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description=(
+            "pause while the running success of free episodes is this far below its best: collapse"
+        ),
+    )
+
+
+class ReflectionSettings(Options):
     """Configure second attempts, with a reflection, at tasks that the first did not solve.
 
     This is algorithm 2 of Experiential RL.
@@ -531,6 +549,62 @@ class ReflectionSettings(Settings):
     weight: float = Field(
         default=1.0, gt=0.0, description="of the internalisation beside the policy losses"
     )
+
+
+FormatPart = Literal["think", "search_experience", "search_knowledge", "answer"]
+"""What the format reward looks for in an episode's responses."""
+
+
+class EvolverSettings(Options):
+    """Reward the form of an episode's responses beside its outcome, as EvolveR does."""
+
+    format_reward: float = Field(
+        default=0.1,
+        ge=0.0,
+        description="weight of EvolveR's format reward, where the outcome's is 1; 0: none",
+    )
+    format_parts: tuple[FormatPart, ...] = Field(
+        default=("think", "search_experience", "search_knowledge", "answer"),
+        min_length=1,
+        description=(
+            "what a complete episode can hold here; leave out what the environment has no use for"
+        ),
+    )
+
+
+class MethodSettings(Options):
+    """Name the methods of a run that its settings ask for, each with its options.
+
+    Further names are methods of yours, which read their options in `Run.experiment`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    cold_start: ColdStartSettings | None = Field(
+        default=None, description="supervised training before the first step"
+    )
+    prepare: PrepareSettings | None = Field(
+        default=None, description="a bank that is filled before training"
+    )
+    critic: CriticSettings | None = Field(
+        default=None, description="the actor judges what is retrieved (appendix B.1)"
+    )
+    entropy_bonus: EntropyBonusSettings | None = Field(
+        default=None, description="a reward for entries that lower the actor's entropy"
+    )
+    self_distill: SelfDistillSettings | None = Field(
+        default=None, description="imitation of guided episodes that beat the free ones"
+    )
+    reflection: ReflectionSettings | None = Field(
+        default=None, description="second attempts with a reflection"
+    )
+    evolver: EvolverSettings | None = Field(
+        default=None, description="a reward for the form of responses"
+    )
+
+    def outside(self) -> dict[str, Any]:
+        """Return the options of methods from outside, by name."""
+        return self.model_extra or {}
 
 
 class EvalSettings(Settings):
@@ -601,31 +675,35 @@ class Experiment(Settings):
 
     recipe: str = "complementary"
     seed: int = 0
-    env: EnvSettings = Field(default_factory=EnvSettings)
-    model: ModelSettings = Field(default_factory=ModelSettings)
+    env: EnvSettings = EnvSettings()
+    model: ModelSettings = ModelSettings()
     extractor_model: ModelSettings | None = Field(
         default=None, description="None starts from the actor's weights, trained apart"
     )
-    actor: ActorSettings = Field(default_factory=ActorSettings)
-    extractor: ExtractorSettings = Field(default_factory=ExtractorSettings)
-    bank: BankSettings = Field(default_factory=BankSettings)
-    reflection: ReflectionSettings | None = Field(
-        default=None, description="second attempts with a reflection; None plays one attempt"
-    )
-    cold_start: ColdStartSettings | None = Field(
-        default=None, description="supervised training before the first step; None goes without"
-    )
-    eval: EvalSettings = Field(default_factory=EvalSettings)
-    run: RunSettings = Field(default_factory=RunSettings)
+    actor: ActorSettings = ActorSettings()
+    extractor: ExtractorSettings = ExtractorSettings()
+    bank: BankSettings = BankSettings()
+    eval: EvalSettings = EvalSettings()
+    run: RunSettings = RunSettings()
     method: str | None = Field(
         default=None,
-        description="policy_gradient, evolver, or one of yours; None chooses by the other settings",
+        description=(
+            "policy_gradient, evolver, or one of yours; None is evolver if methods.evolver is"
+            " there, else policy_gradient"
+        ),
+    )
+    methods: MethodSettings = Field(
+        default=MethodSettings(),
+        description=(
+            "what a run does beside its main method, by name, each with its options; null leaves"
+            " one out"
+        ),
     )
     runtime: str = Field(
         default="local",
         description="local: torch in this process; openrlhf: a Ray cluster; or one of yours",
     )
-    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    cluster: ClusterSettings = ClusterSettings()
 
     @model_validator(mode="after")
     def _groups_can_be_split(self) -> Experiment:
@@ -638,26 +716,27 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _reflection_fits(self) -> Experiment:
-        if self.reflection is None:
+        reflection = self.methods.reflection
+        if reflection is None:
             return self
         if self.actor.guided != "none":
             raise ValueError(
                 "Expected actor.guided=none with reflection, whose advice takes the bank's place,"
                 f" got {self.actor.guided!r}"
             )
-        if self.reflection.memory == "bank" and not self.extractor.enabled:
+        if reflection.memory == "bank" and not self.extractor.enabled:
             raise ValueError(
-                "Expected a bank with reflection.memory=bank, got none; set extractor.enabled=true,"
-                " extractor.distill=false"
+                "Expected a bank with methods.reflection.memory=bank, got none; set"
+                " extractor.enabled=true, extractor.distill=false"
             )
         return self
 
     @model_validator(mode="after")
     def _methods_fit_together(self) -> Experiment:
         """Refuse combinations that would silently do nothing."""
-        actor, extractor = self.actor, self.extractor
+        actor, extractor, methods = self.actor, self.extractor, self.methods
         comparing = {
-            "actor.self_distill": actor.self_distill is not None,
+            "methods.self_distill": methods.self_distill is not None,
             "extractor.reward=relative": extractor.reward == "relative",
         }
         for name in (
@@ -672,9 +751,9 @@ class Experiment(Settings):
                 "Expected actor.search_and_ask or actor.search_experience, got both; set one of"
                 " them to 0"
             )
-        if actor.critic and not extractor.enabled:
+        if methods.critic is not None and not extractor.enabled:
             raise ValueError(
-                "Expected extractor.enabled with actor.critic, which judges what the bank gives,"
+                "Expected extractor.enabled with methods.critic, which judges what the bank gives,"
                 " got no bank"
             )
         if extractor.shared and self.extractor_model is not None:
@@ -687,9 +766,9 @@ class Experiment(Settings):
                 "Expected extractor.train=false with extractor.distill=false, which writes nothing"
                 " that could be learnt from"
             )
-        if self.runtime == "openrlhf" and (extractor.shared or extractor.entropy_bonus is not None):
+        if self.runtime == "openrlhf" and (extractor.shared or methods.entropy_bonus is not None):
             raise ValueError(
-                "Expected runtime=local with extractor.shared or extractor.entropy_bonus, which"
+                "Expected runtime=local with extractor.shared or methods.entropy_bonus, which"
                 " clusters lack, got openrlhf"
             )
         return self

@@ -22,8 +22,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from experiential.config import SAME_AS, Experiment, Settings
+from experiential.config import SAME_AS, Experiment, MethodSettings, Options, Settings
 from experiential.errors import ConfigError
+from experiential.plugins import did_you_mean, known_names
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -87,7 +88,14 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
     for override in overrides:
         _apply_override(tree, override)
     _complete(tree)
-    return _validate(tree)
+    try:
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        problems = [
+            _describe(problem["loc"], problem["msg"], problem["input"])
+            for problem in error.errors(include_url=False)
+        ]
+        raise ConfigError("; ".join(problems[:3])) from error
 
 
 def dump_experiment(experiment: Experiment) -> str:
@@ -110,40 +118,30 @@ def _find(recipe: str | Path) -> Path:
         return path
     raise ConfigError(
         f"Expected a recipe ({', '.join(names)}) or the path of a YAML file, got"
-        f" {name!r}{_did_you_mean(name, names)}"
+        f" {name!r}{did_you_mean(name, names)}"
     )
 
 
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
-
-
 def _read_chain(path: Path, seen: tuple[Path, ...]) -> Tree:
+    """Read a file of settings over those that it extends."""
     if path.resolve() in seen:
         raise ConfigError(
             f"Expected `extends` to end at some recipe, got a circle through {path.name}; remove"
             " one `extends`"
         )
-    tree = _read(path)
+    try:
+        loaded = yaml.load(path.read_text("utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"Expected readable YAML in {path}, got: {_one_line(error)}") from error
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"Expected a mapping of settings in {path}, got {type(loaded).__name__}")
+    tree = cast("Tree", loaded or {})
     base = tree.pop("extends", None)
     if base is None:
         return tree
     beside = path.parent / str(base)
     parent = _find(beside if beside.is_file() else str(base))
     return _merge(_read_chain(parent, (*seen, path.resolve())), tree)
-
-
-def _read(path: Path) -> Tree:
-    try:
-        loaded = yaml.load(path.read_text("utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"Expected readable YAML in {path}, got: {_one_line(error)}") from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"Expected a mapping of settings in {path}, got {type(loaded).__name__}")
-    return cast("Tree", loaded)
 
 
 def _one_line(error: Exception) -> str:
@@ -165,25 +163,19 @@ def _merge(base: Tree, over: Mapping[str, Any]) -> Tree:
 
 def _apply_override(tree: Tree, override: str) -> None:
     key, separator, text = override.partition("=")
-    key = key.strip()
-    if not separator or not key:
+    if not separator or not key.strip():
         raise ConfigError(f"Expected an override of the form key=value, got {override!r}")
-    value = _parse_value(override, text)
-    *parents, leaf = key.split(".")
-    addition: Tree = {leaf: value}
-    for parent in reversed(parents):
-        addition = {parent: addition}
-    check_keys(addition)
-    _put(tree, [*parents, leaf], value)
-
-
-def _parse_value(override: str, text: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"Expected a YAML value in the override {override!r}, got: {_one_line(error)}"
         ) from error
+    path = key.strip().split(".")
+    addition: Tree = {}
+    _put(addition, path, value)
+    check_keys(addition)
+    _put(tree, path, value)
 
 
 def _put(tree: Tree, path: Sequence[str], value: Any) -> None:
@@ -207,32 +199,43 @@ class Setting:
 def settings_reference(settings: Settings | None = None, prefix: str = "") -> Iterator[Setting]:
     """Yield every setting in reading order, with its dotted key, type, default and description.
 
-    A section that only says how it differs from another one is a single row. Settings of a section
-    that is off by default are shown with the values they have when it is on.
+    A section that only says how it differs from another one is a single row, and so are the
+    options of a part, which `option_reference` yields.
     """
     settings = settings or Experiment()
     for name, field in type(settings).model_fields.items():
-        key, about = f"{prefix}{name}", field.description or ""
-        default = getattr(settings, name, None)  # absent: must be given, in a section that is off
+        key, about, default = f"{prefix}{name}", field.description or "", getattr(settings, name)
         inner = _settings_class(field)
         if key in SAME_AS:
             note = f"what differs from `{SAME_AS[key]}`, with the same keys"
             yield Setting(key, "mapping", default and {}, "; ".join(filter(None, (note, about))))
         elif inner is None:
             yield Setting(key, _type_name(field), default, about)
+        elif issubclass(inner, Options):
+            yield Setting(key, "options", default and {}, about)
         else:
-            if default is None:
-                yield Setting(key, "mapping", None, about)
-            yield from settings_reference(default or inner.model_construct(), f"{key}.")
+            yield from settings_reference(default, f"{key}.")
+
+
+def option_reference(settings: Settings | None = None, prefix: str = "") -> Iterator[Setting]:
+    """Yield the options of every part, as `settings_reference` does the settings.
+
+    Options of a part that is off by default have the values that they have when it is on.
+    """
+    settings = settings or Experiment()
+    for name, field in type(settings).model_fields.items():
+        key, inner = f"{prefix}{name}", _settings_class(field)
+        default = getattr(settings, name, None)  # absent: must be given, when the part is on
+        if inner is not None and key not in SAME_AS:
+            yield from option_reference(default or inner.model_construct(), f"{key}.")
+        elif inner is None and isinstance(settings, Options):
+            yield Setting(key, _type_name(field), default, field.description or "")
 
 
 def _type_name(field: FieldInfo) -> str:
     annotation: Any = field.annotation
-    shown = (
-        annotation.__name__
-        if isinstance(annotation, type) and not get_args(annotation)
-        else str(annotation)
-    )
+    plain = isinstance(annotation, type) and not get_args(annotation)
+    shown = annotation.__name__ if plain else str(annotation)
     shown = re.sub(r"\b(?:typing|experiential\.config)\.", "", shown)
     return re.sub(
         r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "").replace(", ", " or "), shown
@@ -241,15 +244,10 @@ def _type_name(field: FieldInfo) -> str:
 
 def _settings_class(field: FieldInfo) -> type[Settings] | None:
     """Return the `Settings` class of a field, also of `X | None`; None for plain values."""
-    options = (
-        get_args(field.annotation)
-        if get_origin(field.annotation) in (Union, UnionType)
-        else (field.annotation,)
-    )
-    return next(
-        (option for option in options if isinstance(option, type) and issubclass(option, Settings)),
-        None,
-    )
+    optional = get_origin(field.annotation) in (Union, UnionType)
+    kinds = get_args(field.annotation) if optional else (field.annotation,)
+    settings = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings))
+    return next(settings, None)
 
 
 def check_keys(
@@ -261,18 +259,17 @@ def check_keys(
         ConfigError: names the first unknown key and the nearest known one.
     """
     for name, value in tree.items():
-        field = model.model_fields.get(str(name))
+        key, field = f"{prefix}{name}", model.model_fields.get(str(name))
         if field is None:
-            raise ConfigError(_unknown_key(f"{prefix}{name}", prefix, list(model.model_fields)))
+            if model is MethodSettings and (":" in name or name in known_names("methods")):
+                continue  # a method from outside checks its own options
+            raise ConfigError(_unknown_key(key, prefix, list(model.model_fields)))
         inner = _settings_class(field)
-        if not isinstance(value, dict):
-            continue
-        if inner is not None:
-            check_keys(cast("Tree", value), inner, f"{prefix}{name}.")
-        elif "dict" not in str(field.annotation):
+        if isinstance(value, dict) and inner is not None:
+            check_keys(cast("Tree", value), inner, f"{key}.")
+        elif isinstance(value, dict) and "dict" not in str(field.annotation):
             raise ConfigError(
-                f"Expected {prefix}{name} to be a value of type {_type_name(field)}, got a mapping"
-                f" {value}"
+                f"Expected {key} to be a value of type {_type_name(field)}, got a mapping {value}"
             )
 
 
@@ -287,15 +284,14 @@ def _unknown_key(key: str, prefix: str, siblings: list[str]) -> str:
     elif inside:
         hint = f"; did you mean {inside[0]}?"
     else:
-        hint = _did_you_mean(key, everywhere) or f"; known here: {', '.join(siblings)}"
+        hint = did_you_mean(key, everywhere) or f"; known here: {', '.join(siblings)}"
     return f"Expected a known setting, got {key!r}{hint}"
 
 
 def _all_keys(model: type[Settings], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        inner = _settings_class(field)
         yield f"{prefix}{name}"
-        if inner is not None:
+        if (inner := _settings_class(field)) is not None:
             yield from _all_keys(inner, f"{prefix}{name}.")
 
 
@@ -321,17 +317,6 @@ def _value(tree: Tree, key: str) -> Any:
     return found
 
 
-def _validate(tree: Tree) -> Experiment:
-    try:
-        return Experiment.model_validate(tree)
-    except ValidationError as error:
-        problems = [
-            _describe(problem["loc"], problem["msg"], problem["input"])
-            for problem in error.errors(include_url=False)
-        ]
-        raise ConfigError("; ".join(problems[:3])) from error
-
-
 def _describe(location: tuple[int | str, ...], message: str, value: Any) -> str:
     """Describe one pydantic problem in one sentence."""
     key = ".".join(map(str, location))
@@ -341,10 +326,6 @@ def _describe(location: tuple[int | str, ...], message: str, value: Any) -> str:
         return f"Expected a value for {key}, got none in {value!r}"
     if message.startswith("Extra inputs"):
         return f"Expected a known setting, got {key!r}"
-    wanted = (
-        message.removeprefix("Input should be ")
-        .split(", unable")[0]
-        .split(" or instance of")[0]
-        .replace("dictionary", "mapping")
-    )
+    wanted = message.removeprefix("Input should be ").split(", unable")[0]
+    wanted = wanted.split(" or instance of")[0].replace("dictionary", "mapping")
     return f"Expected {key} to be {wanted}, got {value!r}"

@@ -441,15 +441,17 @@ def test_recipes_are_the_method_and_its_ablations_at_the_budget_of_the_baseline(
     grpo, erl, no_memory, no_reflection = (
         load_experiment(name) for name in ("grpo", "erl", "erl-no-memory", "erl-no-reflection")
     )
-    assert grpo.reflection is None and erl.reflection is not None
+    assert grpo.methods.reflection is None and erl.methods.reflection is not None
     assert (
         2 * erl.actor.group_size == grpo.actor.group_size and erl.actor.groups == grpo.actor.groups
     )
-    assert erl.reflection == ReflectionSettings(
+    assert erl.methods.reflection == ReflectionSettings(
         mode="reflect", memory="private", internalise="sft", threshold=1.0, weight=0.1
     )
-    assert no_memory.reflection == erl.reflection.model_copy(update={"memory": "none"})
-    assert no_reflection.reflection == erl.reflection.model_copy(
+    assert no_memory.methods.reflection == erl.methods.reflection.model_copy(
+        update={"memory": "none"}
+    )
+    assert no_reflection.methods.reflection == erl.methods.reflection.model_copy(
         update={"mode": "retry", "memory": "none"}
     )
     assert erl.env == grpo.env and not erl.extractor.enabled
@@ -457,7 +459,10 @@ def test_recipes_are_the_method_and_its_ablations_at_the_budget_of_the_baseline(
 
 @pytest.mark.parametrize(
     ("override", "why"),
-    [("actor.guided=all", "actor.guided=none"), ("reflection.memory=bank", "Expected a bank")],
+    [
+        ("actor.guided=all", "actor.guided=none"),
+        ("methods.reflection.memory=bank", "Expected a bank"),
+    ],
 )
 def test_settings_that_do_not_fit_are_refused(override: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -503,7 +508,7 @@ def test_a_resumed_run_plays_and_remembers_the_same(tmp_path: Path) -> None:
 
 def test_reflections_can_live_in_the_bank_of_the_run(tmp_path: Path) -> None:
     bank = (
-        "reflection.memory=bank",
+        "methods.reflection.memory=bank",
         "extractor.enabled=true",
         "extractor.distill=false",
         "bank.embedder=hashing",

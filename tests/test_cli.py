@@ -278,9 +278,12 @@ class TestUserErrors:
     @pytest.mark.parametrize(
         ("setting", "said"),
         [
-            ("extractor.options.cooldwn=2", "did you mean 'cooldown'?"),
-            ("extractor.options.batch_size=2", "set extractor.batch_size"),
-            ("extractor.options.decay=half", "extractor.options.decay to be a number, got 'half'"),
+            ("extractor.options.cooldwn=2", "did you mean extractor.options.cooldown?"),
+            ("extractor.options.batch_size=2", "did you mean extractor.batch_size?"),
+            (
+                "extractor.options.decay=half",
+                "extractor.options.decay to be a valid number, got 'half'",
+            ),
             ("bank.options.capp=500", "did you mean 'cap'?"),
             ("bank.options.text_limit=9", "set bank.text_limit"),
             ("bank.options.cap=many", "cap='many'"),

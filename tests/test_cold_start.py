@@ -198,7 +198,7 @@ def test_a_run_begins_with_demonstrations_only_where_its_settings_name_some() ->
         return any(isinstance(method, ColdStart) for method in build_methods(run))
 
     assert not begins()
-    assert begins("cold_start.demonstrations=some.jsonl")
+    assert begins("methods.cold_start.demonstrations=some.jsonl")
 
 
 def test_demonstrations_of_vault_ask_and_follow(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_run_begins_with_it_and_a_resumed_one_does_not(tmp_path: Path) -> None
         "eval.after=false",
         "bank.embedder=hashing",
     ]
-    overrides = [*small, f"cold_start={{demonstrations: {path}}}"]
+    overrides = [*small, f"methods.cold_start={{demonstrations: {path}}}"]
     for steps, resume in ((1, False), (2, True)):
         Trainer(
             load_experiment("evolver", [*overrides, f"run.steps={steps}"]),

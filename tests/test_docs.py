@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from importlib import import_module
-from inspect import signature
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from experiential.bank.options import ManagerOptions
-from experiential.recipe import recipe_names, settings_reference
-from experiential.training.extractor_track import ExtractorTrack
+from experiential.recipe import option_reference, recipe_names, settings_reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -129,9 +128,9 @@ def index_rows() -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("indexed", "cells"), index_rows(), ids=[row for row, _ in index_rows()])
 def test_every_row_of_the_paper_index_names_what_exists(indexed: str, cells: list[str]) -> None:
     assert len(cells) == 4, "in the paper, function, recipe or setting, test"
-    known = {*recipe_names(), *(setting.key for setting in settings_reference())}
+    settings = chain(settings_reference(), option_reference())
+    known = {*recipe_names(), *(setting.key for setting in settings)}
     known |= {f"bank.options.{name}" for name in ManagerOptions.model_fields}
-    known |= {f"extractor.options.{name}" for name in signature(ExtractorTrack).parameters}
     parents = {key.rsplit(".", 1)[0] for key in known if "." in key}
     for name in re.findall(r"`([^`]+)`", cells[2]):
         assert name in known | parents, f"{name} is neither a recipe nor a setting"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiential.bank.bank import ExperienceBank
-from experiential.config import ActorSettings
+from experiential.config import ActorSettings, EvolverSettings
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import Episode
@@ -138,12 +138,12 @@ def test_advantages_follow_the_weighted_reward_and_the_record_keeps_the_environm
     gains, without it neither learns.
     """
     batch = [episode("g", 0.0, ASK, "pull red"), episode("g", 0.0, "pull red")]
-    off = ActorSettings(guided="all", advantage="pooled", format_parts=("search_experience",))
-    on = off.model_copy(update={"format_reward": 0.1})
-    assert actor_samples(batch, off, env_reward) == []
-    shaped = partial(shaped_reward, settings=on)
+    actor = ActorSettings(guided="all", advantage="pooled")
+    form = EvolverSettings(format_reward=0.1, format_parts=("search_experience",))
+    assert actor_samples(batch, actor, env_reward) == []
+    shaped = partial(shaped_reward, settings=form)
     assert [shaped(one) for one in batch] == pytest.approx([0.1 * 0.5 / 1.1, 0.0])
-    samples = actor_samples(batch, on, shaped)
+    samples = actor_samples(batch, actor, shaped)
     assert {s.advantages[0] > 0 for s in samples if len(s.tokens)} == {True, False}
     assert [one.trajectory.reward for one in batch] == [0.0, 0.0]
 
@@ -183,7 +183,7 @@ ENVS = {
         "env.kwargs={choices: true, style: tags, k: 1}",
         "env.train={split: train, questions: 20}",
         "env.eval={split: eval, questions: 10}",
-        "actor.format_parts=[search_experience, search_knowledge, answer]",
+        "methods.evolver.format_parts=[search_experience, search_knowledge, answer]",
     ],
 }
 

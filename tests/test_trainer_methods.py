@@ -47,7 +47,9 @@ def steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_offline_fills_the_bank_first_and_writes_nothing_in_training(tmp_path: Path) -> None:
-    _, events = run(tmp_path, "offline", "bank.prepare_steps=2", "run.steps=3", "eval.before=false")
+    _, events = run(
+        tmp_path, "offline", "methods.prepare.steps=2", "run.steps=3", "eval.before=false"
+    )
     kinds = [e["event"] for e in events]
     assert kinds.index("prepared") < kinds.index("step")
     prepared = next(e for e in events if e["event"] == "prepared")
@@ -65,7 +67,7 @@ def test_an_offline_bank_made_elsewhere_is_read_and_not_written(tmp_path: Path) 
     _, events = run(
         tmp_path,
         "offline",
-        "bank.prepare_steps=0",
+        "methods.prepare.steps=0",
         f"bank.path={tmp_path / 'made'}",
         "eval.before=false",
         "eval.after=false",
@@ -116,8 +118,8 @@ def test_a_bonus_for_certainty_reaches_the_extractors_reward(tmp_path: Path) -> 
         "run.steps=3",
         "eval.before=false",
         "eval.after=false",
-        "extractor.entropy_bonus.weight=100",
-        "extractor.entropy_bonus.kind=log",
+        "methods.entropy_bonus.weight=100",
+        "methods.entropy_bonus.kind=log",
     )
     _, events = run(tmp_path, "complementary-perplexity", *overrides)
     assert any(e["entropy_bonus"] for e in steps(events))
@@ -195,16 +197,16 @@ def test_per_turn_credit_trains(tmp_path: Path) -> None:
     ("overrides", "said"),
     [
         (
-            ["actor.guided=all", "actor.self_distill={}"],
-            "actor.guided=half with actor.self_distill",
+            ["actor.guided=all", "methods.self_distill={}"],
+            "actor.guided=half with methods.self_distill",
         ),
         (
             ["actor.guided=none", "extractor.reward=relative"],
             "actor.guided=half with extractor.reward=relative",
         ),
         (
-            ["extractor.enabled=false", "extractor.train=false", "actor.critic=true"],
-            "extractor.enabled with actor.critic",
+            ["extractor.enabled=false", "extractor.train=false", "methods.critic={}"],
+            "extractor.enabled with methods.critic",
         ),
         (
             ["extractor.shared=true", "extractor_model.name=smollm2"],
@@ -277,3 +279,24 @@ def test_a_method_from_outside_is_one_class_and_survives_a_resume(tmp_path: Path
     assert all(e["actor_nll"] > 0 and e["actor_version"] for e in won)
     _, events = run(tmp_path, "grpo", *quiet, "run.steps=3", resume=True)
     assert [e["seen"] for e in steps(events)] == [24]
+
+
+class Noted(Imitate):
+    """Keep the options that a run's settings hold for it."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        (self.options,) = run.experiment.methods.outside().values()
+
+    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
+        """Return an option."""
+        return {"noted": self.options["weight"]}
+
+
+def test_a_method_from_outside_joins_the_main_one_with_its_options(tmp_path: Path) -> None:
+    asked = f'methods={{"{__name__}:Noted": {{weight: 3}}}}'
+    _, events = run(tmp_path, "grpo", "run.steps=1", "eval.before=false", "eval.after=false", asked)
+    (step,) = steps(events)
+    assert step["noted"] == 3 and "actor_staleness" in step
+    with pytest.raises(ConfigError, match="did you mean methods.reflection"):
+        load_experiment("grpo", ["methods.reflektion={}"])

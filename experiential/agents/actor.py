@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from experiential.agents.asking import derived_seed
 from experiential.agents.dialogue import Dialogue, MessageDialogue, SpanKind
 from experiential.agents.prompts import prompt_set
 from experiential.bank.text import escape_control
+from experiential.config import Advice
 from experiential.llm.base import LLM, SamplingParams
 from experiential.sync import EventLoopThread, shared_loop
 from experiential.types import FinishReason, Generation
@@ -79,7 +80,7 @@ class ActorAgent:
         constrain: bool = False,
         history: int | None = None,
         keep_first: bool = True,
-        advice: Literal["system", "observation"] = "system",
+        advice: Advice = "system",
         seed: int | None = None,
         priority: int = 0,
     ) -> None:

@@ -20,8 +20,9 @@ def training_episodes(experiment: Experiment) -> int:
 
     Second attempts come on top, at most as many again.
     """
+    prepare = experiment.methods.prepare
     return (
-        (experiment.run.steps + experiment.bank.prepare_steps)
+        (experiment.run.steps + (prepare.steps if prepare else 0))
         * experiment.actor.groups
         * experiment.actor.group_size
     )
@@ -71,7 +72,7 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
         placement: where it sits on a cluster; None for a run in this process.
     """
     train, evaluate = training_episodes(experiment), evaluation_episodes(experiment)
-    again = train if experiment.reflection else 0
+    again = train if experiment.methods.reflection else 0
     turns = (train + again + evaluate) * experiment.env.max_turns
     yield (
         f"episodes: {train:,} in training{f', at most {again:,} second attempts' if again else ''},"
@@ -83,7 +84,7 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
         yield (
             f"tokens sampled by the extractor: at most {train * experiment.extractor.max_tokens:,}"
         )
-    if experiment.reflection:
+    if experiment.methods.reflection:
         from experiential.training.roles import REFLECTION_TOKENS
 
         yield f"tokens sampled in reflections: at most {again * REFLECTION_TOKENS:,}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -24,9 +23,8 @@ from experiential.config import (
 )
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.llm.models import resolve_model
-from experiential.plugins import Kind, did_you_mean, known_names, resolve
+from experiential.plugins import Kind, known_names, resolve
 from experiential.training.advantages import ESTIMATORS
-from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.runtime import LOSSES, METHODS, RUNTIMES
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
         *([experiment.extractor_model] if experiment.extractor_model else []),
     ]
     check_names(experiment)
-    check_options(experiment)
+    bank_settings(experiment.bank.model_dump())
     clustered = experiment.runtime == "openrlhf"
     for model in models:
         if not (clustered and dry_run):
@@ -101,32 +99,13 @@ def check_names(experiment: Experiment) -> None:
     # Any other text is the name of a sentence-transformers model, which may need a download.
     if embedder is not None and (":" in embedder or embedder in known_names("embedders")):
         named.append(("embedders", embedder, {}))
-    if experiment.method is not None:
-        named.append(("methods", experiment.method, METHODS))
+    for name in (experiment.method, *experiment.methods.outside()):
+        if name is not None:
+            named.append(("methods", name, METHODS))
     for kind, name, builtins in named:
         if name not in builtins:
             resolve(kind, name, builtins)
     checked_store(bank.store)
-
-
-def check_options(experiment: Experiment) -> None:
-    """Refuse unknown names and impossible values in ``extractor.options`` and ``bank.options``.
-
-    Raises:
-        ConfigError: names the option, and the nearest known one.
-    """
-    bank_settings(experiment.bank.model_dump())
-    parameters = inspect.signature(ExtractorTrack).parameters.values()
-    known = sorted(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    for name, value in experiment.extractor.options.items():
-        if name not in known:
-            setting = f"extractor.{name}" if name in ExtractorSettings.model_fields else ""
-            hint = f"; set {setting}" if setting else did_you_mean(name, known)
-            raise ConfigError(
-                f"Expected extractor.options among {', '.join(known)}, got {name!r}{hint}"
-            )
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"Expected extractor.options.{name} to be a number, got {value!r}")
 
 
 def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from experiential.recipe import Setting, settings_reference
+from experiential.recipe import Setting, option_reference, settings_reference
 
 HEADER = """# Configuration
 
@@ -13,33 +11,27 @@ file or on the command line:
 
     experiential-train --recipe complementary run.steps=100 actor.optim.lr=1e-4
 
-A key that does not exist is refused, and the nearest one is named.
+A key that does not exist is refused, and the nearest one is named. Settings of type `options` \
+hold those of one part, in tables of their own below.
 """
-
-WHOLE = "The run as a whole"
-"""Heading of the settings that belong to no section."""
 
 
 def configuration_page() -> str:
     """Return the page as Markdown."""
-    return HEADER + "\n".join(_lines())
-
-
-def _lines() -> Iterator[str]:
-    blocks: dict[str, list[Setting]] = {WHOLE: []}
-    known = [*settings_reference()]
-    sections = {setting.key.split(".")[0] for setting in known if "." in setting.key}
-    for setting in known:
+    settings = list(settings_reference())
+    sections = {setting.key.split(".")[0] for setting in settings if "." in setting.key}
+    whole = "The run as a whole"  # the settings that belong to no section
+    tables: dict[str, list[Setting]] = {whole: []}
+    for setting in settings:
         section = setting.key.split(".")[0]
-        blocks.setdefault(section if section in sections else WHOLE, []).append(setting)
-    for block, settings in blocks.items():
-        yield f"\n## {block}\n"
-        yield "| Key | Type | Default | |"
-        yield "|---|---|---|---|"
-        yield from (_row(setting) for setting in settings)
-    yield ""
-
-
-def _row(setting: Setting) -> str:
-    kind = setting.type.replace("|", "or")
-    return f"| `{setting.key}` | {kind} | `{setting.default}` | {setting.description} |"
+        tables.setdefault(section if section in sections else whole, []).append(setting)
+    for option in option_reference():
+        part = option.key.rpartition(".")[0]
+        tables.setdefault(f"Options: {part}", []).append(option)
+    lines = [HEADER.rstrip("\n")]
+    for heading, rows in tables.items():
+        lines += ["", f"## {heading}", "", "| Key | Type | Default | |", "|---|---|---|---|"]
+        for row in rows:
+            kind = row.type.replace("|", "or")
+            lines.append(f"| `{row.key}` | {kind} | `{row.default}` | {row.description} |")
+    return "\n".join([*lines, ""])

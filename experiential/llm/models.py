@@ -15,8 +15,6 @@ from experiential.config import LoraSettings, ModelSettings
 from experiential.errors import MissingExtraError, ModelNotFoundError, require
 
 _TINY = Path(__file__).parent / "tiny"
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Layers that adapters are put on."""
 
 
 def resolve_model(name: str) -> Path | str:
@@ -131,9 +129,6 @@ def add_adapters(
     model: Any,
     lora: LoraSettings,
     names: Sequence[str],
-    *,
-    dropout: float = 0.0,
-    targets: Sequence[str] = LINEAR_LAYERS,
 ) -> Any:
     """Wrap ``model`` with one LoRA adapter per name over a shared frozen base; the first is active.
 
@@ -145,8 +140,8 @@ def add_adapters(
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=dropout,
-        target_modules=list(targets),
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
         task_type="CAUSAL_LM",
     )
     wrapped: Any = peft.get_peft_model(model, config, adapter_name=names[0])

@@ -67,15 +67,13 @@ class LocalRuntime(PolicyRuntime):
         reference: bool = False,
         priority: int = 0,
         owns_executor: bool = False,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
     ) -> None:
         self.llm, self.optim, self.name = llm, optim, name
         self._priority, self._owns_executor = priority, owns_executor
         self._model: Any = llm.model
         self._parameters = _trainable(self._model, llm.adapter)
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=optim.lr, betas=betas, weight_decay=weight_decay
+            self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
         self._branching: bool | None = None
         self._reference: list[torch.Tensor] | None = None

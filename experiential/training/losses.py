@@ -9,11 +9,12 @@ declare an entry point of group ``experiential.losses``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from experiential.config import Ratio
 from experiential.plugins import resolve
 from experiential.training.runtime import LOSSES, LossSettings, Sample
 
@@ -177,7 +178,7 @@ def ppo_clip_loss(
     weights: Tensor,
     clip_low: float,
     clip_high: float,
-    ratio: Literal["token", "sequence"] = "token",
+    ratio: Ratio = "token",
 ) -> tuple[Tensor, Stats]:
     """Compute the clipped surrogate of eq. 4 and 5 of Complementary RL, negated.
 

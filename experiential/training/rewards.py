@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from experiential.config import FormatPart
+from experiential.config import BonusKind, FormatPart
 from experiential.envs.answers import exact_match as exact_match  # R_outcome of EvolveR
 from experiential.types import Trajectory, Verdict
 
@@ -81,7 +81,6 @@ def relative_rewards(
     return np.where(condition, values - base, math.nan)
 
 
-BonusKind = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
 """The five ways of appendix B.2 to make a bonus of an entropy reduction."""
 
 

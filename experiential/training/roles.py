@@ -36,13 +36,10 @@ class Roles:
         return ActorAgent(
             llm or self._actor,
             prompts=prompt_set_name(self._experiment.model),
-            instruction=settings.instruction,
             temperature=settings.temperature if temperature is None else temperature,
             max_tokens=settings.max_tokens,
             constrain=settings.constrain,
-            history=settings.history,
-            keep_first=settings.keep_first,
-            advice=settings.advice,
+            **settings.options.model_dump(),
         )
 
     def extractor(self, llm: LLM | None = None) -> Extractor:
@@ -55,6 +52,7 @@ class Roles:
             max_operations=settings.max_operations,
             principles=settings.principles,
             temperature=settings.temperature,
+            top_p=settings.options.top_p,
             max_tokens=settings.max_tokens,
             seed=self._experiment.seed,
         )
@@ -76,7 +74,7 @@ class Roles:
         Raises:
             ValueError: the experiment has no second attempts.
         """
-        settings, actor = self._experiment.reflection, self._experiment.actor
+        settings, actor = self._experiment.methods.reflection, self._experiment.actor
         if settings is None:
             raise ValueError("Expected an experiment with reflection, got one without")
         prompts = prompt_set_name(self._experiment.model)

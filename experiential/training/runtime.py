@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import gymnasium as gym
 from pydantic import Field
 
 from experiential.bank.protocol import ForkableBank
-from experiential.config import EnvSettings, Experiment
+from experiential.config import EnvSettings, Experiment, Ratio
 from experiential.errors import ConfigError
 from experiential.llm.base import LLM
 from experiential.plugins import resolve
@@ -96,7 +96,7 @@ class LossSettings(Record):
         default=0.2, gt=0.0, description="the ratio is clipped to [1 - low, 1 + high]"
     )
     high: float = Field(default=0.2, gt=0.0)
-    ratio: Literal["token", "sequence"] = "token"
+    ratio: Ratio = "token"
     kl: float = Field(default=0.0, ge=0.0)
     epochs: int = Field(default=1, gt=0)
     mini_batches: int = Field(default=1, gt=0)

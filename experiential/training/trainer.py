@@ -227,7 +227,10 @@ class Trainer:
         )
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
         self._track = ExtractorTrack(
-            self.extractor, self._bank, settings.extractor, **settings.extractor.options
+            self.extractor,
+            self._bank,
+            settings.extractor,
+            **settings.extractor.options.model_dump(exclude={"top_p"}),
         )
         self._manager.on_distillation = self._track.on_distillation
 

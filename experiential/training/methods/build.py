@@ -19,23 +19,24 @@ def build_methods(run: Run) -> list[Method]:
     """Build the main method, and then the additions that the settings ask for.
 
     Raises:
-        ConfigError: the method is unknown.
+        ConfigError: a method is unknown.
     """
-    experiment, actor = run.experiment, run.experiment.actor
-    name = experiment.method or ("evolver" if actor.format_reward > 0 else "policy_gradient")
+    asked = run.experiment.methods
+    name = run.experiment.method or ("policy_gradient" if asked.evolver is None else "evolver")
     builtins: dict[str, str | Callable[[Run], Method]] = dict(METHODS)
     methods = [resolve("methods", name, builtins)(run)]
-    if experiment.cold_start is not None:
-        methods.append(ColdStart(run, experiment.cold_start))
-    if experiment.bank.prepare_steps and run.manager is not None:
-        methods.append(OfflineBank(run, run.manager))
-    if actor.critic:
+    if asked.cold_start is not None:
+        methods.append(ColdStart(run, asked.cold_start))
+    if asked.prepare is not None and asked.prepare.steps and run.manager is not None:
+        methods.append(OfflineBank(run, run.manager, asked.prepare.steps))
+    if asked.critic is not None:
         methods.append(Critic(run))
-    bonus = experiment.extractor.entropy_bonus
-    if bonus is not None and run.bank is not None:
-        methods.append(EntropyBonus(run.actor, run.roles.actor(), run.bank, bonus))
-    if actor.self_distill is not None:
-        methods.append(SelfDistillation(actor.self_distill, run.roles.actor))
-    if experiment.reflection is not None:
-        methods.append(Reflection(run, experiment.reflection))
+    if asked.entropy_bonus is not None and run.bank is not None:
+        methods.append(EntropyBonus(run.actor, run.roles.actor(), run.bank, asked.entropy_bonus))
+    if asked.self_distill is not None:
+        methods.append(SelfDistillation(asked.self_distill, run.roles.actor))
+    if asked.reflection is not None:
+        methods.append(Reflection(run, asked.reflection))
+    outside = (other for other, options in asked.outside().items() if options is not None)
+    methods += [resolve("methods", other, builtins)(run) for other in outside if other != name]
     return methods

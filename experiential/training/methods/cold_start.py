@@ -63,7 +63,8 @@ def read_demonstrations(file: str | Path) -> list[Demonstration]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"Expected demonstrations in cold_start.demonstrations, got {str(file)!r}: {error}"
+            "Expected demonstrations in methods.cold_start.demonstrations, got"
+            f" {str(file)!r}: {error}"
         ) from error
     found: list[Demonstration] = []
     for number, line in enumerate(lines, 1):

@@ -13,12 +13,12 @@ _SEED = 0x0FF11E  # added to the run's seed: training must not meet the episodes
 class OfflineBank(Method):
     """Play, distil, deduplicate and merge before training, with the weights of then.
 
-    The actor plays ``bank.prepare_steps`` steps alone, on training tasks; nothing is learnt from
+    The actor plays ``methods.prepare.steps`` steps alone, on training tasks; nothing is learnt from
     these episodes but what the extractor writes.
     """
 
-    def __init__(self, run: Run, manager: ExperienceManager) -> None:
-        self._run, self._manager = run, manager
+    def __init__(self, run: Run, manager: ExperienceManager, steps: int) -> None:
+        self._run, self._manager, self._steps = run, manager, steps
 
     async def begin(self) -> None:
         """Fill the bank, and record the episodes.
@@ -31,7 +31,7 @@ class OfflineBank(Method):
         worlds = world_count(env.id, env.kwargs | env.train)
         tasks = TaskSource(env, worlds, experiment.seed + _SEED)
         played = won = 0
-        for step in range(bank.prepare_steps):
+        for step in range(self._steps):
             jobs = tasks.jobs(step, actor.groups, actor.group_size, "none")
             episodes = await self._run.rollout.play(jobs)
             refuse_broken(episodes)

@@ -45,7 +45,7 @@ def arguments(
         sleeps: engines and ranks share GPUs by time-slicing.
     """
     space = SimpleNamespace
-    adam = space(lr=optim.lr, betas=[0.9, 0.999], eps=1e-8, weight_decay=0.0)
+    adam = space(lr=optim.lr, betas=list(optim.betas), eps=1e-8, weight_decay=optim.weight_decay)
     # Most of these are read somewhere in OpenRLHF although nothing here uses the feature.
     actor = space(
         num_nodes=settings.nodes, num_gpus_per_node=settings.gpus_per_node, eps_clip=0.2,
