@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from collections.abc import Generator
+from typing import Any, Protocol, runtime_checkable
 
 import gymnasium as gym
 
 from experiential.errors import ConfigError, EnvError, ExperientialError
-from experiential.sync import attempted, awaited
 
-T = TypeVar("T")
 Start = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
@@ -39,9 +39,8 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
     thread while it waits. Here the loop first awaits ``await_reset`` or ``await_step``, with no
     thread, and then calls the stack with the same action.
 
-    It also separates failures of the environment from all others. Every exception of the
-    environment becomes an ``EnvError``, and so does an invalid answer (no text, a reward that is
-    not finite). Exceptions of the wrappers above stay unchanged.
+    It also separates failures of the environment, which become ``EnvError``, from those of the
+    wrappers above. An invalid answer (no text, a reward that is not finite) is such a failure.
 
     Caveat: the loop must know whether the stack will step the environment at all;
     ``SearchAndAskWrapper`` answers a call itself. An answer that was not awaited before is
@@ -73,31 +72,32 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         """Fetch the answer of the next ``reset``; do nothing if the environment is synchronous."""
         self._start = self._step = None
         if self._awaitable is not None:
-            self._start = given(await awaited(_awaited_start(self._awaitable, seed, options)))
+            with environment_errors():
+                self._start = checked_start(
+                    await self._awaitable.areset(seed=seed, options=options)
+                )
 
     async def await_step(self, action: str) -> None:
         """Fetch the answer of the next ``step``, which must have the same action."""
         self._step = None
         if self._awaitable is not None:
-            self._step = (
-                action,
-                given(await awaited(_awaited_step(self._awaitable, action, self._range))),
-            )
+            with environment_errors():
+                self._step = action, checked_step(await self._awaitable.astep(action), self._range)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         """Start an episode."""
         start, self._start = self._start, None
-        return (
-            start
-            if start is not None
-            else given(attempted(lambda: checked_start(self.env.reset(seed=seed, options=options))))
-        )
+        if start is not None:
+            return start
+        with environment_errors():
+            return checked_start(self.env.reset(seed=seed, options=options))
 
     def step(self, action: str) -> Step:
         """Act."""
         answer, self._step = self._step, None
         if answer is None:
-            return given(attempted(lambda: checked_step(self.env.step(action), self._range)))
+            with environment_errors():
+                return checked_step(self.env.step(action), self._range)
         if answer[0] != action:
             raise RuntimeError(
                 f"Expected the action {answer[0]!r}, which was awaited and taken already, got"
@@ -107,23 +107,13 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
 
     def close(self) -> None:
         """Close the environment."""
-        given(attempted(self.env.close))
+        with environment_errors():
+            self.env.close()
 
 
-async def _awaited_start(
-    env: AwaitableEnv, seed: int | None, options: dict[str, Any] | None
-) -> Start:
-    return checked_start(await env.areset(seed=seed, options=options))
-
-
-async def _awaited_step(
-    env: AwaitableEnv, action: str, reward_range: tuple[float, float] | None
-) -> Step:
-    return checked_step(await env.astep(action), reward_range)
-
-
-def given(outcome: T | Exception) -> T:
-    """Return the environment's answer, or raise its failure as the error that ends the episode.
+@contextlib.contextmanager
+def environment_errors() -> Generator[None]:
+    """Raise a failure of the environment as the error that ends its episode.
 
     Errors that this package raises on purpose pass as they are: they say more, and one of them (no
     worker is left) ends a run.
@@ -131,29 +121,23 @@ def given(outcome: T | Exception) -> T:
     Raises:
         EnvError: it raised anything else, or a ``ConfigError``, which is of this episode's world.
     """
-    if not isinstance(outcome, Exception):
-        return outcome
-    if isinstance(outcome, ExperientialError) and not isinstance(outcome, ConfigError):
-        raise outcome
-    raise EnvError(f"{type(outcome).__name__}: {outcome}") from outcome
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ExperientialError) and not isinstance(error, ConfigError):
+            raise
+        raise EnvError(f"{type(error).__name__}: {error}") from error
 
 
 def checked_start(answer: Any) -> Start:
-    """Check and return the answer of ``reset``.
-
-    Raises:
-        TypeError, ValueError: the answer is invalid.
-    """
+    """Check and return the answer of ``reset``; raise TypeError or ValueError if it is invalid."""
     observation, info = answer
-    return _text(observation), _info(info)
+    _check_types(observation, info)
+    return observation, info
 
 
 def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -> Step:
-    """Check and return the answer of ``step``, its reward as a float.
-
-    Args:
-        answer: the value that it returned.
-        reward_range: least and largest reward; None takes any finite one.
+    """Check and return the answer of ``step``, its reward finite and in ``reward_range``.
 
     Raises:
         TypeError, ValueError: the answer is invalid.
@@ -167,19 +151,15 @@ def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -
             f"Expected step() to give a reward in {list(reward_range)} (env.reward_range), got"
             f" {reward}"
         )
-    return _text(observation), reward, bool(terminated), bool(truncated), _info(info)
+    _check_types(observation, info)
+    return observation, reward, bool(terminated), bool(truncated), info
 
 
-def _text(observation: Any) -> str:
+def _check_types(observation: Any, info: Any) -> None:
     if not isinstance(observation, str):
         raise TypeError(
             f"Expected the environment to observe text, got {type(observation).__name__}; wrap it"
             " in TextObservation"
         )
-    return observation
-
-
-def _info(info: Any) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise TypeError(f"Expected the environment's info to be a dict, got {type(info).__name__}")
-    return cast("dict[str, Any]", info)

@@ -1,7 +1,4 @@
-"""Roll out many episodes at once, each an actor in a wrapped environment.
-
-Each episode yields a trajectory and its tokens.
-"""
+"""Play many episodes at once; each yields a trajectory and its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 
@@ -20,17 +17,15 @@ from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
 from experiential.envs.make import make
 from experiential.errors import BackendError, EnvError, ExperientialError
-from experiential.rollout.awaited import AwaitedEnv, Start, Step, given
+from experiential.rollout.awaited import AwaitedEnv, environment_errors
 from experiential.sync import attempted
 from experiential.types import Answer, Condition, Generation, Trajectory
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.feedback import FeedbackWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_REASON = 120
-"""Characters of a reason by which failures are counted."""
+_REASON = 120  # characters of a reason by which failures are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +89,7 @@ class NoBank:
         """Return at once; nothing is queued."""
         return None
 
-    def ask(
-        self,
-        query: str,
-        *,
-        k: int = 1,
-        episode: str = "",
-        turn: int = 0,
-        exclude_instance: str | None = None,
-    ) -> Answer:
+    def ask(self, query: str, **options: Any) -> Answer:
         """Return an empty answer."""
         return Answer()
 
@@ -123,15 +110,12 @@ class Reviewer(Protocol):
 
 
 MakeEnv = Callable[[EnvSettings, dict[str, Any]], gym.Env[str, str]]
-"""Builds the environment that the wrappers stand around, from the settings and further arguments of
-``gymnasium.make``.
-"""
+"""Builds the innermost environment, from the settings and arguments of ``gymnasium.make``."""
 
 
 def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
     """Make the environment of the settings, in this process; ``kwargs`` override theirs."""
-    kwargs = settings.kwargs | kwargs
-    return make(settings.id, max_episode_steps=settings.max_turns, **kwargs)
+    return make(settings.id, max_episode_steps=settings.max_turns, **(settings.kwargs | kwargs))
 
 
 class Stack(NamedTuple):
@@ -141,15 +125,12 @@ class Stack(NamedTuple):
     inner: AwaitedEnv
 
 
+@dataclass
 class Slot:
-    """Hold one place of a rollout: an actor and its environment.
+    """Hold an actor and its environment, made for the first episode and replaced after it fails."""
 
-    The environment is made for the first episode and replaced after it fails.
-    """
-
-    def __init__(self, actor: ActorAgent) -> None:
-        self.actor = actor
-        self.stack: Stack | None = None
+    actor: ActorAgent
+    stack: Stack | None = None
 
 
 class Rollout:
@@ -175,7 +156,6 @@ class Rollout:
         critic: reviews retrieved experience before an episode begins.
 
     Attributes:
-        critic: reviews retrieved experience before an episode begins.
         close_errors: how often closing an environment failed, by reason.
     """
 
@@ -192,12 +172,8 @@ class Rollout:
         make_env: MakeEnv = make_env,
         critic: Reviewer | None = None,
     ) -> None:
-        self._settings, self._kwargs, self._manager, self._make_actor = (
-            settings,
-            kwargs,
-            manager,
-            make_actor,
-        )
+        self._settings, self._kwargs = settings, kwargs
+        self._manager, self._make_actor = manager, make_actor
         self._make_env, self.critic = make_env, critic
         self._limit, self._calls, self._lookups = slots, search_and_ask, search_experience
         self._threads = ThreadPoolExecutor(max_workers=min(slots, 32), thread_name_prefix="env")
@@ -232,38 +208,59 @@ class Rollout:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for slot in self._slots:
             if slot.stack is not None:
-                self._note_close(_closed(slot.stack))
+                self._note_close(attempted(slot.stack.env.close))
         self._slots.clear()
 
     async def _episode(self, slot: Slot, job: Job) -> Episode:
+        """Play one job; an episode that fails for a technical reason has no turns."""
+        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        task, actor = job.task, slot.actor
         info, asked = dict[str, Any](), list[bool]()
         try:
-            stack = slot.stack = slot.stack or self._make_stack()
-            slot.actor.reset(seed=job.sampling_seed)
-            observation, info = await self._reset(stack, job, slot.actor.llm.version)
+            env, inner = slot.stack = slot.stack or self._make_stack()
+            actor.reset(seed=job.sampling_seed)
+            await inner.await_reset(seed=task.seed, options=dict(task.options))
+            options = task.options | {
+                "guided": job.condition is Condition.GUIDED,
+                "group": task.group,
+                "policy_version": actor.llm.version,
+            }
+            observation, info = await run(partial(env.reset, seed=task.seed, options=options))
+            if self.critic is not None:
+                info = await self.critic.review(env, info)
+            if job.advice is not None:
+                info = {**info, "experience_prompt": job.advice}
             done = False
             while not done:
-                action = await slot.actor.aact(observation, info)
-                asked.append(_calls(stack.env, action))
-                observation, _, terminated, truncated, info = await self._step(stack, action)
+                action = await actor.aact(observation, info)
+                # A call to the bank does not step the environment.
+                asks = isinstance(env, SearchAndAskWrapper) and env.query_of(action) is not None
+                asked.append(asks)
+                if not asks:
+                    await inner.await_step(action)
+                step = partial(env.step, action)
+                observation, _, terminated, truncated, info = await run(step)
                 done = terminated or truncated
-        except BackendError as error:
-            return _failed(job, info, f"backend: {error}")
-        except EnvError as error:
-            await self._discard(slot)
-            return _failed(job, info, f"env: {error}", broken=not error.lost)
-        return Episode(
-            stack.env.get_wrapper_attr("last_trajectory"),
-            tuple(slot.actor.generations),
-            asked=tuple(asked),
-            job=job,
-        )
+        except (BackendError, EnvError) as error:
+            failed = isinstance(error, EnvError)
+            if failed and slot.stack is not None:
+                stack, slot.stack = slot.stack, None
+                self._note_close(await run(lambda: attempted(stack.env.close)))
+            trajectory = Trajectory(
+                task=str(info.get("task", "")),
+                group=task.group,
+                seed=task.seed,
+                condition=job.condition,
+                error=f"{'env' if failed else 'backend'}: {error}",
+            )
+            return Episode(trajectory, (), broken=failed and not error.lost, job=job)
+        trajectory = env.get_wrapper_attr("last_trajectory")
+        return Episode(trajectory, tuple(actor.generations), asked=tuple(asked), job=job)
 
     def _make_stack(self) -> Stack:
-        inner = AwaitedEnv(
-            given(attempted(lambda: self._make_env(self._settings, self._kwargs))),
-            self._settings.reward_range,
-        )
+        with environment_errors():
+            made = self._make_env(self._settings, self._kwargs)
+        inner = AwaitedEnv(made, self._settings.reward_range)
         feedback = self._settings.feedback
         base = inner if feedback == "as_is" else FeedbackWrapper(inner, feedback)
         if self._lookups:
@@ -277,71 +274,12 @@ class Rollout:
         env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, inject="system")
         return Stack(SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner)
 
-    async def _discard(self, slot: Slot) -> None:
-        """Close the environment of a slot; the next episode there makes another."""
-        stack, slot.stack = slot.stack, None
-        if stack is not None:
-            self._note_close(await self._in_thread(lambda: _closed(stack)))
-
-    def _note_close(self, reason: str | None) -> None:
-        if reason is not None:
-            self.close_errors[shortened(reason)] += 1
-            _log.warning("Closing an environment failed: %s", reason)
-
-    async def _reset(self, stack: Stack, job: Job, version: int) -> Start:
-        options = job.task.options | {
-            "guided": job.condition is Condition.GUIDED,
-            "group": job.task.group,
-            "policy_version": version,
-        }
-        await stack.inner.await_reset(seed=job.task.seed, options=dict(job.task.options))
-        observation, info = await self._in_thread(
-            lambda: stack.env.reset(seed=job.task.seed, options=options)
-        )
-        if self.critic is not None:
-            info = await self.critic.review(stack.env, info)
-        return observation, (
-            info
-            if job.advice is None
-            else {
-                **info,
-                "experience_prompt": job.advice,
-            }
-        )
-
-    async def _step(self, stack: Stack, action: str) -> Step:
-        if not _calls(stack.env, action):
-            await stack.inner.await_step(action)  # a call to the bank does not step the environment
-        observation, reward, terminated, truncated, info = await self._in_thread(
-            partial(stack.env.step, action)
-        )
-        return observation, float(reward), terminated, truncated, info
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def _failed(job: Job, info: dict[str, Any], reason: str, *, broken: bool = False) -> Episode:
-    """Return an episode that ended for a technical reason: no turns, no uses, no samples."""
-    task = str(info.get("task", ""))
-    told = Trajectory(
-        task=task, group=job.task.group, seed=job.task.seed, condition=job.condition, error=reason
-    )
-    return Episode(told, (), broken, job=job)
-
-
-def _calls(env: gym.Env[str, str], action: str) -> bool:
-    """Return whether the action asks the bank, which does not step the environment."""
-    return isinstance(env, SearchAndAskWrapper) and env.query_of(action) is not None
-
-
-def _closed(stack: Stack) -> str | None:
-    """Close an environment; return the reason of a failure, or None."""
-    try:
-        stack.env.close()
-    except EnvError as error:
-        return str(error)
-    return None
+    def _note_close(self, failure: Exception | None) -> None:
+        if isinstance(failure, EnvError):
+            self.close_errors[shortened(str(failure))] += 1
+            _log.warning("Closing an environment failed: %s", failure)
+        elif failure is not None:
+            raise failure
 
 
 def shortened(reason: str) -> str:
@@ -355,18 +293,14 @@ def shortened(reason: str) -> str:
 
 def failures(episodes: Sequence[Episode]) -> dict[str, int]:
     """Count these episodes' technical failures by shortened reason, the most frequent first."""
-    return dict(
-        Counter(
-            shortened(e.trajectory.error) for e in episodes if e.trajectory.error is not None
-        ).most_common()
-    )
+    reasons = [e.trajectory.error for e in episodes if e.trajectory.error is not None]
+    return dict(Counter(map(shortened, reasons)).most_common())
 
 
 def refuse_broken(episodes: Sequence[Episode]) -> None:
     """Refuse to continue when the environment failed every one of these episodes.
 
-    Episodes whose environment went down with its process do not count: the next ones have another,
-    for as long as there is one.
+    Episodes whose environment went down with its process do not count: the next ones have another.
 
     Raises:
         ExperientialError: it did; the message names the reasons.

@@ -1,7 +1,4 @@
-"""Choose the tasks of a training step by a pure function of seed and step.
-
-So a resumed run draws the same tasks.
-"""
+"""Choose the tasks of a step by seed and step alone, so that a resumed run draws the same."""
 
 from __future__ import annotations
 
@@ -36,9 +33,17 @@ class TaskSource:
 
     def tasks(self, step: int, groups: int) -> list[Task]:
         """Return the tasks of a step."""
-        rng = np.random.default_rng([self._seed, step])
-        seeds = rng.integers(2**31 - 1, size=groups)
-        options = self._options(step, groups)
+        seeds = np.random.default_rng([self._seed, step]).integers(2**31 - 1, size=groups)
+        options: list[dict[str, Any]] = [{} for _ in range(groups)]
+        if self._worlds is not None:
+            rng = np.random.default_rng([self._seed, step // self._visits, _WORLDS])
+            change = next((c for c in reversed(self._changes) if c.step <= step), None)
+            active = min(change.worlds, self._worlds) if change else self._worlds
+            rounds = [rng.permutation(active) for _ in range(-(-groups // active))]
+            options = [
+                {"world": int(w)} | ({"era": change.era} if change and w < change.changed else {})
+                for w in np.concatenate(rounds)[:groups]
+            ]
         return [
             Task(seed=int(s), group=f"{step}.{i}", options=o)
             for i, (s, o) in enumerate(zip(seeds, options, strict=True))
@@ -51,20 +56,6 @@ class TaskSource:
             Job(task, condition, sampling_seed=episode_seed(self._seed, step, g, k))
             for g, task in enumerate(self.tasks(step, groups))
             for k, condition in enumerate(conditions)
-        ]
-
-    def _options(self, step: int, groups: int) -> list[dict[str, Any]]:
-        if self._worlds is None:
-            return [{} for _ in range(groups)]
-        rng = np.random.default_rng([self._seed, step // self._visits, _WORLDS])
-        change = next((c for c in reversed(self._changes) if c.step <= step), None)
-        active = min(change.worlds, self._worlds) if change else self._worlds
-        order = np.concatenate([rng.permutation(active) for _ in range(-(-groups // active))])[
-            :groups
-        ]
-        return [
-            {"world": int(w)} | ({"era": change.era} if change and w < change.changed else {})
-            for w in order
         ]
 
 

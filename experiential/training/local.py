@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,9 +36,7 @@ from experiential.types import Generation
 
 _STATE = "state.pt"
 BACKGROUND_PATIENCE = 5.0
-"""Seconds that background work on the device waits for rollouts and updates before it gets a turn
-all the same.
-"""
+"""Seconds that background work on the device waits for rollouts and updates at most."""
 
 
 class LocalRuntime(PolicyRuntime):
@@ -71,7 +70,13 @@ class LocalRuntime(PolicyRuntime):
         self.llm, self.optim, self.name = llm, optim, name
         self._priority, self._owns_executor = priority, owns_executor
         self._model: Any = llm.model
-        self._parameters = _trainable(self._model, llm.adapter)
+        self._parameters: list[torch.nn.Parameter] = [
+            parameter
+            for name, parameter in self._model.named_parameters()
+            if llm.adapter is None or f".{llm.adapter}." in name
+        ]
+        for parameter in self._parameters:
+            parameter.requires_grad_(True)
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
@@ -118,15 +123,11 @@ class LocalRuntime(PolicyRuntime):
 
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Return the log-probability of each trained token, per sample, in nats."""
-        return await self.llm.executor.run(
-            lambda: self._measured(samples, token_logprobs), priority=self._priority
-        )
+        return await self._measured(samples, token_logprobs)
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Return the entropy of the distribution of each trained token, per sample, in nats."""
-        return await self.llm.executor.run(
-            lambda: self._measured(samples, token_entropies), priority=self._priority
-        )
+        return await self._measured(samples, token_entropies)
 
     def foreground(self) -> AbstractContextManager[None]:
         """Keep the executor for rollouts inside the block."""
@@ -138,27 +139,68 @@ class LocalRuntime(PolicyRuntime):
 
     async def save(self, folder: Path) -> None:
         """Write trainable weights, optimiser state and version."""
-        await self.llm.executor.run(lambda: self._save(Path(folder)), priority=0)
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            state = {
+                "weights": [p.detach().cpu() for p in self._parameters],
+                "optimizer": self._optimizer.state_dict(),
+                "version": self.version,
+            }
+            if self._anchored and self._reference is not None:
+                state["reference"] = [p.cpu() for p in self._reference]
+            torch.save(state, folder / _STATE)
+            role = {"name": self.name, "version": self.version, "adapter": self.llm.adapter}
+            (folder / "policy.json").write_text(json.dumps(role))
+
+        await self.llm.executor.run(write, priority=0)
 
     async def load(self, folder: Path) -> None:
         """Restore the state written by ``save``."""
-        await self.llm.executor.run(lambda: self._load(Path(folder)), priority=0)
+
+        def read() -> None:
+            if not (folder / _STATE).is_file():
+                raise CheckpointError(
+                    f"Expected a policy state in {folder}, found no {_STATE}; choose another"
+                    " checkpoint"
+                )
+            state = torch.load(folder / _STATE, weights_only=True)
+            if [w.shape for w in state["weights"]] != [p.shape for p in self._parameters]:
+                raise CheckpointError(
+                    f"Expected weights of this model in {folder}, got other shapes; resume with"
+                    " the model that was trained"
+                )
+            _copy(state["weights"], self._parameters)
+            if "reference" in state and self._reference is not None:
+                _copy(state["reference"], self._reference)
+                self._anchored = True
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.llm.weights_changed(int(state["version"]))
+
+        await self.llm.executor.run(read, priority=0)
 
     async def anchor(self) -> None:
         """Make the current weights the reference of the KL penalty, if a copy is kept for it.
 
         A checkpoint then holds them, too.
         """
-        await self.llm.executor.run(self._anchor, priority=0)
-
-    def _anchor(self) -> None:
-        if self._reference is not None:
-            _copy(self._parameters, self._reference)
+        reference = self._reference
+        if reference is not None:
+            await self.llm.executor.run(lambda: _copy(self._parameters, reference), priority=0)
             self._anchored = True
 
     async def export(self, folder: Path) -> None:
         """Write weights (the adapter under LoRA) and tokenizer in Hugging Face format."""
-        await self.llm.executor.run(lambda: self._export(Path(folder)), priority=0)
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            adapter = self.llm.adapter
+            self._model.save_pretrained(
+                folder, **({} if adapter is None else {"selected_adapters": [adapter]})
+            )
+            self.tokenizer.save_pretrained(folder)
+
+        await self.llm.executor.run(write, priority=0)
 
     def close(self) -> None:
         """Refuse further requests; wait for the executor's last job and end it, if it is owned."""
@@ -180,9 +222,10 @@ class LocalRuntime(PolicyRuntime):
             order = list(range(len(samples)))
             if epoch or loss.mini_batches > 1:
                 order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
-            parts = _split(order, loss.mini_batches)
-            for part in parts:
-                self._step([samples[i].weighted(len(parts)) for i in part], loss, stats, sums)
+            parts = min(loss.mini_batches, len(order))
+            edges = [round(i * len(order) / parts) for i in range(parts + 1)]
+            for a, b in pairwise(edges):
+                self._step([samples[i].weighted(parts) for i in order[a:b]], loss, stats, sums)
         self._activate(training=False)
         stats.loss /= max(1, stats.updates)
         stats.grad_norm /= max(1, stats.updates)
@@ -197,9 +240,7 @@ class LocalRuntime(PolicyRuntime):
         """Make one optimiser step, its gradient accumulated over micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         total = sum(len(s.positions) for s in samples)
-        for rows in micro_batches(
-            pack(samples, parity=self._parity()), self.optim.tokens_per_micro_batch
-        ):
+        for rows in self._micro_batches(samples):
             value, metrics = self._loss(rows, samples, loss, total)
             cast("Any", value).backward()  # torch leaves its arguments untyped
             stats.loss += float(value.detach())
@@ -214,45 +255,56 @@ class LocalRuntime(PolicyRuntime):
         stats.updates += 1
         self.llm.weights_changed(self.version + 1)
 
-    def _parity(self) -> int:
-        """Estimate the row length at which attention costs as much as all other operations.
-
-        It is 0 if rows must not branch.
-
-        Counted in operations that is 6 d for a transformer of width d; measured on CPUs, where
-        attention is the slower kind, 4 d.
-        """
+    def _micro_batches(self, samples: list[Sample]) -> Iterator[list[Row]]:
         if self._branching is None:
             self._branching = _branches(self._model)
-        return 4 * _base(self._model).config.hidden_size if self._branching else 0
+        # Attention costs as much as all other operations at rows of this length: 6 d tokens for a
+        # transformer of width d by count; 4 d as measured on CPUs, where attention is slower.
+        parity = 4 * _base(self._model).config.hidden_size if self._branching else 0
+        return micro_batches(pack(samples, parity=parity), self.optim.tokens_per_micro_batch)
 
     def _loss(
         self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int
     ) -> tuple[torch.Tensor, Sums]:
+        reference = None
+        if loss.kl > 0:  # before the loss: a kept reference is swapped in and out in place
+            with torch.no_grad():
+                if self.llm.adapter is not None:
+                    with self._model.disable_adapter():
+                        reference = self._logprobs(rows, samples)
+                elif self._reference is not None:
+                    current = [p.detach().clone() for p in self._parameters]
+                    _copy(self._reference, self._parameters)
+                    reference = self._logprobs(rows, samples)
+                    _copy(current, self._parameters)
+                else:
+                    raise ConfigError(
+                        "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
+                        " reference=False"
+                    )
         members = [samples[i] for row in rows for i in row.samples]
-        reference = (
-            self._reference_logprobs(rows, samples) if loss.kl > 0 else None
-        )  # first: it swaps weights in place
-        logp = self._logprobs(rows, samples)
-        return batch_loss(logp, members, loss, total, reference)
+        return batch_loss(self._logprobs(rows, samples), members, loss, total, reference)
 
-    def _measured(self, samples: Sequence[Sample], measure: Measure) -> list[tuple[float, ...]]:
+    async def _measured(
+        self, samples: Sequence[Sample], measure: Measure
+    ) -> list[tuple[float, ...]]:
         """Apply ``measure`` to every trained token, per sample."""
         found: list[tuple[float, ...]] = [()] * len(samples)
         usable = [i for i, s in enumerate(samples) if s.positions]
         chosen = [samples[i] for i in usable]
         for sample in chosen:
             check_sample(sample)
-        self._activate(training=False)
-        with torch.no_grad():
-            for rows in micro_batches(
-                pack(chosen, parity=self._parity()), self.optim.tokens_per_micro_batch
-            ):
-                members = [m for row in rows for m in row.samples]
-                values: list[float] = cast("Any", self._logprobs(rows, chosen, measure)).tolist()
-                for member in members:
-                    count = len(chosen[member].positions)
-                    found[usable[member]], values = tuple(values[:count]), values[count:]
+
+        def compute() -> None:
+            self._activate(training=False)
+            for rows in self._micro_batches(chosen):
+                with torch.no_grad():
+                    tensor: Any = self._logprobs(rows, chosen, measure)
+                values = iter(tensor.tolist())
+                for member in (m for row in rows for m in row.samples):
+                    found[usable[member]] = tuple(islice(values, len(chosen[member].positions)))
+
+        await self.llm.executor.run(compute, priority=self._priority)
         return found
 
     def _logprobs(
@@ -262,87 +314,31 @@ class LocalRuntime(PolicyRuntime):
 
         Samples follow the order of ``rows``.
         """
-        device = next(self._model.parameters()).device
-        places = [
-            (i, m, path)
+        base, device = _base(self._model), next(self._model.parameters()).device
+        unique: dict[tuple[int, int], int] = {}
+        where = [
+            unique.setdefault((i, path[p - 1]), len(unique))
             for i, row in enumerate(rows)
             for m, path in zip(row.samples, row.paths, strict=True)
+            for p in samples[m].positions
         ]
-        wanted = [(i, path[p - 1]) for i, m, path in places for p in samples[m].positions]
-        unique: dict[tuple[int, int], int] = {}
-        where = [unique.setdefault(key, len(unique)) for key in wanted]
-        picks = torch.tensor(list(unique), device=device)
-        logits = _logits(self._model, _inputs(rows, device, _base(self._model).dtype), picks)
+        row_of, place = torch.tensor(list(unique), device=device).T
+        inputs = _inputs(rows, device, base.dtype)
+        late = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        if any(getattr(base.config, name, None) not in (None, 1, 1.0) for name in late):
+            logits = self._model(**inputs).logits[row_of, place].float()
+        else:  # the head sees only the positions that are asked for
+            hidden = base.base_model(**inputs).last_hidden_state[row_of, place]
+            logits = base.get_output_embeddings()(hidden).float()
         members = [samples[m] for row in rows for m in row.samples]
         blocked = blocked_tokens(members, logits.shape[1], lambda: self.llm.schemas)
-        return measure(
-            logits[torch.tensor(where, device=device)],
-            members,
-            blocked if blocked is None else blocked.to(device),
-        )
-
-    def _reference_logprobs(self, rows: list[Row], samples: list[Sample]) -> torch.Tensor:
-        with torch.no_grad():
-            if self.llm.adapter is not None:
-                with self._model.disable_adapter():
-                    return self._logprobs(rows, samples)
-            if self._reference is None:
-                raise ConfigError(
-                    "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
-                    " reference=False"
-                )
-            current = [p.detach().clone() for p in self._parameters]
-            _copy(self._reference, self._parameters)
-            values = self._logprobs(rows, samples)
-            _copy(current, self._parameters)
-            return values
+        chosen = logits[torch.tensor(where, device=device)]
+        return measure(chosen, members, None if blocked is None else blocked.to(device))
 
     def _activate(self, *, training: bool) -> None:
         if self.llm.adapter is not None:
             self._model.set_adapter(self.llm.adapter)
         self._model.train(training)
-
-    def _save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = [p.detach().cpu() for p in self._parameters]
-        anchored = (
-            {"reference": [p.cpu() for p in self._reference]}
-            if self._anchored and self._reference is not None
-            else {}
-        )
-        state = {
-            "weights": weights,
-            "optimizer": self._optimizer.state_dict(),
-            "version": self.version,
-        }
-        torch.save(state | anchored, folder / _STATE)
-        (folder / "policy.json").write_text(
-            json.dumps({"name": self.name, "version": self.version, "adapter": self.llm.adapter})
-        )
-
-    def _load(self, folder: Path) -> None:
-        if not (folder / _STATE).is_file():
-            raise CheckpointError(
-                f"Expected a policy state in {folder}, found no {_STATE}; choose another checkpoint"
-            )
-        state = torch.load(folder / _STATE, weights_only=True)
-        if [w.shape for w in state["weights"]] != [p.shape for p in self._parameters]:
-            raise CheckpointError(
-                f"Expected weights of this model in {folder}, got other shapes; resume with the"
-                " model that was trained"
-            )
-        _copy(state["weights"], self._parameters)
-        if "reference" in state and self._reference is not None:
-            _copy(state["reference"], self._reference)
-            self._anchored = True
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.llm.weights_changed(int(state["version"]))
-
-    def _export(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        extra = {"selected_adapters": [self.llm.adapter]} if self.llm.adapter is not None else {}
-        self._model.save_pretrained(folder, **extra)
-        self.tokenizer.save_pretrained(folder)
 
 
 class InProcessRuntime:
@@ -374,11 +370,9 @@ class InProcessRuntime:
 
     def open_bank(self, folder: Path) -> FolderBank:
         """Open the run's bank in this process."""
+        bank = self._bank
         return FolderBank(
-            folder,
-            namespace=self._bank.namespace,
-            embedder=self._bank.embedder,
-            store=self._bank.store,
+            folder, namespace=bank.namespace, embedder=bank.embedder, store=bank.store
         )
 
     def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
@@ -425,39 +419,42 @@ def build_runtimes(
         torch.set_num_threads(actor.threads)
     executor = DeviceExecutor(patience=BACKGROUND_PATIENCE)
     paired = actor.lora is not None and second == actor and not shared
-    model, tokenizer = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
-    other, other_tokenizer = (
-        (model, tokenizer) if paired or shared else load_model(second, adapters=("extractor",))
-    )
-    pairs = (
-        (actor, "actor", model, tokenizer, optims[0], references[0] or (shared and references[1])),
-        (second, "extractor", other, other_tokenizer, optims[1], references[1]),
-    )
-    runtimes = [
-        LocalRuntime(
-            TransformersLLM(
-                weights, words, max_batch=max_batch,
-                prefix_cache_tokens=settings.prefix_cache_tokens, executor=executor,
-                adapter=role if settings.lora else None, name=role,
-            ),
-            optim, name=role, reference=reference, priority=priority, owns_executor=priority == 0,
-        )
-        for priority, (settings, role, weights, words, optim, reference) in enumerate(
-            pairs[:1] if shared else pairs
-        )
-    ]  # fmt: skip
-    return runtimes[0], runtimes[-1]
+    loaded = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
+    other = loaded if paired or shared else load_model(second, adapters=("extractor",))
 
+    def runtime(
+        role: str,
+        settings: ModelSettings,
+        model: Any,
+        tokenizer: Any,
+        priority: int,
+        reference: bool,
+    ) -> LocalRuntime:
+        llm = TransformersLLM(
+            model,
+            tokenizer,
+            max_batch=max_batch,
+            prefix_cache_tokens=settings.prefix_cache_tokens,
+            executor=executor,
+            adapter=role if settings.lora else None,
+            name=role,
+        )
+        return LocalRuntime(
+            llm,
+            optims[priority],
+            name=role,
+            reference=reference,
+            priority=priority,
+            owns_executor=priority == 0,
+        )
 
-def _trainable(model: Any, adapter: str | None) -> list[torch.nn.Parameter]:
-    """Return the adapter's parameters under LoRA, else all parameters."""
-    if adapter is None:
-        model.requires_grad_(True)
-        return list(model.parameters())
-    chosen = [p for n, p in model.named_parameters() if f".{adapter}." in n]
-    for parameter in chosen:
-        parameter.requires_grad_(True)
-    return chosen
+    if shared:
+        both = runtime("actor", actor, *loaded, 0, any(references))
+        return both, both
+    return (
+        runtime("actor", actor, *loaded, 0, references[0]),
+        runtime("extractor", second, *other, 1, references[1]),
+    )
 
 
 def _base(model: Any) -> Any:
@@ -468,10 +465,7 @@ def _base(model: Any) -> Any:
 def _inputs(
     rows: Sequence[Row], device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Build the model's inputs for these rows, padded on the right.
-
-    Attention is plain and causal if no row branches, else along paths only.
-    """
+    """Pad rows on the right; attention is plain and causal unless a row branches."""
     width = max(len(r.tokens) for r in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -480,9 +474,8 @@ def _inputs(
         mask = torch.arange(width) < torch.tensor([len(r.tokens) for r in rows])[:, None]
         return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
     positions = torch.zeros(len(rows), width, dtype=torch.long)
-    visible = torch.eye(width, dtype=torch.bool).repeat(
-        len(rows), 1, 1
-    )  # padding sees itself: a softmax over nothing is not a number
+    # Padding sees itself: a softmax over nothing is not a number.
+    visible = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)
     for i, row in enumerate(rows):
         n = len(row.tokens)
         positions[i, :n] = torch.tensor(row.positions())
@@ -509,58 +502,23 @@ def _branches(model: Any) -> bool:
     ):
         return False
     paths = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
-    tokens = tuple(
-        t % base.get_input_embeddings().num_embeddings for t in (11, 23, 31, 41, 53, 61, 73)
-    )
-    row = Row(tokens, (0, 1), paths)
-    alone = [
-        Row(tuple(tokens[i] for i in path), (0,), (tuple(range(len(path))),)) for path in paths
-    ]
+    size = base.get_input_embeddings().num_embeddings
+    tokens = tuple(token % size for token in (11, 23, 31, 41, 53, 61, 73))
+    one_path = (tuple(range(5)),)
+    alone = [Row(tuple(tokens[i] for i in path), (0,), one_path) for path in paths]
     training, device = base.training, next(base.parameters()).device
     base.eval()
     try:
-        together = (
-            base.base_model(**_inputs([row], device, base.dtype))
-            .last_hidden_state[0, [*paths[0], *paths[1]]]
-            .float()
-        )
-        apart = (
-            base.base_model(**_inputs(alone, device, base.dtype))
-            .last_hidden_state.flatten(0, 1)
-            .float()
+        branched, plain = (
+            base.base_model(**_inputs(rows, device, base.dtype)).last_hidden_state.float()
+            for rows in ([Row(tokens, (0, 1), paths)], alone)
         )
     except (RuntimeError, ValueError, TypeError, IndexError):  # a model that refuses such a mask
         return False
     finally:
         base.train(training)
-    return bool(
-        (together - apart).abs().max()
-        <= 10 * torch.finfo(base.dtype).eps ** 0.75 * apart.abs().max()
-    )
-
-
-def _logits(model: Any, inputs: dict[str, torch.Tensor], picks: torch.Tensor) -> torch.Tensor:
-    """Compute float32 logits at the (row, position) pairs ``picks``, shape (m, 2).
-
-    The head never sees the other positions.
-    """
-    base = _base(model)
-    config = base.config
-    if any(
-        getattr(config, name, None) not in (None, 1, 1.0)
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    ):
-        full = model(**inputs).logits
-        return full[picks[:, 0], picks[:, 1]].float()
-    hidden = base.base_model(**inputs).last_hidden_state
-    return base.get_output_embeddings()(hidden[picks[:, 0], picks[:, 1]]).float()
-
-
-def _split(order: list[int], parts: int) -> list[list[int]]:
-    """Split ``order`` into at most ``parts`` pieces of nearly equal size, none empty."""
-    parts = min(parts, len(order))
-    edges = [round(i * len(order) / parts) for i in range(parts + 1)]
-    return [order[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    gap = (branched[0, [*paths[0], *paths[1]]] - plain.flatten(0, 1)).abs().max()
+    return bool(gap <= 10 * torch.finfo(base.dtype).eps ** 0.75 * plain.abs().max())
 
 
 def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:

@@ -75,11 +75,7 @@ def cispo(terms: Terms) -> tuple[Tensor, Stats]:
     """Compute ``cispo_loss``: the mean over all tokens of the batch; sample weights are ignored."""
     settings = terms.settings
     value, stats = cispo_loss(
-        terms.logp,
-        terms.old_logp,
-        terms.advantages,
-        eps_low=settings.low,
-        eps_high=settings.high,
+        terms.logp, terms.old_logp, terms.advantages, eps_low=settings.low, eps_high=settings.high
     )
     return value * terms.share, stats
 
