@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from experiential.training.ahead import RolloutsAhead
+from experiential.training.background import RolloutsAhead
 
 
 class Player:

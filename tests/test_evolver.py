@@ -28,7 +28,7 @@ from experiential.training.rewards import (
 )
 from experiential.training.samples import actor_samples, env_reward
 from experiential.training.trainer import Trainer
-from experiential.training.upkeep import prune
+from experiential.training.background import prune
 from experiential.types import Generation, Trajectory, Use
 
 THINK, ASK, LOOK, ANSWER = (

@@ -213,7 +213,7 @@ class Rollout:
 
     async def _episode(self, slot: Slot, job: Job) -> Episode:
         """Play one job; an episode that fails for a technical reason has no turns."""
-        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        run, threads = asyncio.get_running_loop().run_in_executor, self._threads
         task, actor = job.task, slot.actor
         info, asked = dict[str, Any](), list[bool]()
         try:
@@ -225,7 +225,8 @@ class Rollout:
                 "group": task.group,
                 "policy_version": actor.llm.version,
             }
-            observation, info = await run(partial(env.reset, seed=task.seed, options=options))
+            reset = partial(env.reset, seed=task.seed, options=options)
+            observation, info = await run(threads, reset)
             if self.critic is not None:
                 info = await self.critic.review(env, info)
             if job.advice is not None:
@@ -233,19 +234,19 @@ class Rollout:
             done = False
             while not done:
                 action = await actor.aact(observation, info)
+                step = partial(env.step, action)
                 # A call to the bank does not step the environment.
                 asks = isinstance(env, SearchAndAskWrapper) and env.query_of(action) is not None
                 asked.append(asks)
                 if not asks:
                     await inner.await_step(action)
-                step = partial(env.step, action)
-                observation, _, terminated, truncated, info = await run(step)
+                observation, _, terminated, truncated, info = await run(threads, step)
                 done = terminated or truncated
         except (BackendError, EnvError) as error:
             failed = isinstance(error, EnvError)
             if failed and slot.stack is not None:
                 stack, slot.stack = slot.stack, None
-                self._note_close(await run(lambda: attempted(stack.env.close)))
+                self._note_close(await run(threads, lambda: attempted(stack.env.close)))
             trajectory = Trajectory(
                 task=str(info.get("task", "")),
                 group=task.group,

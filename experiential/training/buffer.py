@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import Field
@@ -14,9 +14,7 @@ from experiential.training.rewards import Key
 from experiential.types import Generation, Record
 
 Span = tuple[int, int]
-_MALFORMED = (  # in front of the generation id, in the keys of responses that wrote no entry
-    "malformed:"
-)
+_MALFORMED = "malformed:"  # begins the keys of responses that wrote no entry
 
 
 class BufferSample(Record):
@@ -41,11 +39,9 @@ class BufferSample(Record):
 
 
 class _Waiting(Record):
-    """Hold a waiting sample; its rewards are kept as sum and count."""
-
     generation: Generation
     span: Span | None = None
-    total: float
+    total: float  # of the rewards of ``uses`` uses
     uses: int = 1
 
 
@@ -57,8 +53,6 @@ class _History(Record):
 
 
 class _State(Record):
-    """Hold the state that a checkpoint of the buffer contains."""
-
     waiting: tuple[tuple[Key, _Waiting], ...]
     history: tuple[tuple[Key, _History], ...]
     counters: dict[str, int]
@@ -137,16 +131,13 @@ class ExtractorBuffer:
         if found is None:
             self._put(key, _Waiting(generation=generation, span=span, total=float(reward)))
         else:
-            self._waiting[key] = found.model_copy(
-                update={"total": found.total + reward, "uses": found.uses + 1}
-            )
+            update = {"total": found.total + reward, "uses": found.uses + 1}
+            self._waiting[key] = found.model_copy(update=update)
 
     def add_malformed(self, generation: Generation, reward: float) -> None:
         """Add a response of which no operation could be read; it is trained on as a whole."""
-        self._put(
-            (f"{_MALFORMED}{generation.id}", 0),
-            _Waiting(generation=generation, total=float(reward)),
-        )
+        key = (f"{_MALFORMED}{generation.id}", 0)
+        self._put(key, _Waiting(generation=generation, total=float(reward)))
 
     def train_count(self, key: Key) -> int:
         """Return the number of times this version was trained on: c_train of eq. 7."""
@@ -154,10 +145,7 @@ class ExtractorBuffer:
 
     def ready(self, step: int, version: int) -> bool:
         """Return whether ``take`` would return a batch."""
-        fresh = {
-            key: sample for key, sample in self._waiting.items() if not self._stale(sample, version)
-        }
-        return len(self._chosen(fresh, step)) == self.batch_size
+        return len(self._chosen(step, version)) == self.batch_size
 
     def take(self, step: int, version: int) -> list[BufferSample]:
         """Remove and return the oldest ``batch_size`` trainable samples; none if there are fewer.
@@ -169,28 +157,42 @@ class ExtractorBuffer:
             step: present training step, t of eq. 7.
             version: present extractor version (optimiser steps), for the age of generations.
         """
-        self._drop_stale(version)
-        weights = self._chosen(self._waiting, step)
+        for key in [key for key, sample in self._waiting.items() if self._stale(sample, version)]:
+            del self._waiting[key]
+            self.counters.stale += 1
+        weights = self._chosen(step, version)
         if len(weights) < self.batch_size:
             return []
-        keys = list(weights)
-        waiting = [self._waiting.pop(key) for key in keys]
-        for key in keys:
-            self._record(key, step)
-        self.counters.trained += len(keys)
-        return _batch(keys, waiting, [weights[key] for key in keys])
+        waiting = {key: self._waiting.pop(key) for key in weights}
+        self.counters.trained += len(waiting)
+        rewards = [sample.total / sample.uses for sample in waiting.values()]
+        advantages = batch_advantages(rewards).tolist()
+        batch: list[BufferSample] = []
+        for (key, sample), reward, advantage in zip(
+            waiting.items(), rewards, advantages, strict=True
+        ):
+            malformed = key[0].startswith(_MALFORMED)
+            if not malformed:
+                self._history[key] = _History(count=self.train_count(key) + 1, last=step)
+            batch.append(
+                BufferSample(
+                    key=None if malformed else key,
+                    generation=sample.generation,
+                    span=sample.span,
+                    reward=reward,
+                    uses=sample.uses,
+                    advantage=advantage,
+                    weight=weights[key],
+                )
+            )
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for ``load_state_dict`` as plain JSON values."""
-        counters = {
-            "evicted": self.counters.evicted,
-            "stale": self.counters.stale,
-            "trained": self.counters.trained,
-        }
         state = _State(
             waiting=tuple(self._waiting.items()),
             history=tuple(self._history.items()),
-            counters=counters,
+            counters=asdict(self.counters),
         )
         return state.model_dump(mode="json")
 
@@ -222,54 +224,16 @@ class ExtractorBuffer:
     def _stale(self, sample: _Waiting, version: int) -> bool:
         return version - sample.generation.policy_version > self.max_staleness
 
-    def _drop_stale(self, version: int) -> None:
-        stale = [key for key, sample in self._waiting.items() if self._stale(sample, version)]
-        for key in stale:
-            del self._waiting[key]
-        self.counters.stale += len(stale)
-
-    def _chosen(self, waiting: dict[Key, _Waiting], step: int) -> dict[Key, float]:
+    def _chosen(self, step: int, version: int) -> dict[Key, float]:
         """Return the next batch with its weights; fewer samples if there is no full batch."""
-        weights = self._eligible(waiting, step)
-        malformed = [key for key in weights if _is_malformed(key)]
-        too_many = set(malformed[: max(0, len(malformed) - self._most_malformed)])
-        keys = [key for key in weights if key not in too_many][: self.batch_size]
-        return {key: weights[key] for key in keys}
-
-    def _eligible(self, waiting: dict[Key, _Waiting], step: int) -> dict[Key, float]:
-        """Return the samples with a positive weight, oldest first, with their weights."""
-        past = [self._history.get(key) for key in waiting]
+        keys = [key for key, sample in self._waiting.items() if not self._stale(sample, version)]
+        past = [self._history.get(key) for key in keys]
         last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
-        weights = training_count_weights(
+        weights: list[float] = training_count_weights(
             step, last, counts, cooldown=self.cooldown, decay=self.decay
         ).tolist()
-        return {key: weight for key, weight in zip(waiting, weights, strict=True) if weight > 0}
-
-    def _record(self, key: Key, step: int) -> None:
-        if not _is_malformed(key):
-            self._history[key] = _History(count=self.train_count(key) + 1, last=step)
-
-
-def _is_malformed(key: Key) -> bool:
-    return key[0].startswith(_MALFORMED)
-
-
-def _batch(
-    keys: Sequence[Key], waiting: Sequence[_Waiting], weights: Sequence[float]
-) -> list[BufferSample]:
-    rewards = [sample.total / sample.uses for sample in waiting]
-    advantages: list[float] = batch_advantages(rewards).tolist()
-    return [
-        BufferSample(
-            key=None if _is_malformed(key) else key,
-            generation=sample.generation,
-            span=sample.span,
-            reward=reward,
-            uses=sample.uses,
-            advantage=advantage,
-            weight=weight,
-        )
-        for key, sample, reward, advantage, weight in zip(
-            keys, waiting, rewards, advantages, weights, strict=True
-        )
-    ]
+        eligible = {key: weight for key, weight in zip(keys, weights, strict=True) if weight > 0}
+        malformed = [key for key in eligible if key[0].startswith(_MALFORMED)]
+        for key in malformed[: max(0, len(malformed) - self._most_malformed)]:
+            del eligible[key]  # the newest stay
+        return dict(islice(eligible.items(), self.batch_size))

@@ -6,28 +6,19 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiential.bank.protocol import Bank
 from experiential.config import ExtractorSettings
-from experiential.training.buffer import BufferSample, ExtractorBuffer
-from experiential.training.rewards import critic_reward, outcome, relative_rewards, use_reward
+from experiential.training.buffer import ExtractorBuffer, Span
+from experiential.training.rewards import Key, critic_reward, outcome, relative_rewards, use_reward
 from experiential.training.runtime import (
     LossSettings,
     PolicyRuntime,
-    Sample,
     TrainStats,
     sample_from_generation,
 )
 from experiential.types import Condition, Distillation, Experience, Generation, Trajectory, Use
-
-
-class Written(NamedTuple):
-    """Describe the origin of an entry version: buffer key, generation and character span."""
-
-    key: tuple[str, int]
-    generation: Generation
-    span: tuple[int, int] | None
 
 
 class ExtractorTrack:
@@ -90,19 +81,14 @@ class ExtractorTrack:
         self.staleness = 0.0
         self.weight = 1.0
         self._running: asyncio.Task[None] | None = None
-        self._refused: deque[Generation] = deque()
+        self._refused: deque[Generation] = deque()  # of the manager's thread, for credit()
 
     def on_distillation(
         self, trajectory: Trajectory, distillation: Distillation, written: Sequence[Experience]
     ) -> None:
-        """Count a malformed answer and keep it as a sample with the lowest reward.
-
-        The manager calls this hook.
-        """
+        """Keep a malformed answer as a sample with the lowest reward; the manager calls this."""
         if distillation.generation is not None and not distillation.parsed.operations:
-            self._refused.append(
-                distillation.generation
-            )  # the manager's thread calls this: the buffer is filled in credit()
+            self._refused.append(distillation.generation)
 
     async def credit(
         self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float] | None = None
@@ -112,59 +98,46 @@ class ExtractorTrack:
         The reward is the outcome of the episode (section 3.3), or with ``reward: relative`` its
         gain over the group's free members. A verdict of the actor adds its score (eq. 8), and
         ``bonuses`` adds the bonus of a use, by its id.
-
-        The bank is read in a thread, since a bank behind a server takes a while; its record of a
-        version never changes. The buffer changes on the event loop only, in the order of the
-        trajectories, so an update that runs meanwhile never meets half of it.
         """
-        self._take_malformed()
+        while self._refused:
+            generation = self._refused.popleft()
+            self.malformed += 1
+            if self._settings.train:
+                self.buffer.add_malformed(generation, self._malformed_reward)
         if not self._settings.train:
             return 0
-        uses = self._rewarded([t for t in trajectories if t.error is None], bonuses or {})
-        written = await asyncio.to_thread(
-            lambda: [(one, reward) for use, reward in uses for one in self._written_by(use)]
-        )
-        for one, reward in written:
-            self.buffer.add_use(one.key, reward, one.generation, one.span)
-        return len(uses)
-
-    def _rewarded(
-        self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float]
-    ) -> list[tuple[Use, float]]:
-        """Return every counted use with its reward.
-
-        Under ``relative``, uses of groups without a free member have no reward and are counted.
-        """
+        played = [t for t in trajectories if t.error is None]
         if self._settings.reward == "relative":
-            guided = [t.condition is Condition.GUIDED for t in trajectories]
-            bases = relative_rewards(
-                [outcome(t) for t in trajectories], [t.group for t in trajectories], guided
-            ).tolist()
+            guided = [t.condition is Condition.GUIDED for t in played]
+            groups = [t.group for t in played]
+            bases = relative_rewards([outcome(t) for t in played], groups, guided).tolist()
         else:
-            bases = [float(use_reward(t.success)) for t in trajectories]
-        found = [
-            (use, base)
-            for t, base in zip(trajectories, bases, strict=True)
-            for use in counted_uses(t)
-        ]
-        known = [(use, base) for use, base in found if not math.isnan(base)]
-        self.uncredited += len(found) - len(known)
-        return [
-            (use, critic_reward(use.verdict, base) + bonuses.get(use.id, 0.0))
-            for use, base in known
-        ]
+            bases = [float(use_reward(t.success)) for t in played]
+        uses: list[tuple[Use, float]] = []
+        for trajectory, base in zip(played, bases, strict=True):
+            counted = counted_uses(trajectory)
+            if math.isnan(base):
+                self.uncredited += len(counted)
+                continue
+            for use in counted:
+                bonus = (bonuses or {}).get(use.id, 0.0)
+                uses.append((use, critic_reward(use.verdict, base) + bonus))
+        # A bank behind a server takes a while, so a thread reads it. The buffer changes on the
+        # event loop only, in the order of the trajectories: an update never meets half of it.
+        written = await asyncio.to_thread(lambda: [self._written_by(use) for use, _ in uses])
+        for (_, reward), found in zip(uses, written, strict=True):
+            for key, generation, span in found:
+                self.buffer.add_use(key, reward, generation, span)
+        return len(uses)
 
     async def step(self, step: int) -> None:
         """Start updating if a batch is ready and no update runs; never waits for one."""
         if self._running is not None and self._running.done():
             await self._running
             self._running = None
-        if (
-            self._settings.train
-            and self._running is None
-            and self.buffer.ready(step, self._runtime.version)
-        ):
-            self._running = asyncio.create_task(self._updates(step))
+        idle = self._settings.train and self._running is None
+        if idle and self.buffer.ready(step, self._runtime.version):
+            self._running = asyncio.create_task(self._update(step))
 
     async def finish(self) -> None:
         """Wait for the update under way, if any."""
@@ -193,75 +166,61 @@ class ExtractorTrack:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
-        return {
-            "buffer": self.buffer.state_dict(),
-            "updates": self.updates,
-            "malformed": self.malformed,
-        }
+        buffer = self.buffer.state_dict()
+        return {"buffer": buffer, "updates": self.updates, "malformed": self.malformed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a ``state_dict``."""
         self.buffer.load_state_dict(state["buffer"])
         self.updates, self.malformed = state["updates"], state["malformed"]
 
-    def _take_malformed(self) -> None:
-        while self._refused:
-            generation = self._refused.popleft()
-            self.malformed += 1
-            if self._settings.train:
-                self.buffer.add_malformed(generation, self._malformed_reward)
-
-    def _written_by(self, use: Use) -> list[Written]:
-        """Return the generations that a use credits.
-
-        These are the generations of the version, of its merged ancestors, and of the refinement.
-        """
-        written: list[Written] = []
-        for identity, version in self._bank.lineage(use.experience_id, use.experience_version):
-            entry = self._bank.version(identity, version)
-            if entry is None or entry.provenance.generation is None:
-                continue
-            generation = self._bank.generation(entry.provenance.generation)
-            if generation is not None:
-                written.append(Written((identity, version), generation, entry.provenance.span))
+    def _written_by(self, use: Use) -> list[tuple[Key, Generation, Span | None]]:
+        """Return the generations of the version, its merged ancestors and the refinement."""
+        origins: list[tuple[Key, str, Span | None]] = []
+        for key in self._bank.lineage(use.experience_id, use.experience_version):
+            entry = self._bank.version(*key)
+            if entry is not None and entry.provenance.generation is not None:
+                origins.append((key, entry.provenance.generation, entry.provenance.span))
         if use.refinement is not None:
-            generation = self._bank.generation(use.refinement)
-            if generation is not None:
-                written.append(Written((use.refinement, 0), generation, None))
-        return written
+            origins.append(((use.refinement, 0), use.refinement, None))
+        found = ((key, self._bank.generation(name), span) for key, name, span in origins)
+        return [
+            (key, generation, span) for key, generation, span in found if generation is not None
+        ]
 
-    async def _updates(self, step: int) -> None:
+    async def _update(self, step: int) -> None:
         for _ in range(self._settings.updates_per_step):
-            if batch := self.buffer.take(step, self._runtime.version):
-                await self._update(batch, step)
-
-    async def _update(self, batch: Sequence[BufferSample], step: int) -> None:
-        version = self._runtime.version
-        samples = [self._sample(item) for item in batch if item.generation.response_ids]
-        low, high = self._clip
-        loss = LossSettings(kind="cispo", low=low, high=high, kl=self._settings.kl, seed=step)
-        self.last = await self._runtime.train(samples, loss)
-        await self._runtime.sync()
-        self.updates += self.last.updates
-        self.mean_reward = sum(item.reward for item in batch) / max(1, len(batch))
-        self.weight = sum(item.weight for item in batch) / max(1, len(batch))
-        self.staleness = sum(version - item.generation.policy_version for item in batch) / max(
-            1, len(batch)
-        )
-
-    def _sample(self, item: BufferSample) -> Sample:
-        value = item.advantage * item.weight
-        mask = span_mask(item.generation, item.span, self._runtime.tokenizer)
-        return sample_from_generation(
-            item.generation, [value if kept else float("nan") for kept in mask]
-        )
+            version = self._runtime.version
+            batch = self.buffer.take(step, version)
+            if not batch:
+                continue
+            samples = [
+                sample_from_generation(
+                    item.generation,
+                    [
+                        item.advantage * item.weight if kept else math.nan
+                        for kept in span_mask(item.generation, item.span, self._runtime.tokenizer)
+                    ],
+                )
+                for item in batch
+                if item.generation.response_ids
+            ]
+            low, high = self._clip
+            loss = LossSettings(kind="cispo", low=low, high=high, kl=self._settings.kl, seed=step)
+            self.last = await self._runtime.train(samples, loss)
+            await self._runtime.sync()
+            self.updates += self.last.updates
+            self.mean_reward = sum(item.reward for item in batch) / len(batch)
+            self.weight = sum(item.weight for item in batch) / len(batch)
+            ages = [version - item.generation.policy_version for item in batch]
+            self.staleness = sum(ages) / len(batch)
 
 
 def counted_uses(trajectory: Trajectory) -> list[Use]:
     """Return the uses that earn credit: T_m of section 3.3 of Complementary RL.
 
-    An entry that reached one episode several times counts once, by its first use. Episodes without
-    experience, and those that failed for a technical reason, have no uses that count.
+    An entry that reached one episode several times counts once, by its first use; episodes that
+    were free or failed for a technical reason have none.
     """
     if trajectory.error is not None or trajectory.condition is Condition.FREE:
         return []

@@ -64,18 +64,28 @@ def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
     members: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
         members.setdefault(sample.tokens[: max(sample.positions)], []).append(index)
-    rows: list[_Tree] = []
+    rows: list[tuple[list[int], list[int], list[tuple[int, ...]]]] = []  # the fields of `Row`
     last: tuple[int, ...] = ()
     for tokens in sorted(members, reverse=True):
-        shared = _common(last, tokens)
-        if not rows or not (
-            shared == len(tokens) or _worthwhile(len(rows[-1].tokens), len(tokens), shared, parity)
-        ):
-            rows.append(_Tree([], [], []))
+        pairs = enumerate(zip(last, tokens, strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), min(len(last), len(tokens)))
+        joins = bool(rows) and shared == len(tokens)
+        if rows and shared and parity and not joins:
+            width, new = len(rows[-1][0]), len(tokens) - shared
+            grown = new + ((width + new) ** 2 - width**2) / parity
+            joins = grown < len(tokens) + len(tokens) ** 2 / parity
+        if not joins:
+            rows.append(([], [], []))
             shared = 0
-        rows[-1].grow(tokens, shared, members[tokens])
+        laid, owners, paths = rows[-1]
+        trunk = paths[-1][:shared] if shared else ()
+        path = (*trunk, *range(len(laid), len(laid) + len(tokens) - shared))
+        laid += tokens[shared:]
+        owners += members[tokens]
+        paths += [path] * len(members[tokens])
         last = tokens
-    return sorted((tree.row() for tree in rows), key=lambda row: -len(row.tokens))
+    made = (Row(tuple(laid), tuple(owners), tuple(paths)) for laid, owners, paths in rows)
+    return sorted(made, key=lambda row: -len(row.tokens))
 
 
 def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
@@ -91,39 +101,3 @@ def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
         width = widest
     if batch:
         yield batch
-
-
-@dataclass(slots=True)
-class _Tree:
-    """Build a row, one sequence at a time."""
-
-    tokens: list[int]
-    samples: list[int]
-    paths: list[tuple[int, ...]]
-
-    def grow(self, tokens: tuple[int, ...], shared: int, samples: Sequence[int]) -> None:
-        """Append the tokens after the first ``shared``, which are a prefix of the last path."""
-        new = range(len(self.tokens), len(self.tokens) + len(tokens) - shared)
-        trunk = self.paths[-1][:shared] if shared else ()
-        self.tokens += tokens[shared:]
-        self.samples += samples
-        self.paths += [(*trunk, *new)] * len(samples)
-
-    def row(self) -> Row:
-        return Row(tuple(self.tokens), tuple(self.samples), tuple(self.paths))
-
-
-def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return the length of the common prefix."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
-
-
-def _worthwhile(width: int, tokens: int, shared: int, parity: int) -> bool:
-    """Return whether adding to a row of ``width`` costs less than a row of ``tokens`` alone."""
-    if not parity or not shared:
-        return False
-    new = tokens - shared
-    return new + ((width + new) ** 2 - width**2) / parity < tokens + tokens**2 / parity

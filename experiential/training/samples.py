@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from experiential.config import ActorSettings
 from experiential.rollout.rollout import Episode
-from experiential.training.advantages import Floats, cell_advantages, split_weights, turn_advantages
+from experiential.training.advantages import cell_advantages, split_weights, turn_advantages
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.types import Condition, Generation
 
@@ -42,13 +42,21 @@ def actor_samples(
     if not played:
         return []
     group, cells = _cells(played, settings)
-    values = _advantages(played, group, cells, settings, reward_of)
-    telling = np.array([any(row) for row in values])
-    counted = (
-        _informative(telling, group, cells)
-        if settings.drop_constant
-        else np.ones(len(played), dtype=bool)
-    )
+    rewards = [reward_of(e) for e in played]
+    estimator = settings.estimator
+    if settings.credit == "turn":
+        by_turn = [_turn_rewards(e, worth) for e, worth in zip(played, rewards, strict=True)]
+        values = turn_advantages(
+            by_turn, group, cells, discount=settings.discount, estimator=estimator
+        )
+    else:
+        whole = cell_advantages(rewards, group, cells, estimator=estimator)
+        values = [np.full(len(e.generations), a) for e, a in zip(played, whole, strict=True)]
+    telling = np.array([row.any() for row in values])
+    counted = np.ones(len(played), dtype=bool)
+    if settings.drop_constant:  # only cells in which any advantage differs from zero
+        keys = 2 * group + cells
+        counted = np.isin(keys, keys[telling])
     weights = np.zeros(len(played), dtype=np.float32)
     weights[counted] = (
         split_weights(group[counted], cells[counted])
@@ -56,18 +64,21 @@ def actor_samples(
         else 1 / max(1, counted.sum())
     )
     made = [
-        trajectory_samples(e.generations, row, 1.0) for e, row in zip(played, values, strict=True)
+        trajectory_samples(e.generations, row.tolist(), 1.0)
+        for e, row in zip(played, values, strict=True)
     ]
-    lengths = np.array(
-        [sum(len(s.positions) for s in samples) for samples in made], dtype=np.float32
-    )
-    scaled = weights * _length_factor(weights, lengths, settings)
-    triples = zip(made, telling, scaled, strict=True)
+    lengths = np.array([sum(len(s.positions) for s in own) for own in made], dtype=np.float32)
+    # "sequence" is sum_i w_i mean_t (GRPO), "token" sum_i w_i sum_t / sum_i w_i n_i (DAPO), and
+    # "constant" sum_i w_i sum_t / L, so that length has no part in a token's weight (Dr. GRPO).
+    if settings.aggregate == "token":
+        weights = weights * (lengths / (float((weights * lengths).sum()) or 1.0))
+    elif settings.aggregate == "constant":
+        weights = weights * (lengths / settings.length_norm)
     return [
-        s.weighted(float(weight))
-        for samples, tells, weight in triples
+        sample.weighted(float(weight))
+        for own, tells, weight in zip(made, telling, weights, strict=True)
         if tells or settings.kl > 0
-        for s in samples
+        for sample in own
     ]
 
 
@@ -83,9 +94,8 @@ def uninformative(
 
     Returns:
         ``empty``: finished episodes without a response; ``lone``: cells (group, condition, attempt)
-            with one member, which has nobody to
-        be compared with; ``constant``: cells of more members whose rewards are all equal. Counts of
-        zero are left out.
+            of one member; ``constant``: cells of more members whose rewards are all equal. Counts
+            of zero are left out.
     """
     played = trainable(episodes)
     finished = [e for e in episodes if e.trajectory.error is None]
@@ -114,31 +124,8 @@ def _cells(
     return group, guided if settings.advantage == "split" else np.zeros(len(played), dtype=bool)
 
 
-def _advantages(
-    played: Sequence[Episode],
-    group: npt.NDArray[np.int64],
-    cells: npt.NDArray[np.bool_],
-    settings: ActorSettings,
-    reward_of: RewardOf,
-) -> list[list[float]]:
-    """Compute, per episode, one advantage for each of its responses."""
-    if settings.credit == "turn":
-        rewards = [_rewards(e, reward_of(e)) for e in played]
-        turns = turn_advantages(
-            rewards, group, cells, discount=settings.discount, estimator=settings.estimator
-        )
-        return [row.tolist() for row in turns]
-    whole = cell_advantages(
-        [reward_of(e) for e in played], group, cells, estimator=settings.estimator
-    )
-    return [[value] * len(e.generations) for e, value in zip(played, whole.tolist(), strict=True)]
-
-
-def _rewards(episode: Episode, worth: float) -> list[float]:
-    """Return the reward of each response.
-
-    The episode's reward beyond its environment's is added to the last one.
-    """
+def _turn_rewards(episode: Episode, worth: float) -> list[float]:
+    """Return the reward of each response; the last gets what the episode is worth beyond these."""
     steps = iter(turn.reward for turn in episode.trajectory.turns)
     asked = episode.asked or (False,) * len(episode.generations)
     rewards = [0.0 if call else next(steps, 0.0) for call in asked]
@@ -146,40 +133,14 @@ def _rewards(episode: Episode, worth: float) -> list[float]:
     return rewards
 
 
-def _informative(
-    telling: npt.NDArray[np.bool_], group: npt.NDArray[np.int64], cells: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
-    """Mark the members of cells in which any advantage differs from zero."""
-    keys = 2 * group + cells
-    return np.isin(keys, keys[telling])
-
-
-def _length_factor(weights: Floats, lengths: Floats, settings: ActorSettings) -> Floats:
-    """Compute the factor from a mean over each trajectory's tokens to the chosen aggregate.
-
-    ``sequence``: sum_i w_i mean_t (GRPO); ``token``: sum_i w_i sum_t / sum_i w_i n_i, every token
-    equally (DAPO); ``constant``: sum_i w_i sum_t / L, so that length has no part in the weight of a
-    token (Dr. GRPO), with L of ``length_norm`` tokens.
-    """
-    if settings.aggregate == "sequence":
-        return np.ones_like(lengths)
-    return (
-        lengths / (float((weights * lengths).sum()) or 1.0)
-        if settings.aggregate == "token"
-        else lengths / settings.length_norm
-    )
-
-
 def trajectory_samples(
     generations: Sequence[Generation], advantage: float | Sequence[float], weight: float
 ) -> list[Sample]:
-    """Make samples of one trajectory's responses.
-
-    The trajectory's weight is shared in proportion to their trained tokens.
+    """Make samples of one trajectory's responses, its weight shared by their trained tokens.
 
     Responses whose prompt continues the previous prompt and response token by token become one
     sample, so that a conversation kept whole costs one forward pass and has one sequence-level
-    ratio.
+    ratio. A schema applies to one response only, so samples with one stay separate.
 
     Args:
         generations: the responses, in order.
@@ -190,35 +151,24 @@ def trajectory_samples(
     values = [advantage] * len(generations) if isinstance(advantage, int | float) else advantage
     for generation, value in zip(generations, values, strict=True):
         sample = sample_from_generation(generation, value, weight=weight)
-        if chained and _continues(chained[-1], sample):
-            sample = _joined(chained.pop(), sample)
-        chained.append(sample)
+        before = chained[-1] if chained else None
+        if (
+            before is not None
+            and before.json_schema is None
+            and sample.json_schema is None
+            and sample.tokens[: len(before.tokens)] == before.tokens
+        ):
+            chained[-1] = replace(
+                before,
+                tokens=sample.tokens,
+                positions=before.positions + sample.positions,
+                logprobs=before.logprobs + sample.logprobs,
+                advantages=before.advantages + sample.advantages,
+                allowed=before.allowed + sample.allowed,
+                policy_version=min(before.policy_version, sample.policy_version),
+            )
+        else:
+            chained.append(sample)
     chained = [s for s in chained if s.positions]
     total = sum(len(s.positions) for s in chained)
     return [replace(s, weight=weight * len(s.positions) / total) for s in chained]
-
-
-def _continues(first: Sample, second: Sample) -> bool:
-    """Return whether both can form one sequence.
-
-    A schema applies to one response only, so samples with a schema stay separate.
-    """
-    return (
-        first.json_schema is None
-        and second.json_schema is None
-        and second.tokens[: len(first.tokens)] == first.tokens
-    )
-
-
-def _joined(first: Sample, second: Sample) -> Sample:
-    return Sample(
-        tokens=second.tokens,
-        positions=first.positions + second.positions,
-        logprobs=first.logprobs + second.logprobs,
-        advantages=first.advantages + second.advantages,
-        allowed=first.allowed + second.allowed,
-        teacher=first.teacher + second.teacher,
-        weight=first.weight,
-        temperature=first.temperature,
-        policy_version=min(first.policy_version, second.policy_version),
-    )

@@ -24,7 +24,7 @@ from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
 from experiential.rollout.rollout import Episode, NoBank, Reviewer, Rollout, refuse_broken
 from experiential.rollout.tasks import TaskSource, world_count
-from experiential.training.ahead import RolloutsAhead
+from experiential.training.background import BankUpkeep, RolloutsAhead
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.methods.build import build_methods
@@ -32,7 +32,6 @@ from experiential.training.methods.method import Run
 from experiential.training.metrics import Metrics, Observer, episode_row, peak_memory_gb, step_event
 from experiential.training.roles import Roles
 from experiential.training.runtime import LossSettings, Policies, TrainStats, build_runtime
-from experiential.training.upkeep import BankUpkeep
 
 _FILES = (
     "metrics.jsonl",
@@ -84,7 +83,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train and evaluate; return the summary.
 
-        The summary holds ``evaluations`` (eval events), ``steps``, ``seconds``, ``peak_memory_gb``,
+        It holds ``evaluations`` (eval events), ``steps``, ``seconds``, ``peak_memory_gb``,
         ``output``, ``ratio_later_visits`` (success with the bank on later visits, after over
         before), ``difference`` (with the bank minus without, after training, with its interval) and
         ``files``.
@@ -106,15 +105,13 @@ class Trainer:
                 if self.experiment.eval.after:
                     await self._evaluate(steps)
                 await self._checkpoint(steps)
-                await self._export()
-                self._metrics.emit(
-                    {
-                        "event": "end",
-                        "step": steps,
-                        "seconds": time.perf_counter() - begin,
-                        "peak_memory_gb": peak_memory_gb(),
-                    }
-                )
+                actor, extractor = self.experiment.actor, self.experiment.extractor
+                if actor.train:
+                    await self.actor.export(self.output / "actor")
+                if extractor.enabled and extractor.train and self.extractor is not self.actor:
+                    await self.extractor.export(self.output / "extractor")
+                seconds, memory = time.perf_counter() - begin, peak_memory_gb()
+                self._emit("end", steps, seconds=seconds, peak_memory_gb=memory)
         except (OSError, MemoryError) as error:
             raise ExperientialError(
                 f"Expected room to train in {self.output}, got {type(error).__name__}: {error};"
@@ -162,21 +159,13 @@ class Trainer:
             make_env=self._runtime.make_env,
         )
         stack.callback(self._rollout.close)
-        self._methods = build_methods(
-            Run(
-                settings,
-                self._roles,
-                self.actor,
-                self._rollout,
-                self._bank,
-                self._manager,
-                self._metrics.emit,
-            )
-        )
+        emit = self._metrics.emit
+        run = Run(settings, self._roles, self.actor, self._rollout, self._bank, self._manager, emit)
+        self._methods = build_methods(run)
         self._rollout.critic = self._reviewer()
         # Closed before the parts they use: rollouts ahead, bank upkeep, the extractor's update.
         if self._manager is not None:
-            self._upkeep = BankUpkeep(self._manager, settings.bank, self._metrics.emit)
+            self._upkeep = BankUpkeep(self._manager, settings.bank, emit)
             stack.push_async_callback(self._upkeep.close)
         if self._track is not None:
             stack.push_async_callback(self._track.close)
@@ -184,15 +173,8 @@ class Trainer:
         stack.push_async_callback(self._ahead.close)
         if self._restored is not None:
             await self._restore(*self._restored)
-        self._metrics.emit(
-            {
-                "event": "start",
-                "step": self._start,
-                "steps": settings.run.steps,
-                "recipe": settings.recipe,
-                "seed": settings.seed,
-            }
-        )
+        about = {"recipe": settings.recipe, "seed": settings.seed}
+        self._emit("start", self._start, steps=settings.run.steps, **about)
         if self._restored is None:
             for method in self._methods:
                 await method.begin()
@@ -211,17 +193,13 @@ class Trainer:
                 shutil.rmtree(folder)
             shutil.copytree(self._restored[0] / "bank", folder)
         elif settings.bank.path is not None:
+            namespace, embedder = settings.bank.namespace, settings.bank.embedder
             with FolderBank(
-                settings.bank.path,
-                namespace=settings.bank.namespace,
-                embedder=settings.bank.embedder,
-                read_only=True,
+                settings.bank.path, namespace=namespace, embedder=embedder, read_only=True
             ) as source:
                 source.fork(folder).close()
         self._bank = stack.enter_context(self._runtime.open_bank(folder))
-        options: dict[str, Any] = settings.bank.model_dump(
-            exclude={"path", "namespace", "embedder", "store"}
-        )
+        options = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
         self._manager = stack.enter_context(
             ExperienceManager(self._bank, self._roles.extractor(), seed=settings.seed, **options)
         )
@@ -236,41 +214,34 @@ class Trainer:
 
     def _reviewer(self, llm: LLM | None = None) -> Reviewer | None:
         """Return the judge of retrieved experience, where a method has one."""
-        found = (method.reviewer(llm) for method in self._methods)
-        return next((reviewer for reviewer in found if reviewer is not None), None)
+        return next(filter(None, (method.reviewer(llm) for method in self._methods)), None)
 
     async def _train(self) -> int:
         """Run all steps; return the last one done."""
-        settings = self.experiment.run
+        run, evaluation = self.experiment.run, self.experiment.eval
         self._begin = time.perf_counter()
         step = self._start
-        while step < settings.steps and not self._out_of_time():
+        while step < run.steps:
+            if run.minutes is not None and time.perf_counter() - self._begin > 60 * run.minutes:
+                break
             await self._step(step)
             step += 1
-            if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+            if run.checkpoint_every and step % run.checkpoint_every == 0:
                 await self._checkpoint(step)
-            if (
-                self.experiment.eval.every
-                and step % self.experiment.eval.every == 0
-                and step < settings.steps
-            ):
+            if evaluation.every and step % evaluation.every == 0 and step < run.steps:
                 await self._evaluate(step)
         await self._ahead.close()
         return step
 
-    def _next_pause(self, step: int) -> int:
-        """Return the step of the next checkpoint, evaluation or end; rollouts stop before it."""
-        every = [n for n in (self.experiment.run.checkpoint_every, self.experiment.eval.every) if n]
-        return min([self.experiment.run.steps, *((step // n + 1) * n for n in every)])
-
-    def _out_of_time(self) -> bool:
-        minutes = self.experiment.run.minutes
-        return minutes is not None and time.perf_counter() - self._begin > 60 * minutes
-
     async def _step(self, step: int) -> None:
         """Play, credit the extractor, update the actor, and keep the bank in order."""
+        run = self.experiment.run
         begin, tokens = time.perf_counter(), self._tokens()
-        episodes, rollout_s = await self._ahead.take(step, self._next_pause(step))
+        # Rollouts ahead stop before the next checkpoint, evaluation or end.
+        pauses = [
+            (step // n + 1) * n for n in (run.checkpoint_every, self.experiment.eval.every) if n
+        ]
+        episodes, rollout_s = await self._ahead.take(step, min([run.steps, *pauses]))
         waited = time.perf_counter() - begin
         if self._track is not None:
             trajectories = [e.trajectory for e in episodes]
@@ -283,15 +254,14 @@ class Trainer:
         update = TrainStats(version=self.actor.version)
         if self.experiment.actor.train:
             samples = [s for m in self._methods for s in await m.samples(episodes, step)]
-            losses = (method.loss(step) for method in self._methods)
-            loss = next((found for found in losses if found is not None), LossSettings(seed=step))
-            update = await self.actor.train(samples, loss)
+            losses = filter(None, (method.loss(step) for method in self._methods))
+            update = await self.actor.train(samples, next(losses, LossSettings(seed=step)))
             await self.actor.sync()
         for method in self._methods:
             await method.after_step(episodes, step)
         if self._manager is not None and self._upkeep is not None:
             self._upkeep.after_step(step)
-            if self.experiment.run.drain:
+            if run.drain:
                 await self._settle()
             actor = self.experiment.actor
             lag = self.experiment.extractor.max_lag * actor.groups * actor.group_size
@@ -346,19 +316,17 @@ class Trainer:
         """Evaluate the configured arms by visit, on equal worlds and seeds."""
         await self._settle()
         meters = Meters()
+        extractor = None
+        if self._manager is not None and self.experiment.extractor.distill:
+            extractor = self._roles.extractor(Metered(self.extractor, meters.extractor))
+        llm, temperature = Metered(self.actor, meters.actor), self.experiment.eval.temperature
         evaluator = VisitEvaluator(
             self.experiment,
-            lambda: self._roles.actor(
-                self.experiment.eval.temperature, Metered(self.actor, meters.actor)
-            ),
-            (
-                self._roles.extractor(Metered(self.extractor, meters.extractor))
-                if self._manager is not None and self.experiment.extractor.distill
-                else None
-            ),
+            lambda: self._roles.actor(temperature, llm),
+            extractor,
             make_env=self._runtime.make_env,
             meters=meters,
-            critic=self._reviewer(Metered(self.actor, meters.actor)),
+            critic=self._reviewer(llm),
         )
         scratch = self.output / "evaluation" / f"step-{step:06d}"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -385,19 +353,7 @@ class Trainer:
             self._bank.fork(draft / "bank", keep_queue=True).close()
             manifest |= {"bank_commit": self._bank.head, "track": self._track.state_dict()}
         path = await asyncio.to_thread(self._store.commit, draft, step, manifest)
-        self._metrics.emit({"event": "checkpoint", "step": step, "path": str(path)})
-
-    async def _export(self) -> None:
-        """Write the trained weights in Hugging Face format."""
-        settings = self.experiment
-        if settings.actor.train:
-            await self.actor.export(self.output / "actor")
-        if (
-            settings.extractor.enabled
-            and settings.extractor.train
-            and self.extractor is not self.actor
-        ):
-            await self.extractor.export(self.output / "extractor")
+        self._emit("checkpoint", step, path=str(path))
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
         if "methods" not in manifest:
@@ -417,15 +373,17 @@ class Trainer:
         self._metrics.rewind(self._start)
         self._episodes.rewind(self._start)
 
+    def _emit(self, event: str, step: int, **values: Any) -> None:
+        self._metrics.emit({"event": event, "step": step} | values)
+
     def _tokens(self) -> int:
         return sum(policy.tokens_processed for policy in {self.actor, self.extractor})
 
     def _summary(self, steps: int, seconds: float) -> dict[str, Any]:
         last = {v.arm: v for v in self._visits if v.step == steps}
         first = {v.arm: v for v in self._visits if v.step == 0}
-        difference = (
-            compare(last["on"], last["off"]).model_dump() if {"on", "off"} <= last.keys() else None
-        )
+        both = {"on", "off"} <= last.keys()
+        difference = compare(last["on"], last["off"]).model_dump() if both else None
         ratio = None
         if "on" in last and "on" in first and steps and first["on"].later().any():
             ratio = float(last["on"].later().mean() / first["on"].later().mean())
@@ -438,8 +396,6 @@ class Trainer:
             "ratio_later_visits": ratio,
             "difference": difference,
             "files": {
-                Path(name).stem: str(self.output / name)
-                for name in _FILES
-                if (self.output / name).exists()
+                Path(f).stem: str(self.output / f) for f in _FILES if (self.output / f).exists()
             },
         }

@@ -1,19 +1,67 @@
-"""Merge, deduplicate and prune the bank beside training, on their schedules."""
+"""Work beside the trainer's steps: play later steps ahead, and keep the bank in order."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank
 from experiential.config import BankSettings
 from experiential.training.metrics import Observer
 
+T = TypeVar("T")
+
+
+class RolloutsAhead(Generic[T]):
+    """Play steps one after the other, at most ``ahead`` beyond the last one taken.
+
+    So a step is played by weights that lack at most ``ahead`` updates; its samples carry the
+    version and the log-probabilities of the weights that drew them.
+
+    Args:
+        play: plays one step.
+        ahead: steps that may be played, or playing, beyond the one taken; 0 plays a step when it is
+            asked for.
+    """
+
+    def __init__(self, play: Callable[[int], Awaitable[T]], ahead: int) -> None:
+        self._play, self._ahead = play, ahead
+        self._tasks: dict[int, asyncio.Task[T]] = {}
+        self._turn = asyncio.Lock()
+
+    async def take(self, step: int, until: int) -> T:
+        """Return the result of ``step``; start later steps, up to ``until`` (exclusive)."""
+        try:
+            played = await self._started(step)
+        finally:
+            self._tasks.pop(step, None)
+        for later in range(step + 1, min(step + 1 + self._ahead, until)):
+            self._started(later)
+        return played
+
+    async def close(self) -> None:
+        """Cancel the steps still being played."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _started(self, step: int) -> asyncio.Task[T]:
+        async def in_turn() -> T:
+            async with self._turn:
+                return await self._play(step)
+
+        if step not in self._tasks:
+            self._tasks[step] = asyncio.create_task(in_turn())
+        return self._tasks[step]
+
 
 class BankUpkeep:
-    """Start periodic work on the bank in the background, and report failures.
+    """Merge, deduplicate and prune the bank on their schedules, and report failures.
 
     Args:
         manager: merges and deduplicates.
@@ -35,13 +83,11 @@ class BankUpkeep:
             self._tasks.discard(task)
             task.result()  # a failed merge ends the run with its reason, not in silence
         settings, manager = self._settings, self._manager
+        pruning = partial(prune, manager.bank, manager.settings.prune_below, step + 1, self._emit)
         for every, work in (
             (settings.merge_every, manager.amerge),
             (settings.dedupe_every, manager.adeduplicate),
-            (
-                settings.prune_every,
-                partial(prune, manager.bank, manager.settings.prune_below, step + 1, self._emit),
-            ),
+            (settings.prune_every, pruning),
         ):
             if every and (step + 1) % every == 0:
                 self._tasks.add(asyncio.create_task(work()))
