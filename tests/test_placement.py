@@ -213,7 +213,7 @@ def test_logits_take_what_the_learner_makes_of_them() -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from experiential.training.logprobs import token_logprobs
+    from experiential.training.losses import token_logprobs
     from experiential.training.runtime import Sample
 
     class Allocated(TorchDispatchMode):

@@ -21,8 +21,16 @@ from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.transformers import TransformersLLM
 from experiential.rollout.rollout import make_env
-from experiential.training.logprobs import Measure, blocked_tokens, token_entropies, token_logprobs
-from experiential.training.losses import Sums, add_sums, batch_loss, means
+from experiential.training.losses import (
+    Measure,
+    Sums,
+    add_sums,
+    batch_loss,
+    blocked_tokens,
+    means,
+    token_entropies,
+    token_logprobs,
+)
 from experiential.training.packing import Row, micro_batches, pack
 from experiential.training.runtime import (
     LossSettings,

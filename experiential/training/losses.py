@@ -1,9 +1,7 @@
-"""Define losses as pure functions of flat token tensors, each with its equation.
+"""Compute token log-probabilities from logits, and losses as pure functions of flat token tensors.
 
-All are to be minimised.
-
-A policy loss is a function of `Terms`. To add one, name a ``module:function`` as ``actor.loss``, or
-declare an entry point of group ``experiential.losses``.
+All losses are to be minimised. A policy loss is a function of `Terms`. To add one, name a
+``module:function`` as ``actor.loss``, or declare an entry point of group ``experiential.losses``.
 """
 
 from __future__ import annotations
@@ -15,16 +13,83 @@ import torch
 from torch import Tensor
 
 from experiential.config import Ratio
+from experiential.llm.constraints import Schemas
 from experiential.plugins import resolve
 from experiential.training.runtime import LOSSES, LossSettings, Sample
 
 Stats = dict[str, float]
 Sums = dict[str, tuple[float, int]]
-"""Per metric its sum over tokens and their number, so that parts of a batch can be added up and
-become a mean in the end.
-"""
+"""Per metric its sum over tokens and their number; the sums of the parts of a batch add up."""
+Measure = Callable[[Tensor, Sequence[Sample], Tensor | None], Tensor]
+"""Takes logits, samples and what was blocked, and gives one number per trained token."""
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this, so that ``exp`` and its gradient stay finite."""
+
+
+def token_logprobs(logits: Tensor, members: Sequence[Sample], blocked: Tensor | None) -> Tensor:
+    """Compute the log-probability of every trained token under its temperature and constraint.
+
+    Args:
+        logits: float32, shape (n, vocabulary): one row per trained token of ``members``, in their
+            order.
+        members: the samples.
+        blocked: marks the excluded tokens, shape (n, vocabulary), on the device of ``logits``;
+            None when there are none.
+
+    Returns:
+        shape (n,), in nats.
+    """
+    tokens = torch.tensor(
+        [s.tokens[p] for s in members for p in s.positions], device=logits.device, dtype=torch.long
+    )
+    return _log_softmax(logits, members, blocked).gather(1, tokens[:, None])[:, 0]
+
+
+def token_entropies(logits: Tensor, members: Sequence[Sample], blocked: Tensor | None) -> Tensor:
+    """Compute the entropy at every trained token: -sum_v p(v) log p(v), shape (n,), in nats.
+
+    The arguments are those of ``token_logprobs``.
+    """
+    logp = _log_softmax(logits, members, blocked)
+    return -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0.0)).sum(dim=1)
+
+
+def _log_softmax(logits: Tensor, members: Sequence[Sample], blocked: Tensor | None) -> Tensor:
+    if any(s.temperature != 1.0 for s in members):
+        temperatures = [s.temperature for s in members for _ in s.positions]
+        logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+    if blocked is not None:
+        logits = logits.masked_fill(blocked, float("-inf"))
+    return torch.log_softmax(logits, dim=1)
+
+
+def blocked_tokens(
+    members: Sequence[Sample], vocabulary: int, schemas: Callable[[], Schemas]
+) -> Tensor | None:
+    """Mark the tokens excluded at each trained position, shape (n, vocabulary); None if none is.
+
+    Args:
+        members: the samples.
+        vocabulary: columns of the logits.
+        schemas: gives what restricts responses to a JSON schema; only called for samples that have
+            one.
+    """
+    sets = [a for s in members for a in s.allowed or ((),) * len(s.positions)]
+    if not any(sets) and not any(s.json_schema for s in members):
+        return None
+    blocked = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
+    start = 0
+    for sample in members:
+        end = start + len(sample.positions)
+        if sample.json_schema is not None:
+            response = sample.tokens[sample.response :]
+            places = [p - sample.response for p in sample.positions]
+            allowed = schemas().allowed(sample.json_schema, response, places)
+            blocked[start:end] = torch.as_tensor(~allowed)
+        start = end
+    blocked[[i for i, a in enumerate(sets) if a]] = True
+    blocked[[i for i, a in enumerate(sets) for _ in a], [t for a in sets for t in a]] = False
+    return blocked
 
 
 class Terms(NamedTuple):
@@ -37,8 +102,7 @@ class Terms(NamedTuple):
         teacher: log-probability under a teacher, shape (n,); empty where the samples have none.
         segment: index of each token's sample, shape (n,), long.
         weights: weight of each sample, shape (m,).
-        share: n over the trained tokens of the whole batch; a mean over tokens times this adds up
-            to the batch's mean.
+        share: n over the trained tokens of the whole batch.
         settings: clipping and other constants.
     """
 
@@ -58,25 +122,22 @@ PolicyLoss = Callable[[Terms], tuple[Tensor, Stats]]
 
 def ppo(terms: Terms) -> tuple[Tensor, Stats]:
     """Compute ``ppo_clip_loss`` with the settings' ratio and clipping."""
-    settings = terms.settings
     return ppo_clip_loss(
         terms.logp,
         terms.old_logp,
         terms.advantages,
         segment=terms.segment,
         weights=terms.weights,
-        clip_low=settings.low,
-        clip_high=settings.high,
-        ratio=settings.ratio,
+        clip_low=terms.settings.low,
+        clip_high=terms.settings.high,
+        ratio=terms.settings.ratio,
     )
 
 
 def cispo(terms: Terms) -> tuple[Tensor, Stats]:
     """Compute ``cispo_loss``: the mean over all tokens of the batch; sample weights are ignored."""
-    settings = terms.settings
-    value, stats = cispo_loss(
-        terms.logp, terms.old_logp, terms.advantages, eps_low=settings.low, eps_high=settings.high
-    )
+    logp, old_logp, low, high = terms.logp, terms.old_logp, terms.settings.low, terms.settings.high
+    value, stats = cispo_loss(logp, old_logp, terms.advantages, eps_low=low, eps_high=high)
     return value * terms.share, stats
 
 
@@ -108,8 +169,7 @@ def batch_loss(
         members: samples of one batch, each whole.
         loss: which loss, and its constants.
         total: trained tokens of the whole batch, over which token means are taken.
-        reference: log-probability of the same tokens under the reference policy, shape (n,), for
-            the KL penalty.
+        reference: log-probability of the same tokens under the reference of the KL penalty.
 
     Returns:
         the loss, a scalar, and its metrics; those of a loss that only some samples ask for
@@ -156,8 +216,8 @@ def batch_loss(
 def add_sums(into: Sums, more: Mapping[str, tuple[float, int]]) -> None:
     """Add the metrics of a part of a batch to those of the parts before."""
     for name, (value, count) in more.items():
-        before = into.get(name, (0.0, 0))
-        into[name] = before[0] + value, before[1] + count
+        before, tokens = into.get(name, (0.0, 0))
+        into[name] = before + value, tokens + count
 
 
 def means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
@@ -192,8 +252,8 @@ def ppo_clip_loss(
         segment: index of each token's sequence in [0, m), shape (n,), long. A sequence-level ratio
             needs all its tokens here.
         weights: weight of each sequence, shape (m,); a sequence without tokens adds nothing.
-        clip_low: how far below 1 the ratio may fall before it stops mattering.
-        clip_high: how far above 1.
+        clip_low: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        clip_high: see ``clip_low``.
         ratio: ``token`` or ``sequence``.
 
     Returns:
@@ -212,9 +272,8 @@ def ppo_clip_loss(
     if ratio == "sequence":
         lengths = torch.bincount(segment, minlength=len(weights))
         present, share = lengths > 0, weights[lengths > 0]
-        advantages = (_segment_sum(advantages, segment, len(weights)) / lengths.clamp(min=1))[
-            present
-        ]
+        sums = _segment_sum(advantages, segment, len(weights))
+        advantages = (sums / lengths.clamp(min=1))[present]
         rho = _exp(_segment_sum(log_ratio, segment, len(weights))[present])
     else:
         rho, share = _exp(log_ratio), _token_share(segment, weights)
@@ -229,8 +288,8 @@ def cispo_loss(
     """Compute CISPO, eq. 3 of Complementary RL, negated.
 
     loss = -(1 / n) * sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_t log pi(t). The clipped ratio only
-    weighs the gradient (sg: stop-gradient), so that no token loses its gradient. The mean is over
-    all tokens of the batch. Its gradient at rho = 1 is that of REINFORCE.
+    weighs the gradient (sg: stop-gradient), so that no token loses its gradient; at rho = 1 it is
+    that of REINFORCE.
 
     Args:
         logp: log-probability of each token under the policy, shape (n,), float, carries the
@@ -238,8 +297,8 @@ def cispo_loss(
         old_logp: the same under the policy that sampled it (stored at generation, not recomputed),
             shape (n,).
         advantages: advantage of each token, eq. 7's weight included, shape (n,).
-        eps_low: how far below 1 the ratio may fall before it is clipped.
-        eps_high: how far above 1.
+        eps_low: the ratio is clipped to [1 - eps_low, 1 + eps_high].
+        eps_high: see ``eps_low``.
 
     Returns:
         the loss, a scalar, and the statistics of ``ppo_clip_loss`` (``clip_fraction``: tokens whose
@@ -261,15 +320,8 @@ def cispo_loss(
 def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """Estimate KL(pi || ref) per token drawn from pi: exp(d) - d - 1 with d = log ref - log pi.
 
-    Never negative, unbiased in value, low in variance (Schulman's k3, the KL term of GRPO).
-
-    Args:
-        logp: log-probability of each token under the policy, shape (n,), float.
-        ref_logp: the same under the reference, shape (n,).
-
-    Returns:
-        the estimates, shape (n,); the gradient flows through ``logp`` only if ``ref_logp`` is
-        detached by the caller.
+    Never negative, unbiased in value, low in variance (Schulman's k3, the KL term of GRPO). The
+    arguments are log-probabilities of shape (n,); detach the reference's.
 
     Raises:
         ValueError: the shapes differ.
@@ -282,13 +334,7 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 def sft_loss(logp: Tensor, segment: Tensor, weights: Tensor) -> Tensor:
     """Compute the distillation loss of ERL: -sum_s w_s * mean over t in s of log pi(t).
 
-    Args:
-        logp: log-probability of each target token, shape (n,), float.
-        segment: index of each token's sequence in [0, m), shape (n,), long.
-        weights: weight of each sequence, shape (m,).
-
-    Returns:
-        the loss, a scalar; 0 for no tokens.
+    ``logp`` and ``segment`` have shape (n,), ``weights`` (m,), as for ``ppo_clip_loss``.
 
     Raises:
         ValueError: ``logp`` and ``segment`` have different shapes.
@@ -326,10 +372,9 @@ def reverse_kl_loss(
     if logp.numel() == 0:
         return logp.sum() * 0.0, {"kl_teacher": 0.0}
     gap = (logp - teacher_logp).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    divergence = kl_k3(logp.detach(), teacher_logp)
-    return (_token_share(segment, weights) * gap * logp).sum(), {
-        "kl_teacher": float(divergence.mean())
-    }
+    divergence = kl_k3(logp.detach(), teacher_logp).mean()
+    loss = (_token_share(segment, weights) * gap * logp).sum()
+    return loss, {"kl_teacher": float(divergence)}
 
 
 def _same_shape(first: Tensor, *others: Tensor) -> None:
@@ -345,7 +390,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _token_share(segment: Tensor, weights: Tensor) -> Tensor:
-    """Return w_s / |s| for every token, shape (n,)."""
+    """Return w_s / |s| of each token."""
     lengths = torch.bincount(segment, minlength=len(weights))
     return (weights / lengths.clamp(min=1))[segment]
 

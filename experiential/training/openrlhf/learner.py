@@ -10,8 +10,14 @@ from typing import Any, cast
 import torch
 
 from experiential.llm.constraints import Schemas
-from experiential.training.logprobs import blocked_tokens, token_logprobs
-from experiential.training.losses import Sums, add_sums, batch_loss, means
+from experiential.training.losses import (
+    Sums,
+    add_sums,
+    batch_loss,
+    blocked_tokens,
+    means,
+    token_logprobs,
+)
 from experiential.training.runtime import LossSettings, Sample
 
 BLANK = Sample(tokens=(0, 0), positions=(), logprobs=(), advantages=())
