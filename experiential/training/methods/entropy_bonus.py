@@ -38,11 +38,7 @@ class EntropyBonus(Method):
     """
 
     def __init__(
-        self,
-        runtime: PolicyRuntime,
-        actor: ActorAgent,
-        bank: Bank,
-        settings: EntropyBonusSettings,
+        self, runtime: PolicyRuntime, actor: ActorAgent, bank: Bank, settings: EntropyBonusSettings
     ) -> None:
         self._runtime, self._actor, self._bank = runtime, actor, bank
         self._options = settings.model_dump()

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +41,7 @@ from experiential.training.openrlhf.supervisor import (
     answer,
     is_joined,
     joined_ray,
+    start_actor,
 )
 
 if TYPE_CHECKING:
@@ -57,23 +57,6 @@ _PATIENCE = 300.0
 """Seconds that a client waits at most for a bank that is started again."""
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Say which bank is served, and where.
-
-    Attributes:
-        folder: the bank's, absolute.
-        settings: namespace, embedder, place of the index and length of texts.
-        token: what every request must carry.
-        port: 0 takes a free one.
-    """
-
-    folder: str
-    settings: BankSettings
-    token: str
-    port: int = 0
-
-
 class BankHost:
     """Serve an open bank folder inside the Ray actor, as ``experiential serve`` does."""
 
@@ -82,11 +65,16 @@ class BankHost:
         self._server: Any = None
         self._ended = threading.Event()
 
-    def serve(self, serving: Serving, patience: float) -> tuple[str, int, int]:
+    def serve(
+        self, folder: str, settings: BankSettings, token: str, port: int, patience: float
+    ) -> tuple[str, int, int]:
         """Open the folder and begin to serve it; return the node's address, port and process id.
 
         Args:
-            serving: bank, token and port.
+            folder: the bank's, absolute.
+            settings: namespace, embedder, place of the index and length of texts.
+            token: required in every request.
+            port: 0 takes a free one.
             patience: seconds to wait for port and folder, which a killed writer may hold for a
                 moment.
 
@@ -99,42 +87,28 @@ class BankHost:
         from experiential.bank.http.namespaces import Namespaces
         from experiential.bank.http.service import create_app
 
-        settings, host = serving.settings, str(joined_ray().util.get_node_ip_address())
-
-        def bound() -> socket.socket:
-            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, serving.port))
-            except OSError:
-                listener.close()
-                raise
-            return listener
-
-        def opened() -> Namespaces:
-            return Namespaces(
-                serving.folder,
-                namespaces=(settings.namespace,),
-                embedder=settings.embedder,
-                store=settings.store,
-            )
-
-        listener = _patiently(bound, patience)
+        host = str(joined_ray().util.get_node_ip_address())
         with ExitStack() as failed:
+            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             failed.callback(listener.close)
-            self._banks = _patiently(opened, patience)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _patiently(partial(listener.bind, (host, port)), patience)
+            names, embedder, store = (settings.namespace,), settings.embedder, settings.store
+            open_banks = partial(
+                Namespaces, folder, namespaces=names, embedder=embedder, store=store
+            )
+            self._banks = _patiently(open_banks, patience)
             self._banks.get(settings.namespace).bank.text_limit = settings.text_limit
             failed.pop_all()
         # Only now: until then clients are refused and try again; connected, they would time out.
         listener.listen(2048)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                create_app(self._banks, serving.token),
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=10,
-            )
+        config = uvicorn.Config(
+            create_app(self._banks, token),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=10,
         )
+        self._server = uvicorn.Server(config)
 
         def run() -> None:
             try:
@@ -198,7 +172,7 @@ class BankActor:
 
     Attributes:
         url: address of the bank.
-        serving: folder, settings, token and port.
+        token: required in every request to it.
         supervisor: starts the actor, and holds the reason of each loss.
 
     Raises:
@@ -216,8 +190,9 @@ class BankActor:
             import uvicorn  # noqa: F401  # pyright: ignore[reportUnusedImport]
         except ImportError as error:
             raise MissingExtraError(error.name or "uvicorn", "serve") from None
-        self._cluster = cluster
-        self.serving = Serving(str(Path(folder).resolve()), settings, secrets.token_urlsafe(32))
+        self.settings, self._cluster = settings, cluster
+        self.token, self._port = secrets.token_urlsafe(32), 0
+        self._folder = str(Path(folder).resolve())
         self.supervisor = Supervisor("bank actor on an unknown node", self._begin, cluster)
         # A loop of its own: `fork` and `close` wait, and may be called from any other loop.
         self._loop = EventLoopThread("bank-actor")
@@ -257,13 +232,8 @@ class BankActor:
 
         async def fork() -> None:
             actor = await self._started()  # waits for a restart under way
-            await self.supervisor.ask(
-                actor,
-                "fork",
-                self.serving.settings.namespace,
-                str(Path(path).resolve()),
-                keep_queue,
-            )
+            where = str(Path(path).resolve())
+            await self.supervisor.ask(actor, "fork", self.settings.namespace, where, keep_queue)
 
         try:
             self._loop.run(fork())
@@ -290,27 +260,16 @@ class BankActor:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        handle: Any = (
-            ray.remote(BankHost)
-            .options(
-                scheduling_strategy=here,
-                num_cpus=0,
-                max_restarts=0,
-                max_task_retries=0,
-                max_concurrency=_CALLS,
-            )
-            .remote()
-        )
+        handle = start_actor(BankHost, scheduling_strategy=here, num_cpus=0, max_concurrency=_CALLS)
         # A killed writer may hold lock and port for a moment; at first they must be free.
-        patience = 0.0 if self.serving.port == 0 else _LOCK_SECONDS
-        begun = handle.serve.remote(self.serving, patience)
+        patience = _LOCK_SECONDS if self._port else 0.0
+        begun = handle.serve.remote(self._folder, self.settings, self.token, self._port, patience)
         return Incarnation(handle, begun, partial(ray.kill, handle))
 
     async def _started(self) -> Incarnation:
         actor = await self.supervisor.started()
-        node, port, _ = actor.result
-        self.serving = replace(self.serving, port=port)
-        self.url = f"http://[{node}]:{port}" if ":" in node else f"http://{node}:{port}"
+        node, self._port, _ = actor.result
+        self.url = f"http://{f'[{node}]' if ':' in node else node}:{self._port}"
         self.supervisor.name = f"bank actor on {node}"
         return actor
 
@@ -323,13 +282,9 @@ class BankActor:
 
     async def _until_lost(self, actor: Incarnation) -> None:
         """Lose an actor once it died, its server ended, or it does not answer."""
-        seconds, headers = (
-            self._cluster.call_timeout,
-            {"Authorization": f"Bearer {self.serving.token}"},
-        )
-        ended = asyncio.ensure_future(
-            answer(actor.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
-        )
+        seconds, headers = self._cluster.call_timeout, {"Authorization": f"Bearer {self.token}"}
+        end = answer(actor.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
+        ended = asyncio.ensure_future(end)
         try:
             async with httpx.AsyncClient(headers=headers, timeout=seconds, trust_env=False) as http:
                 while not (await asyncio.wait([ended], timeout=_CHECK_SECONDS))[0]:
@@ -360,7 +315,7 @@ class ActorConnection(Connection):
     """Call the server of a `BankActor`; once no restart is left, errors say why it was lost."""
 
     def __init__(self, actor: BankActor, timeout: float, patience: float) -> None:
-        super().__init__(actor.url, actor.serving.token, timeout, patience)
+        super().__init__(actor.url, actor.token, timeout, patience)
         self.supervisor = actor.supervisor
 
     def call(self, operation: Operation, namespace: str, body: Body) -> Any:
@@ -393,8 +348,8 @@ class ActorBank(RemoteBank, ForkableBank):
         self._actor = actor
         super().__init__(
             ActorConnection(actor, timeout, patience),
-            namespace=actor.serving.settings.namespace,
-            token=actor.serving.token,
+            namespace=actor.settings.namespace,
+            token=actor.token,
             timeout=timeout,
             patience=patience,
         )

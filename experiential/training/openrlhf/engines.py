@@ -15,11 +15,11 @@ from experiential.training.openrlhf.supervisor import Incarnation, LostActorErro
 
 @dataclass(eq=False)
 class Engine:
-    """Hold one engine and the number of its requests.
+    """Hold one engine.
 
     Attributes:
         supervisor: starts it, and starts it again.
-        running: requests without an answer yet.
+        running: number of its requests without an answer yet.
         connected: the actor that the ranks are connected with and that has their weights.
     """
 
@@ -74,9 +74,8 @@ class Engines:
     @property
     def busy(self) -> float:
         """Return the seconds in which at least one request was running."""
-        return self._busy + (
-            0.0 if self._busy_since is None else time.perf_counter() - self._busy_since
-        )
+        since = self._busy_since
+        return self._busy + (0.0 if since is None else time.perf_counter() - since)
 
     async def ready(self) -> None:
         """Wait until all engines have started.
@@ -89,7 +88,7 @@ class Engines:
             engine.connected = actor
 
     async def generate(self, ids: Sequence[int], params: Any) -> Any:
-        """Return the finished request of one prompt, made again elsewhere if its engine is lost.
+        """Return vLLM's output for one prompt, drawn again elsewhere if its engine is lost.
 
         Raises:
             BackendError: the engine refused it, or was lost more often than it may be started
@@ -101,7 +100,8 @@ class Engines:
             actor = engine.supervisor.current
             self._count(engine, +1)
             try:
-                return await engine.supervisor.ask(actor, "generate", list(ids), params)
+                found = await engine.supervisor.ask(actor, "generate", list(ids), params)
+                return found.outputs[0]
             except LostActorError as error:
                 engine.supervisor.lose(actor, error.reason)
             finally:
@@ -126,20 +126,18 @@ class Engines:
                 for engine, actor in zip(self._engines, actors, strict=True):
                     engine.connected = actor
 
-    async def pause(self) -> None:
-        """Hold the engines between two tokens; running requests stay where they are."""
-        await self._each("pause_generation")
+    async def each(self, method: str, *arguments: Any) -> None:
+        """Call a method of OpenRLHF's engine actor in all engines at once.
 
-    async def resume(self) -> None:
-        """Let the engines go on."""
-        await self._each("resume_generation")
-
-    async def sleep(self) -> None:
-        """Move the weights to the machine's memory and drop the cache.
-
-        No request may be running: vLLM would abort it.
+        ``pause_generation`` holds them between two tokens, and running requests stay where they
+        are. ``sleep`` moves the weights to the machine's memory and drops the cache; no request may
+        be running, because vLLM would abort it.
         """
-        await self._each("sleep")
+
+        async def ask(supervisor: Supervisor) -> None:
+            await supervisor.ask(supervisor.current, method, *arguments)
+
+        await asyncio.gather(*(ask(engine.supervisor) for engine in self._engines))
 
     async def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Give sleeping engines back the parts named; they answer once they have both.
@@ -147,20 +145,14 @@ class Engines:
         Weights alone are enough to receive new ones. An engine with weights alone cannot be put to
         sleep, because vLLM believes that it sleeps.
         """
-        await self._each("wake_up", list(parts))
+        await self.each("wake_up", list(parts))
         if "kv_cache" in parts:
-            await self._each("reset_prefix_cache")
+            await self.each("reset_prefix_cache")
 
     def close(self) -> None:
         """Kill the engines and free their GPUs."""
         for engine in self._engines:
             engine.supervisor.close()
-
-    async def _each(self, method: str, *arguments: Any) -> None:
-        async def ask(supervisor: Supervisor) -> None:
-            await supervisor.ask(supervisor.current, method, *arguments)
-
-        await asyncio.gather(*(ask(engine.supervisor) for engine in self._engines))
 
     def _count(self, engine: Engine, change: int) -> None:
         """Count a request that begins or ends, and the time in which any is running."""

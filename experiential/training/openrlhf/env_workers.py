@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from copy import deepcopy
 from functools import partial
 from itertools import count
@@ -26,6 +27,7 @@ from experiential.training.openrlhf.supervisor import (
     Supervisor,
     is_joined,
     joined_ray,
+    start_actor,
 )
 
 T = TypeVar("T")
@@ -82,13 +84,9 @@ class EnvHost:
         """Return the spaces of an environment, from one that is made and closed."""
 
         def look() -> Spaces:
-            env = make_env(settings, kwargs)
-            try:
-                return Spaces(
-                    env.observation_space, env.action_space, dict(env.metadata), env.render_mode
-                )
-            finally:
-                env.close()
+            with closing(make_env(settings, kwargs)) as env:
+                metadata = dict(env.metadata)
+                return Spaces(env.observation_space, env.action_space, metadata, env.render_mode)
 
         return await self._run(look)
 
@@ -115,15 +113,12 @@ class EnvHost:
         """Return an attribute of the environment or of a wrapper that it is made with."""
         return await self._run(lambda: self._known(number).get_wrapper_attr(name))
 
-    async def close(self, number: int) -> None:
-        """Close the environment of this number, if there is one."""
-        env = self._envs.pop(number, None)
-        if env is not None:
-            await awaited(self._run(env.close))
-
-    async def close_all(self) -> None:
-        """Close every environment."""
-        await asyncio.gather(*(self.close(number) for number in list(self._envs)))
+    async def close(self, number: int | None = None) -> None:
+        """Close the environment of this number, if there is one; every environment if None."""
+        if number is None:
+            await asyncio.gather(*(self.close(known) for known in list(self._envs)))
+        elif number in self._envs:
+            await awaited(self._run(self._envs.pop(number).close))
 
     async def abandon(self, number: int) -> int:
         """Give up an environment that hangs; return how many calls of such ones are still open."""
@@ -192,8 +187,20 @@ class EnvWorkers:
         self._known: list[tuple[EnvSettings, dict[str, Any]]] = []
         self._spaces: dict[str, Spaces] = {}
         self._numbers = count()
+
+        def begin(index: int) -> Incarnation:
+            handle = start_actor(
+                EnvHost,
+                index,
+                scheduling_strategy="SPREAD",
+                num_cpus=_SHARE_OF_CPU,
+                max_concurrency=_CALLS,
+            )
+            begun = handle.begin.remote(list(self._known))
+            return Incarnation(handle, begun, partial(joined_ray().kill, handle))
+
         self.workers = [
-            Supervisor(f"env worker {i} on an unknown node", partial(self._begin, i), cluster)
+            Supervisor(f"env worker {i} on an unknown node", partial(begin, i), cluster)
             for i in range(cluster.env_workers)
         ]
 
@@ -205,23 +212,6 @@ class EnvWorkers:
         except BaseException:
             self.close()
             raise
-
-    def _begin(self, index: int) -> Incarnation:
-        ray = joined_ray()
-        handle: Any = (
-            ray.remote(EnvHost)
-            .options(
-                scheduling_strategy="SPREAD",
-                num_cpus=_SHARE_OF_CPU,
-                max_restarts=0,  # a restart by Ray would lose the environments without a word
-                max_task_retries=0,
-                max_concurrency=_CALLS,
-            )
-            .remote(index)
-        )
-        return Incarnation(
-            handle, handle.begin.remote(list(self._known)), partial(ray.kill, handle)
-        )
 
     def __enter__(self) -> EnvWorkers:
         return self
@@ -265,16 +255,14 @@ class EnvWorkers:
                 f"Expected an env worker that lives, got none after {self.settings.restarts}"
                 f" restarts each: {ends or 'they were closed'}"
             )
-        index = number % len(self.workers)
-        worker = self.workers[index]
+        worker = self.workers[number % len(self.workers)]
         if not worker.alive:
             worker = alive[number % len(alive)]
-            index = self.workers.index(worker)
         try:
             actor = await worker.started()
         except (LostActorError, FailedCallError) as error:
             raise EnvError(f"{worker.name} {error.reason}", lost=True) from None
-        worker.name = f"env worker {index} on {actor.result}"
+        worker.name = f"env worker {self.workers.index(worker)} on {actor.result}"
         return worker, actor
 
     async def ask(
@@ -294,39 +282,30 @@ class EnvWorkers:
         try:
             return await worker.ask(actor, method, *arguments, seconds=seconds)
         except SilentActorError as error:
-            await self._examine(worker, actor, f"{method} {error.reason}", arguments[0])
-            raise EnvError(f"{worker.name} {actor.ended}", lost=True) from None
+            complaint = f"{method} {error.reason}"
         except LostActorError as error:
             raise EnvError(f"{worker.name} {error.reason}", lost=True) from None
         except FailedCallError as error:
             reason = str(error.cause) if isinstance(error.cause, EnvError) else error.reason
             raise EnvError(f"{worker.name}: {method} failed: {reason}") from None
-
-    async def _examine(
-        self, worker: Supervisor, actor: Incarnation, complaint: str, number: object
-    ) -> None:
-        """End a worker that does not answer at all; where it answers, only the environment hangs.
-
-        Raises:
-            EnvError: only the environment hangs; the worker goes on.
-        """
-        if not isinstance(number, int):  # `describe`: there is no environment to give up
-            worker.lose(actor, complaint)
-            return
-        seconds = min(_PING_SECONDS, self.settings.call_timeout)
-        try:
-            stuck = await worker.ask(actor, "abandon", number, seconds=seconds)
-        except BackendError:
-            worker.lose(actor, f"hangs: {complaint}, and the worker did not answer either")
-            return
-        if stuck >= _STUCK:
-            worker.lose(actor, f"holds {stuck} environments that hang; of the last one {complaint}")
-            return
-        _log.warning("%s: %s; its environment is given up", worker.name, complaint)
-        raise EnvError(
-            f"{worker.name}: {complaint}; the worker answers, so its environment hangs and is"
-            " given up"
-        )
+        # A worker that does not answer at all is ended; where it answers, only the environment
+        # hangs. `describe` has no environment to give up.
+        if method != "describe":
+            limit = min(_PING_SECONDS, self.settings.call_timeout)
+            try:
+                stuck = await worker.ask(actor, "abandon", arguments[0], seconds=limit)
+            except BackendError:
+                complaint = f"hangs: {complaint}, and the worker did not answer either"
+            else:
+                if stuck < _STUCK:
+                    _log.warning("%s: %s; its environment is given up", worker.name, complaint)
+                    raise EnvError(
+                        f"{worker.name}: {complaint}; the worker answers, so its environment hangs"
+                        " and is given up"
+                    )
+                complaint = f"holds {stuck} environments that hang; of the last one {complaint}"
+        worker.lose(actor, complaint)
+        raise EnvError(f"{worker.name} {actor.ended}", lost=True)
 
     def failures(self) -> list[str]:
         """Return the reasons of lost workers, worker by worker."""
@@ -338,7 +317,7 @@ class EnvWorkers:
             return
 
         async def stop() -> None:
-            await asyncio.gather(*(w.stop("close_all", _CLOSE_SECONDS) for w in self.workers))
+            await asyncio.gather(*(w.stop("close", _CLOSE_SECONDS) for w in self.workers))
 
         shared_loop().run(stop())
 

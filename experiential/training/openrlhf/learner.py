@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from experiential.llm.constraints import Schemas
 from experiential.training.losses import (
@@ -119,13 +120,8 @@ class Learner:
         accumulated: int,
         reference: Any | None = None,
     ) -> None:
-        self._trainer, self._fit, self._append, self._make_experience = (
-            trainer,
-            fit,
-            append,
-            make_experience,
-        )
-        self._reference = reference
+        self._trainer, self._fit, self._append = trainer, fit, append
+        self._make_experience, self._reference = make_experience, reference
         self._samples: list[Sample] = []
         self._references: list[torch.Tensor] = []
         self.loss = PluggedLoss(accumulated)
@@ -155,31 +151,24 @@ class Learner:
                     "Expected a reference model for a KL penalty, got none; start the runtime with"
                     " reference=True"
                 )
-            with torch.no_grad():
-                found = self._logprobs_of(self._reference.model, self._samples)
-                self._references = list(found)
+            self._references = self._logprobs_of(self._reference.model)
         for i, sample in enumerate(self._samples):
             places = torch.tensor(sample.positions, dtype=torch.long) - 1
-            shape = (1, len(sample.tokens) - 1)
-            mask, old, advantages = (
-                torch.zeros(shape).long(),
-                torch.zeros(shape),
-                torch.zeros(shape),
-            )
+            width = len(sample.tokens) - 1
+            mask, old, advantages = (torch.zeros(1, width) for _ in range(3))
             mask[0, places] = 1
             old[0, places] = torch.tensor(sample.logprobs, dtype=torch.float)
             advantages[0, places] = torch.tensor(sample.advantages, dtype=torch.float)
             sequences = torch.tensor([sample.tokens])
-            self._append(
-                self._make_experience(
-                    sequences=sequences,
-                    attention_mask=torch.ones_like(sequences),
-                    action_mask=mask,
-                    action_log_probs=old,
-                    advantages=advantages,
-                    info={"sample": [i]},  # comes back in `_training_step`, in shuffled batches
-                )
+            experience = self._make_experience(
+                sequences=sequences,
+                attention_mask=torch.ones_like(sequences),
+                action_mask=mask.long(),
+                action_log_probs=old,
+                advantages=advantages,
+                info={"sample": [i]},  # comes back in `_training_step`, in shuffled batches
             )
+            self._append(experience)
         cast("Any", torch).manual_seed(settings.seed)  # the order within an epoch
         status = self._fit()
         self.loss.stats.grad_norm = float(status.get("actor_grad_norm", 0.0))
@@ -188,13 +177,9 @@ class Learner:
 
     def score(self) -> list[tuple[float, ...]]:
         """Return log-probabilities of the samples taken since the last call, in nats."""
-        with torch.no_grad():
-            found = [
-                tuple(float(value) for value in part)
-                for part in self._logprobs_of(self._model, self._samples)
-            ]
+        found = self._logprobs_of(self._model)
         self._samples.clear()
-        return found
+        return [tuple(map(float, part)) for part in found]
 
     @cached_property
     def _schemas(self) -> Schemas:
@@ -205,12 +190,10 @@ class Learner:
     def _training_step(self, experience: Any, *rest: Any) -> dict[str, Any]:
         chosen = [int(i) for i in experience.info["sample"]]
         self.loss.members = [self._samples[i] for i in chosen]
-        device = experience.sequences.device
-        self.loss.reference = (
-            torch.cat([self._references[i] for i in chosen]).to(device)
-            if self._references
-            else None
-        )
+        self.loss.reference = None
+        if self._references:
+            reference = torch.cat([self._references[i] for i in chosen])
+            self.loss.reference = reference.to(experience.sequences.device)
         status = self._step(experience, *rest)
         # OpenRLHF divides its averages by it, and a batch of empty sequences has none.
         status["num_action_tokens"] = max(1.0, status["num_action_tokens"])
@@ -245,35 +228,27 @@ class Learner:
         """
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         logits = model(sequences, attention_mask=attention_mask, position_ids=positions).logits
-        rows = torch.tensor(
-            [i for i, s in enumerate(members) for _ in s.positions],
-            device=logits.device,
-            dtype=torch.long,
-        )
-        columns = torch.tensor(
-            [p - 1 for s in members for p in s.positions], device=logits.device, dtype=torch.long
-        )
+        places = [(i, p - 1) for i, sample in enumerate(members) for p in sample.positions]
+        rows, columns = torch.tensor(places, dtype=torch.long).reshape(-1, 2).to(logits.device).T
         picked = logits[rows, columns].float()
-        blocked = (
-            blocked_tokens(members, picked.shape[1], lambda: self._schemas) if len(rows) else None
-        )
-        return token_logprobs(
-            picked, members, blocked if blocked is None else blocked.to(picked.device)
-        )
+        blocked = None
+        if places:
+            blocked = blocked_tokens(members, picked.shape[1], lambda: self._schemas)
+        if blocked is not None:
+            blocked = blocked.to(picked.device)
+        return token_logprobs(picked, members, blocked)
 
-    def _logprobs_of(self, model: Any, samples: Sequence[Sample]) -> Iterator[torch.Tensor]:
-        """Yield log-probabilities sample by sample, in micro-batches of the size of training."""
+    @torch.no_grad()
+    def _logprobs_of(self, model: Any) -> list[torch.Tensor]:
+        """Return log-probabilities sample by sample, in micro-batches of the size of training."""
         size = self._trainer.micro_train_batch_size  # ZeRO 3: all ranks make as many passes
         device = next(self._model.parameters()).device
-        for start in range(0, len(samples), size):
-            members = samples[start : start + size]
-            width = max(len(s.tokens) for s in members)
-            sequences = torch.tensor(
-                [[*s.tokens, *([0] * (width - len(s.tokens)))] for s in members], device=device
-            )
-            mask = torch.tensor(
-                [[1] * len(s.tokens) + [0] * (width - len(s.tokens)) for s in members],
-                device=device,
-            )
-            flat = self._logprobs(model, sequences, mask, members).cpu()
-            yield from cast("Any", flat).split([len(s.positions) for s in members])
+        found: list[torch.Tensor] = []
+        for start in range(0, len(self._samples), size):
+            members = self._samples[start : start + size]
+            rows = [torch.tensor(s.tokens) for s in members]
+            sequences = pad_sequence(rows, batch_first=True).to(device)
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            flat: Any = self._logprobs(model, sequences, mask.to(device), members).cpu()
+            found += flat.split([len(s.positions) for s in members])
+        return found

@@ -35,16 +35,12 @@ def find_gpus(environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...] | Non
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    command = [
-        program,
-        "--query-gpu=index,uuid,name,memory.total",
-        "--format=csv,noheader,nounits",
-    ]
+    query = ["--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode:
+        done = subprocess.run(
+            [program, *query], capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
         return None
     visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     return tuple(only_visible(read_gpus(done.stdout), visible))
@@ -57,10 +53,10 @@ def torch_gpus() -> tuple[Gpu, ...]:
     import torch
 
     cuda: Any = torch.cuda
-    found = enumerate(cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    gpus = [cuda.get_device_properties(i) for i in range(cuda.device_count())]
     return tuple(
         Gpu(str(i), str(getattr(gpu, "uuid", "")), gpu.name, gpu.total_memory / 1e9)
-        for i, gpu in found
+        for i, gpu in enumerate(gpus)
     )
 
 
@@ -83,9 +79,7 @@ def only_visible(gpus: list[Gpu], visible: str | None) -> Iterator[Gpu]:
         yield from gpus
         return
     for name in (part.strip() for part in visible.split(",")):
-        for gpu in gpus:
-            if name and (gpu.number if name.isdigit() else gpu.uuid[: len(name)]) == name:
-                yield gpu
-                break
-        else:
+        fits = [g for g in gpus if name == (g.number if name.isdigit() else g.uuid[: len(name)])]
+        if not name or not fits:
             return
+        yield fits[0]

@@ -147,9 +147,8 @@ def shape_of(name: str) -> Shape | None:
     Raises:
         ModelNotFoundError: a folder that does not exist, or whose config.json is not JSON.
     """
-    known = PUBLISHED.get(name)
-    if known is not None:
-        return known
+    if name in PUBLISHED:
+        return PUBLISHED[name]
     where = resolve_model(name)
     if not isinstance(where, Path):
         return None
@@ -217,11 +216,6 @@ class RankMemory:
     def asleep(self) -> float:
         """Return what stays on the GPU while the rank sleeps: OpenRLHF keeps the weights."""
         return self.weights + self.reference + PROCESS_GB
-
-    @property
-    def moved(self) -> float:
-        """Return what DeepSpeed moves to the machine's memory while the rank sleeps."""
-        return self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)

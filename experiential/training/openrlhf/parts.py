@@ -9,6 +9,7 @@ version, since these parts changed between 0.11.0 and 0.11.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -168,10 +169,7 @@ def start_sleeping_engines(
         BackendError: one did not start, or took longer.
     """
     found: SimpleQueue[list[Any] | Exception] = SimpleQueue()
-
-    def start() -> list[Any]:
-        return _create_engines(settings.engines, model, settings, seed, group)
-
+    start = partial(_create_engines, settings.engines, model, settings, seed, group)
     Thread(target=lambda: found.put(attempted(start)), name=f"{name} engines", daemon=True).start()
     try:
         engines = found.get(timeout=seconds)
@@ -245,7 +243,7 @@ def handles(group: Any) -> list[Any]:
     return list(group._actor_handlers)
 
 
-class RankMethods:
+class _RankMethods:
     """Extend OpenRLHF's policy actor, one DeepSpeed rank of a policy.
 
     Attributes declared without a value are OpenRLHF's.
@@ -264,13 +262,12 @@ class RankMethods:
         self.init_model_from_pretrained(strategy, model, max_steps=_FAR, vllm_engines=engines)
         frozen = None
         if reference:
-            frozen = self.strategy.prepare(
-                import_module("openrlhf.models").Actor(
-                    model,
-                    attn_implementation=self.strategy.args.ds.attn_implementation,
-                    ds_config=self.strategy.get_ds_eval_config(),
-                )
+            attention = self.strategy.args.ds.attn_implementation
+            config = self.strategy.get_ds_eval_config()
+            made = import_module("openrlhf.models").Actor(
+                model, attn_implementation=attention, ds_config=config
             )
+            frozen = self.strategy.prepare(made)
             frozen.eval()
         self.learner = Learner(
             self.trainer,
@@ -282,15 +279,12 @@ class RankMethods:
         )
 
     def take(self, sample: Sample) -> None:
-        """Keep a sample for the next ``learn`` or ``score``."""
         self.learner.take(sample)
 
     def learn(self, settings: LossSettings, updates: int) -> RankStats:
-        """Train on the samples taken."""
         return self.learner.learn(settings, updates)
 
     def score(self) -> list[tuple[float, ...]]:
-        """Return log-probabilities of the samples taken, under the present weights."""
         return self.learner.score()
 
     def reconnect(self, engines: list[Any]) -> None:
@@ -300,21 +294,17 @@ class RankMethods:
             self.trainer._init_vllm_sync_group(self.strategy.args.vllm.sync_backend)
 
     def save_state(self, folder: str, facts: dict[str, Any]) -> None:
-        """Write weights and optimiser, gathered from all ranks."""
         save_state(self.actor.model, Path(folder), writes=self.strategy.is_rank_0(), facts=facts)
 
     def load_state(self, folder: str) -> dict[str, Any]:
-        """Restore a state written by ``save_state``."""
         return load_state(self.actor.model, Path(folder))
 
     def export(self, folder: str) -> None:
-        """Write the weights in Hugging Face format."""
         self.strategy.save_model(self.actor, self.tokenizer, folder)
 
 
 def _rank_actor() -> Any:
-    """Return OpenRLHF's policy actor with `RankMethods`, as a Ray actor class."""
-    base: Any = import_module(
-        "openrlhf.trainer.ray.ppo_actor"
-    ).PolicyModelActor.__ray_metadata__.modified_class
-    return import_module("ray").remote(num_gpus=1)(type("PolicyRank", (RankMethods, base), {}))
+    """Return OpenRLHF's policy actor with `_RankMethods`, as a Ray actor class."""
+    module = import_module("openrlhf.trainer.ray.ppo_actor")
+    base: Any = module.PolicyModelActor.__ray_metadata__.modified_class
+    return import_module("ray").remote(num_gpus=1)(type("PolicyRank", (_RankMethods, base), {}))

@@ -33,9 +33,9 @@ class PolicyPlacement:
         role: ``actor`` or ``extractor``; settings of this policy are under ``cluster.ROLE``.
         model: its name, as in the settings.
         settings: its sizes.
-        shape: of the model; None when only a download could tell.
-        rank: memory of one DeepSpeed rank; None without a shape.
-        engine: memory of one GPU of an engine; None without a shape.
+        shape: of the model; None, as the two below, when only a download could tell.
+        rank: memory of one DeepSpeed rank.
+        engine: memory of one GPU of an engine.
     """
 
     role: str
@@ -207,7 +207,7 @@ def _check_sharing(*policies: PolicyPlacement) -> None:
 
 
 def check_gpus(placement: Placement, offered: int, source: str) -> None:
-    """Refuse a placement that needs more GPUs than there are.
+    """Refuse a placement that needs more GPUs than are ``offered``.
 
     Args:
         placement: needed GPUs.
@@ -218,13 +218,13 @@ def check_gpus(placement: Placement, offered: int, source: str) -> None:
         ConfigError: there are too few.
     """
     if placement.gpus > offered:
-        parts = "; ".join(
+        parts = [
             f"{policy.role} {policy.ranks} ranks and {policy.engine_gpus} for engines"
             for policy in placement.policies
-        )
+        ]
+        parts += ["in turns"] if placement.shared else []
         raise ConfigError(
-            f"Expected at least {placement.gpus} GPUs"
-            f" ({parts}{'; in turns' if placement.shared else ''}), {source} {offered};"
+            f"Expected at least {placement.gpus} GPUs ({'; '.join(parts)}), {source} {offered};"
             " lower cluster.*.gpus_per_node or engines, share them (cluster.share_gpus=true), or"
             " join a larger cluster (cluster.address)"
         )
@@ -240,23 +240,19 @@ def shortages(placement: Placement) -> Iterator[Shortage]:
         beside = _asleep(placement, policy, rank=True)
         need = policy.rank.total + beside
         if need > gpu_gb:
-            ways = [
-                *([f"{key}.zero_stage=3"] if settings.zero_stage < 3 and policy.ranks > 1 else []),
-                *(
-                    []
-                    if settings.gradient_checkpointing
-                    else [f"{key}.gradient_checkpointing=true"]
-                ),
-                *([] if settings.micro_batch_size == 1 else [f"{key}.micro_batch_size=1"]),
-                *([] if settings.offload_optimizer else [f"{key}.offload_optimizer=true"]),
-                f"more ranks, or a smaller {key}.max_length",
-            ]
+            ways = {
+                "zero_stage=3": settings.zero_stage < 3 and policy.ranks > 1,
+                "gradient_checkpointing=true": not settings.gradient_checkpointing,
+                "micro_batch_size=1": settings.micro_batch_size > 1,
+                "offload_optimizer=true": not settings.offload_optimizer,
+            }
+            helpful = "".join(f"{key}.{way}, " for way, helps in ways.items() if helps)
             yield Shortage(
                 f"{role} ranks",
                 need,
                 f"Expected each rank of the {role} to fit into {gpu_gb:.1f} GB, got about"
                 f" {need:.1f} GB by arithmetic ({_rank_parts(policy.rank, beside)}); try"
-                f" {', '.join(ways)}",
+                f" {helpful}more ranks, or a smaller {key}.max_length",
             )
         engine, beside = policy.engine, _asleep(placement, policy, rank=False)
         taken = settings.gpu_memory * gpu_gb
@@ -319,6 +315,7 @@ def describe_placement(experiment: Experiment, placement: Placement) -> Iterator
     if placement.gpu_gb:
         memory = f" of {placement.gpu_gb:.1f} GB"
     yield f"placement: {_count(placement.gpus, 'GPU')}{memory} on {where}{turns}"
+    hosts: list[str] = []  # offloaded optimisers, sleeping states and the embedder
     for policy in placement.policies:
         settings, shape, rank, engine = policy.settings, policy.shape, policy.rank, policy.engine
         size = "memory unknown: no config.json at hand"
@@ -351,30 +348,19 @@ def describe_placement(experiment: Experiment, placement: Placement) -> Iterator
                     f" {engine.cache:.1f}: {engine.tokens:,} tokens, {whole} of"
                     f" {settings.max_length} at once"
                 )
-    yield from _describe_hosts(experiment, placement)
-    yield "these are sums, not measurements: see docs/cluster.md"
-
-
-def _describe_hosts(experiment: Experiment, placement: Placement) -> Iterator[str]:
-    """Yield what machines hold: offloaded optimisers, sleeping states and the embedder."""
-    for policy in placement.policies:
-        rank, engine, on_node = policy.rank, policy.engine, policy.settings.gpus_per_node
-        if rank is None or engine is None:
-            continue
-        if rank.host:
-            yield (
-                f"machine memory: {rank.host * on_node:.1f} GB on each node that trains the"
-                f" {policy.role} (optimiser)"
-            )
-        if placement.shared:
-            asleep = rank.moved * on_node + engine.weights * policy.engine_gpus
-            yield f"machine memory: {asleep:.1f} GB while the {policy.role} sleeps"
+        if rank and rank.host:
+            optimizer = f"{rank.host * settings.gpus_per_node:.1f} GB on each node"
+            hosts.append(f"{optimizer} that trains the {policy.role} (optimiser)")
+        if rank and engine and placement.shared:
+            moved = (rank.gradients + rank.optimizer) * settings.gpus_per_node
+            asleep = moved + engine.weights * policy.engine_gpus
+            hosts.append(f"{asleep:.1f} GB while the {policy.role} sleeps")
     embedder = PUBLISHED.get(experiment.bank.embedder or "")
     if embedder:
-        yield (
-            f"machine memory: {4 * embedder.parameters / 1e9:.1f} GB where the bank is (embedder"
-            f" {experiment.bank.embedder}, float32, on CPU)"
-        )
+        need, name = f"{4 * embedder.parameters / 1e9:.1f} GB", experiment.bank.embedder
+        hosts.append(f"{need} where the bank is (embedder {name}, float32, on CPU)")
+    yield from (f"machine memory: {line}" for line in hosts)
+    yield "these are sums, not measurements: see docs/cluster.md"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

@@ -124,14 +124,9 @@ def _link_moments(engine: Any) -> None:
     zero = engine.optimizer
     # Under ZeRO 3 the optimiser knows its parameters only while it steps; these are always known.
     flats = getattr(zero, "fp32_partitioned_groups_flat", None)
-    for flat in flats or [
-        flat for group in zero.optimizer.param_groups for flat in group["params"]
-    ]:
+    for flat in flats or [p for group in zero.optimizer.param_groups for p in group["params"]]:
         if not zero.optimizer.state[flat]:
-            moments = {
-                "exp_avg": torch.zeros_like(flat.data),
-                "exp_avg_sq": torch.zeros_like(flat.data),
-            }
+            moments = {key: torch.zeros_like(flat.data) for key in _KEYS[1:]}
             zero.optimizer.state[flat].update(step=0, **moments)
     if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False

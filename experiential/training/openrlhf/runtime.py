@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import CoroutineType
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import gymnasium as gym
 
@@ -31,7 +32,7 @@ from experiential.llm.request import Request, StopFinder
 from experiential.rollout.rollout import make_env
 from experiential.sync import EventLoopThread
 from experiential.training.losses import Sums, add_sums, means
-from experiential.training.openrlhf import parts
+from experiential.training.openrlhf import parts, versions
 from experiential.training.openrlhf.bank_actor import BankActor
 from experiential.training.openrlhf.engines import Engines
 from experiential.training.openrlhf.env_workers import EnvWorkers
@@ -51,11 +52,25 @@ from experiential.training.runtime import (
 from experiential.types import FinishReason, Generation, Message
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _FIXED = (
     "engines that share GPUs are not started again alone (cluster.share_gpus); resume the run from"
     " its last checkpoint"
 )
+
+
+def _on_cluster_loop(
+    method: Callable[Concatenate[OpenRLHFRuntime, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[OpenRLHFRuntime, P], CoroutineType[Any, Any, T]]:
+    """Run a coroutine method on the loop that talks to Ray, whatever loop the caller is on."""
+
+    @wraps(method)
+    async def call(self: OpenRLHFRuntime, *args: P.args, **kwargs: P.kwargs) -> T:
+        work = asyncio.run_coroutine_threadsafe(method(self, *args, **kwargs), self.thread.loop)
+        return await asyncio.wrap_future(work)
+
+    return call
 
 
 class OpenRLHFRuntime(PolicyRuntime):
@@ -101,7 +116,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     ) -> None:
         self.name, self.settings, self._cluster = name, settings, cluster
         self._tokenizer, self.thread, self._shared = tokenizer, thread, shared
-        self._trained = self._served = 0
+        self.version = self._served = 0  # optimiser steps; engines may be one `sync` behind
         self._tokens = 0
         self._training = asyncio.Lock()
         self._train_s, self._seen = 0.0, (time.perf_counter(), 0.0, 0.0)
@@ -112,20 +127,17 @@ class OpenRLHFRuntime(PolicyRuntime):
         @lru_cache(maxsize=512)  # members of a group share their first prompt
         def render(messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
             chat = [{"role": role, "content": content} for role, content in messages]
-            return tuple(
-                tokenizer.apply_chat_template(
-                    chat, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            )
+            template: Callable[..., list[int]] = tokenizer.apply_chat_template
+            ids = template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+            return tuple(ids)
 
         self._render = render
-
-        sleeping: list[Any] = []
+        group, fixed, sleeping = None, None, list[Any]()
         if shared is not None:  # OpenRLHF starts all engines of a shared group in one call
             shared.join(name)
-            seconds = cluster.start_timeout
+            group, fixed, seconds = shared.group, _FIXED, cluster.start_timeout
             sleeping = parts.start_sleeping_engines(
-                model, settings, shared.group, seed=seed, name=name, seconds=seconds
+                model, settings, group, seed=seed, name=name, seconds=seconds
             )
 
         def begin(number: int) -> Incarnation:
@@ -133,19 +145,17 @@ class OpenRLHFRuntime(PolicyRuntime):
                 return parts.watch_engine(sleeping[number])
             return parts.start_engine(model, settings, seed=seed + number)
 
-        fixed = None if shared is None else _FIXED
         self._ranks: list[Any] = []
         self._engines = Engines(
             name, begin, settings.engines, cluster, reconnect=self._reconnect, fixed=fixed
         )
         try:
             handles = self._engines.handles
-            self._group = parts.start_ranks(settings, None if shared is None else shared.group)
+            self._group = parts.start_ranks(settings, group)
             self._ranks = parts.handles(self._group)
             self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
-            strategy = parts.strategy(
-                parts.arguments(settings, optim, seed=seed, sleeps=shared is not None)
-            )
+            arguments = parts.arguments(settings, optim, seed=seed, sleeps=shared is not None)
+            strategy = parts.strategy(arguments)
             self._starting = [
                 rank.start.remote(strategy, str(model), handles, reference) for rank in self._ranks
             ]
@@ -154,36 +164,30 @@ class OpenRLHFRuntime(PolicyRuntime):
             raise
         self._engine_tenant = Tenant(
             f"{name} engines",
-            lambda: self._engines.wake("weights", "kv_cache"),
-            self._engines.sleep,
+            partial(self._engines.wake, "weights", "kv_cache"),
+            partial(self._engines.each, "sleep"),
         )
         self._rank_tenant = Tenant(
-            f"{name} ranks", lambda: self._all("reload_states"), lambda: self._all("offload_states")
+            f"{name} ranks",
+            partial(self._all, "reload_states"),
+            partial(self._all, "offload_states"),
         )
 
+    @_on_cluster_loop
     async def ready(self) -> None:
         """Wait until engines and ranks have started and are connected.
 
         Raises:
             LostActorError: one died or took longer than ``cluster.start_timeout``.
         """
-
-        async def ready() -> None:
-            await self._engines.ready()
-            await answers(self._starting, self._rank_names, self._cluster.start_timeout)
-            self.busy()
-
-        await self._there(ready())
+        await self._engines.ready()
+        await answers(self._starting, self._rank_names, self._cluster.start_timeout)
+        self.busy()
 
     @property
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model."""
         return self._tokenizer
-
-    @property
-    def version(self) -> int:  # type: ignore[override]  # a live value here, a class default in the base
-        """Return the optimiser steps of the trained weights; engines may be one ``sync`` behind."""
-        return self._trained
 
     @property
     def tokens_processed(self) -> int:
@@ -203,7 +207,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         """
         sampling = sampling or SamplingParams()
         if is_token_prompt(prompt):
-            ids = tuple(prompt)
+            ids = tuple(cast("Sequence[int]", prompt))
         else:
             messages = cast("Sequence[Message]", prompt)
             ids = self._render(tuple((m["role"], m["content"]) for m in messages))
@@ -213,8 +217,54 @@ class OpenRLHFRuntime(PolicyRuntime):
                 f"Expected a prompt of fewer than {self.settings.max_length} tokens, got"
                 f" {len(ids)}; raise cluster.{self.name}.max_length"
             )
-        return await self._there(self._respond(ids, sampling, room))
+        return await self._respond(ids, sampling, room)
 
+    @_on_cluster_loop
+    async def _respond(
+        self, ids: tuple[int, ...], sampling: SamplingParams, room: int
+    ) -> Generation:
+        shared = self._shared
+        async with nullcontext() if shared is None else shared.generating(self._engine_tenant):
+            generation = partial(
+                Generation,
+                prompt_ids=ids,
+                policy=self.name,
+                policy_version=self._served,
+                temperature=sampling.temperature or 1.0,
+            )
+            if sampling.choices:  # one token at each branch; forced tokens cost no request
+                trie = self._tries(sampling.choices)
+                request = Request(
+                    ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie
+                )
+                while request.finish is None:
+                    assert request.node is not None
+                    seed = None if sampling.seed is None else sampling.seed + len(request.response)
+                    params = parts.sampling_params(sampling, 1, seed, request.node.allowed)
+                    output = await self._engines.generate((*ids, *request.response), params)
+                    request.accept(output.token_ids[0], _logprobs(output)[0])
+                made = generation(
+                    text=request.text(),
+                    response_ids=tuple(request.response),
+                    logprobs=tuple(request.logprobs),
+                    allowed=tuple(request.allowed),
+                    finish_reason=request.finish,
+                )
+            else:
+                limit = min(sampling.max_tokens, room)
+                params = parts.sampling_params(sampling, limit, sampling.seed, None)
+                output = await self._engines.generate(ids, params)
+                cut = output.finish_reason == "length"
+                made = generation(
+                    text=output.text,
+                    response_ids=tuple(output.token_ids),
+                    logprobs=_logprobs(output),
+                    finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
+                )
+        self._tokens += len(ids) + len(made.response_ids)
+        return made
+
+    @_on_cluster_loop
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
         """Optimise on ``samples``; the engines serve the old weights until ``sync``.
 
@@ -228,31 +278,73 @@ class OpenRLHFRuntime(PolicyRuntime):
             check_sample(sample)
         if not usable:
             return TrainStats(version=self.version)
-        return await self._there(self._train(usable, loss))
+        async with self._training, self._computing():
+            begin = time.perf_counter()
+            size = self.settings.batch_size
+            updates = max(loss.mini_batches, -(-len(usable) // size))
+            await self._give([s.weighted(updates) for s in usable], updates * size)
+            found: list[RankStats] = await self._all("learn", loss, updates)
+            seconds = time.perf_counter() - begin
+            self._train_s += seconds
+            self.version += updates * loss.epochs
+        sums = Sums()
+        for rank in found:
+            add_sums(sums, rank.metrics)
+        tokens = sum(len(s.tokens) for s in usable)
+        return TrainStats(
+            loss=sum(rank.loss for rank in found) / max(1, found[0].updates),
+            grad_norm=found[0].grad_norm,
+            samples=len(usable),
+            tokens=sum(len(s.positions) for s in usable),
+            sequence_tokens=tokens,
+            forwarded_tokens=tokens,
+            updates=found[0].updates,
+            seconds=seconds,
+            version=self.version,
+            metrics=means(sums),
+        )
 
+    @_on_cluster_loop
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Return the log-probability in nats of each trained token under the trained weights."""
-        return await self._there(self._score([s for s in samples if s.positions]))
+        usable = [s for s in samples if s.positions]
+        async with self._training, self._computing():
+            share = len(self._ranks) * self.settings.micro_batch_size
+            await self._give(usable, -(-len(usable) // share) * share)
+            found: list[list[tuple[float, ...]]] = await self._all("score")
+        return [part for rank in found for part in rank][: len(usable)]
 
+    @_on_cluster_loop
     async def sync(self) -> int:
         """Send the trained weights to the engines; requests are held meanwhile, not lost."""
-        return await self._there(self._sync())
+        async with self._training:
+            await self._engines.mend()
+            version = self.version
+            await self._broadcast()
+            self._served = version
+        return version
 
+    @_on_cluster_loop
     async def save(self, folder: Path) -> None:
         """Write weights, optimiser state and version; ``load`` may be on other numbers of ranks."""
-        facts = {"name": self.name, "version": self._trained}
-        await self._there(self._alone("save_state", str(folder), facts))
+        facts = {"name": self.name, "version": self.version}
+        async with self._computing():
+            await self._all("save_state", str(folder), facts)
 
+    @_on_cluster_loop
     async def load(self, folder: Path) -> None:
         """Restore a state written by ``save``, and send it to the engines."""
         index = read_index(Path(folder))
-        await self._there(self._alone("load_state", str(folder)))
-        self._trained = int(index["version"])
+        async with self._computing():
+            await self._all("load_state", str(folder))
+        self.version = int(index["version"])
         await self.sync()
 
+    @_on_cluster_loop
     async def export(self, folder: Path) -> None:
         """Write weights and tokenizer in Hugging Face format."""
-        await self._there(self._alone("export", str(folder)))
+        async with self._computing():
+            await self._all("export", str(folder))
 
     def busy(self) -> dict[str, float]:
         """Return the shares of the time since the last call in which engines and ranks worked."""
@@ -271,103 +363,6 @@ class OpenRLHFRuntime(PolicyRuntime):
         if self._shared is not None and self._shared.leave(self.name):
             parts.end_group(self._shared.group)
 
-    # All below runs on the loop that talks to Ray, whatever loop the caller is on.
-
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.thread.loop))
-
-    async def _respond(
-        self, ids: tuple[int, ...], sampling: SamplingParams, room: int
-    ) -> Generation:
-        shared = self._shared
-        async with nullcontext() if shared is None else shared.generating(self._engine_tenant):
-            version = self._served
-            drawn: dict[str, Any]
-            if sampling.choices:
-                drawn = await self._choose(ids, sampling)
-            else:
-                limit = min(sampling.max_tokens, room)
-                output = await self._ask(ids, sampling, limit, sampling.seed)
-                cut = output.finish_reason == "length"
-                drawn = {
-                    "text": output.text,
-                    "response_ids": tuple(output.token_ids),
-                    "logprobs": _logprobs(output),
-                    "finish_reason": FinishReason.LENGTH if cut else FinishReason.STOP,
-                }
-        self._tokens += len(ids) + len(drawn["response_ids"])
-        return Generation(
-            prompt_ids=ids,
-            policy=self.name,
-            policy_version=version,
-            temperature=sampling.temperature or 1.0,
-            **drawn,
-        )
-
-    async def _choose(self, ids: tuple[int, ...], sampling: SamplingParams) -> dict[str, Any]:
-        """Ask for one token at each branch of the choices' trie; forced tokens cost no request."""
-        assert sampling.choices is not None
-        trie = self._tries(sampling.choices)
-        request = Request(ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie)
-        while request.finish is None:
-            assert request.node is not None
-            allowed = request.node.allowed
-            seed = None if sampling.seed is None else sampling.seed + len(request.response)
-            output = await self._ask((*ids, *request.response), sampling, 1, seed, allowed)
-            request.accept(output.token_ids[0], _logprobs(output)[0])
-        return {
-            "text": request.text(),
-            "response_ids": tuple(request.response),
-            "logprobs": tuple(request.logprobs),
-            "allowed": tuple(request.allowed),
-            "finish_reason": request.finish,
-        }
-
-    async def _ask(
-        self,
-        ids: Sequence[int],
-        sampling: SamplingParams,
-        limit: int,
-        seed: int | None,
-        allowed: Sequence[int] | None = None,
-    ) -> Any:
-        params = parts.sampling_params(sampling, limit, seed, allowed)
-        return (await self._engines.generate(ids, params)).outputs[0]
-
-    async def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
-        async with self._training, self._computing():
-            begin = time.perf_counter()
-            size = self.settings.batch_size
-            updates = max(loss.mini_batches, -(-len(samples) // size))
-            await self._give([s.weighted(updates) for s in samples], updates * size)
-            found: list[RankStats] = await self._all("learn", loss, updates)
-            seconds = time.perf_counter() - begin
-            self._train_s += seconds
-            self._trained += updates * loss.epochs
-        sums = Sums()
-        for rank in found:
-            add_sums(sums, rank.metrics)
-        tokens = sum(len(s.tokens) for s in samples)
-        return TrainStats(
-            loss=sum(rank.loss for rank in found) / max(1, found[0].updates),
-            grad_norm=found[0].grad_norm,
-            samples=len(samples),
-            tokens=sum(len(s.positions) for s in samples),
-            sequence_tokens=tokens,
-            forwarded_tokens=tokens,
-            updates=found[0].updates,
-            seconds=seconds,
-            version=self._trained,
-            metrics=means(sums),
-        )
-
-    async def _score(self, samples: list[Sample]) -> list[tuple[float, ...]]:
-        async with self._training, self._computing():
-            share = len(self._ranks) * self.settings.micro_batch_size
-            await self._give(samples, -(-len(samples) // share) * share)
-            found: list[list[tuple[float, ...]]] = await self._all("score")
-        return [part for rank in found for part in rank][: len(samples)]
-
     def _computing(self) -> AbstractAsyncContextManager[None]:
         """Hold the GPUs for the ranks, where they are shared; `_broadcast` holds them otherwise."""
         return nullcontext() if self._shared is None else self._shared.training(self._rank_tenant)
@@ -378,30 +373,18 @@ class OpenRLHFRuntime(PolicyRuntime):
         references = self._group.async_run_method_batch("take", sample=filled)
         await answers(references, self._rank_names, self._cluster.call_timeout)
 
-    async def _alone(self, method: str, *arguments: Any) -> None:
-        async with self._computing():
-            await self._all(method, *arguments)
-
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         references = self._group.async_run_method(method, *arguments)
         return await answers(references, self._rank_names, self._cluster.call_timeout)
 
-    async def _sync(self) -> int:
-        async with self._training:
-            await self._engines.mend()
-            version = self._trained
-            await self._broadcast()
-            self._served = version
-        return version
-
     async def _broadcast(self) -> None:
         """Send the weights of the ranks; no engine draws a token meanwhile."""
         if self._shared is None:
-            await self._engines.pause()
+            await self._engines.each("pause_generation")
             try:
                 await self._all("broadcast_to_vllm")
             finally:
-                await self._engines.resume()
+                await self._engines.each("resume_generation")
             return
         async with self._shared.sending(self._engine_tenant):
             await self._engines.wake("weights")  # the cache would leave no room for both
@@ -418,10 +401,8 @@ class OpenRLHFRuntime(PolicyRuntime):
 
 def _logprobs(output: Any) -> tuple[float, ...]:
     """Return the log-probability of each drawn token under the distribution it was drawn from."""
-    return tuple(
-        choices[token].logprob
-        for token, choices in zip(output.token_ids, output.logprobs, strict=True)
-    )
+    drawn = zip(output.token_ids, output.logprobs, strict=True)
+    return tuple(choices[token].logprob for token, choices in drawn)
 
 
 class ClusterRuntime:
@@ -439,6 +420,7 @@ class ClusterRuntime:
 
     def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
         self._bank, self._cluster = experiment.bank, experiment.cluster
+        self._make_env = make_env
         with ExitStack() as opened:  # closes in reverse, also when something below fails
             if policies is None:
                 if not is_joined():  # then it is started here, and ended here
@@ -448,21 +430,17 @@ class ClusterRuntime:
                 opened.callback(extractor.close)
                 opened.callback(actor.close)
             self.actor, self.extractor = policies
-            self._make_env = make_env
             if self._cluster.env_workers:
                 self._make_env = opened.enter_context(EnvWorkers(self._cluster)).make
             self._opened = opened.pop_all()
 
     def open_bank(self, folder: Path) -> ForkableBank:
         """Open the run's bank in this process, or with ``cluster.remote_bank`` in a Ray actor."""
+        bank = self._bank
         if self._cluster.remote_bank:
-            actor = self._opened.enter_context(BankActor(folder, self._bank, self._cluster))
-            return actor.bank()
+            return self._opened.enter_context(BankActor(folder, bank, self._cluster)).bank()
         return FolderBank(
-            folder,
-            namespace=self._bank.namespace,
-            embedder=self._bank.embedder,
-            store=self._bank.store,
+            folder, namespace=bank.namespace, embedder=bank.embedder, store=bank.store
         )
 
     def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
@@ -482,9 +460,7 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
         ModelNotFoundError: a model cannot be resolved.
         BackendError: an engine or rank did not start.
     """
-    from experiential.training.openrlhf.versions import check_versions
-
-    check_versions()
+    versions.check_versions()
     cluster, gpus = experiment.cluster, place(experiment).gpus
     join(cluster, gpus)
     second = experiment.extractor_model or experiment.model
@@ -529,13 +505,9 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
 def join(cluster: ClusterSettings, gpus: int) -> None:
     """Join the Ray cluster of the settings, or start Ray here; a Ray of this process is kept.
 
-    Args:
-        cluster: address of the cluster.
-        gpus: needed by ranks and engines of both policies, as `placement.place` counts them.
-
     Raises:
-        ConfigError: the cluster has fewer GPUs or CPUs than are needed, for which Ray would wait
-            without end.
+        ConfigError: the cluster has fewer than ``gpus`` GPUs or fewer CPUs than are needed, for
+            which Ray would wait without end.
     """
     ray: Any = import_module("ray")
     needed = {"GPU": gpus, "CPU": gpus + cluster.env_workers + cluster.remote_bank}
@@ -556,9 +528,10 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
                 " there"
             )
     nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    if cluster.share_gpus and max(nodes, default=0.0) < gpus:
+    largest = max(nodes, default=0.0)
+    if cluster.share_gpus and largest < gpus:
         raise ConfigError(
             f"Expected one node with the {gpus} GPUs that are shared (cluster.share_gpus), the"
-            f" largest has {max(nodes, default=0.0):g}; lower cluster.*.gpus_per_node, or give"
-            " each policy its own GPUs (cluster.share_gpus=false)"
+            f" largest has {largest:g}; lower cluster.*.gpus_per_node, or give each policy its own"
+            " GPUs (cluster.share_gpus=false)"
         )

@@ -22,12 +22,7 @@ _DEAD_ENGINE = "EngineDeadError"
 
 
 class LostActorError(BackendError):
-    """A Ray actor died, did not answer in time, or was closed.
-
-    Args:
-        who: name of the actor.
-        reason: verb and cause, e.g. ``died: out of memory``.
-    """
+    """The Ray actor ``who`` died, was silent or was closed; ``reason`` begins with a verb."""
 
     def __init__(self, who: str, reason: str) -> None:
         super().__init__(f"Expected {who} to be alive, but it {reason}")
@@ -39,10 +34,8 @@ class SilentActorError(LostActorError):
 
     def __init__(self, who: str, seconds: float) -> None:
         super().__init__(who, f"gave no answer within {seconds:g} s")
-        self.args = (
-            f"{self}; raise cluster.call_timeout if it is only slow (cluster.start_timeout while"
-            " it starts)",
-        )
+        advice = "raise cluster.call_timeout if it is only slow (cluster.start_timeout while it"
+        self.args = (f"{self}; {advice} starts)",)
 
 
 class FailedCallError(BackendError):
@@ -83,12 +76,8 @@ def shorten(error: BaseException) -> str:
     >>> shorten(ValueError("The actor died.\n\tclass_name: Host\nIt was killed by `ray.kill`."))
     'The actor died. It was killed by `ray.kill`.'
     """
-    lines = [
-        line.strip()
-        for line in str(error).splitlines()
-        if line.strip() and not line.startswith("\t")
-    ]
-    text = " ".join(lines).partition(_GUESSES)[0] or type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("\t")]
+    text = " ".join(filter(None, lines)).partition(_GUESSES)[0] or type(error).__name__
     return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"
 
 
@@ -130,8 +119,7 @@ class Incarnation:
         handle: Ray's handle.
         begun: reference of the first call, whose answer shows that the actor has started.
         end: kills the actor, in whatever state it is.
-        result: answer of the first call.
-        started: whether that answer has come.
+        result: answer of the first call, once it has ``started``.
         ended: reason of the end; empty while it lasts.
     """
 
@@ -141,6 +129,15 @@ class Incarnation:
     result: Any = None
     started: bool = False
     ended: str = ""
+
+
+def start_actor(kind: type, *arguments: Any, **options: Any) -> Any:
+    """Start a Ray actor and return its handle at once.
+
+    Ray itself never restarts it, which would lose the actor's state without a word.
+    """
+    options |= {"max_restarts": 0, "max_task_retries": 0}
+    return joined_ray().remote(kind).options(**options).remote(*arguments)
 
 
 class Supervisor:
@@ -212,11 +209,9 @@ class Supervisor:
         if not actor.started:
             try:
                 actor.result = await answer(actor.begun, self.name, self._cluster.start_timeout)
-            except LostActorError as error:
-                self.lose(actor, error.reason)
-                raise
-            except FailedCallError as error:
-                self.lose(actor, f"did not start: {error.reason}")
+            except (LostActorError, FailedCallError) as error:
+                failed = isinstance(error, FailedCallError)
+                self.lose(actor, f"did not start: {error.reason}" if failed else error.reason)
                 raise
             actor.started = True
         return actor
@@ -236,10 +231,9 @@ class Supervisor:
         reference = getattr(actor.handle, method).remote(*arguments)
         try:
             return await answer(reference, self.name, seconds or self._cluster.call_timeout)
-        except SilentActorError:
-            raise
         except LostActorError as error:
-            self.lose(actor, error.reason)
+            if not isinstance(error, SilentActorError):
+                self.lose(actor, error.reason)
             raise
 
     def lose(self, actor: Incarnation, reason: str) -> None:

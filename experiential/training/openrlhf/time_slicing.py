@@ -21,8 +21,6 @@ nothing was measured.
 
 @dataclass(eq=False)
 class _Request(Generic[K]):
-    """Wait for a slice, or hold one."""
-
     tenant: K
     exclusive: bool
     admitted: asyncio.Future[None]
@@ -111,11 +109,11 @@ class TimeSlicer(Generic[K]):
             self._waiting.remove(request)
             if request.admitted.done():  # cancelled: it is about to leave
                 continue
-            if error is not None:
+            if error is None:
+                self._running.append(request)
+                request.admitted.set_result(None)
+            else:
                 request.admitted.set_exception(error)
-                continue
-            self._running.append(request)
-            request.admitted.set_result(None)
 
 
 @dataclass(frozen=True, eq=False)
