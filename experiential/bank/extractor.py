@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
-from experiential.errors import ConfigError
 from experiential.types import Distillation, Experience, Generation, Trajectory
 
 LaterJudge = Callable[[Experience, Experience], Awaitable[bool]]
@@ -31,26 +30,3 @@ class Extractor(Protocol):
     async def amerge(self, experiences: Sequence[Experience]) -> Distillation:
         """Say which of these entries to keep, merge or discard."""
         ...
-
-
-class Judging(Protocol):
-    """Judge whether two entries teach the same, as ``ExtractorAgent`` does."""
-
-    async def ajudge(self, a: Experience, b: Experience) -> bool:
-        """Return whether the two, the older first, teach the same."""
-        ...
-
-
-def judge_of(extractor: object) -> LaterJudge:
-    """Return the method by which an extractor judges.
-
-    Raises:
-        ConfigError: it cannot be asked.
-    """
-    ask = getattr(extractor, "ajudge", None)
-    if ask is None:
-        raise ConfigError(
-            "Expected an extractor with ajudge(a, b) to deduplicate, got"
-            f" {type(extractor).__name__}; see Judging"
-        )
-    return cast("Judging", extractor).ajudge

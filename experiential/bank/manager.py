@@ -6,16 +6,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from types import TracebackType
-from typing import Any, TypeVar, overload
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 
 from experiential.bank.consolidation.consolidate import merge_group, recent_groups
 from experiential.bank.consolidation.dedupe import Passes
 from experiential.bank.evidence.trust import Episodes, checked_episodes, probation_of
-from experiential.bank.extractor import Extractor, judge_of
+from experiential.bank.extractor import Extractor
 from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import EntryKey, texts_to_embed
 from experiential.bank.operations import keys_to_embed
@@ -27,12 +26,41 @@ from experiential.bank.search.searcher import Searcher
 from experiential.bank.search.strategies import find_strategy
 from experiential.bank.search.where import Filter, Where
 from experiential.batching import Batcher
-from experiential.errors import BankError, ReadOnlyBankError
-from experiential.sync import EventLoopThread, awaited
-from experiential.types import Answer, Distillation, Experience, Generation, Hit, Trajectory
+from experiential.errors import BankError, ConfigError, ReadOnlyBankError
+from experiential.sync import EventLoopThread
+from experiential.types import Answer, Distillation, Experience, Hit, Trajectory
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _LONGEST_BACKOFF = 30.0
+
+
+def _on_own_loop(
+    method: Callable[Concatenate[ExperienceManager, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[ExperienceManager, P], Coroutine[Any, Any, T]]:
+    """Let a coroutine method be awaited on any event loop; it runs on that of the manager."""
+
+    @wraps(method)
+    async def call(self: ExperienceManager, *args: P.args, **kwargs: P.kwargs) -> T:
+        loop, work = self.loop_thread().loop, method(self, *args, **kwargs)
+        if asyncio.get_running_loop() is loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+    return call
+
+
+def _blocking(
+    method: Callable[Concatenate[ExperienceManager, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[ExperienceManager, P], T]:
+    """Return the synchronous twin of a coroutine method, to be called from any thread."""
+
+    @wraps(method)
+    def call(self: ExperienceManager, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.loop_thread().run(method(self, *args, **kwargs))
+
+    call.__name__ = method.__name__.removeprefix("a")
+    return call
 
 
 class ExperienceManager:
@@ -110,7 +138,6 @@ class ExperienceManager:
         self._refused: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._merged = 0  # head at the start of the last pass of merging that had no failure
-        self._merge_failures = 0
         self._closed = False
         self._probation = probation_of(bank, self.settings, seed)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="experiential-writer")
@@ -152,12 +179,7 @@ class ExperienceManager:
     def __enter__(self) -> ExperienceManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # Retrieval
@@ -203,9 +225,8 @@ class ExperienceManager:
                 provisional entries, or none may.
             where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        rows = self._searcher.search(
-            *self._asked(query, k, exclude_instance, episode), Where.of(where)
-        )
+        asked = self._asked(query, k, exclude_instance, episode, where)
+        rows = self._searcher.search(*asked)
         return rows[0] if isinstance(query, str) else rows
 
     async def asearch(
@@ -218,9 +239,8 @@ class ExperienceManager:
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
         """Run ``search`` on any event loop."""
-        rows = await self._searcher.asearch(
-            *self._asked(query, k, exclude_instance, episode), Where.of(where)
-        )
+        asked = self._asked(query, k, exclude_instance, episode, where)
+        rows = await self._searcher.asearch(*asked)
         return rows[0] if isinstance(query, str) else rows
 
     def _asked(
@@ -229,13 +249,16 @@ class ExperienceManager:
         k: int | None,
         exclude: str | None,
         episode: Episodes,
-    ) -> tuple[list[str], int, str | None, Sequence[str]]:
+        where: Filter | None,
+    ) -> tuple[list[str], int, str | None, Sequence[str], Where | None]:
         """Check the arguments of a search."""
         wanted = self.settings.retrieval.k if k is None else k
         queries = checked_queries(query, wanted, blank=True)
-        return queries, wanted, exclude, checked_episodes(episode, len(queries))
+        episodes = checked_episodes(episode, len(queries))
+        return queries, wanted, exclude, episodes, Where.of(where)
 
-    def ask(
+    @_on_own_loop
+    async def aask(
         self,
         query: str,
         *,
@@ -255,72 +278,48 @@ class ExperienceManager:
             exclude_instance: leave out entries made from this task instance.
             where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        return self._run(self._ask(query, k, episode, turn, exclude_instance, Where.of(where)))
-
-    async def aask(
-        self,
-        query: str,
-        *,
-        k: int = 1,
-        episode: str = "",
-        turn: int = 0,
-        exclude_instance: str | None = None,
-        where: Filter | None = None,
-    ) -> Answer:
-        """Run ``ask`` on any event loop."""
-        return await self._bridge(
-            self._ask(query, k, episode, turn, exclude_instance, Where.of(where))
-        )
-
-    async def _ask(
-        self, query: str, k: int, episode: str, turn: int, exclude: str | None, where: Where | None
-    ) -> Answer:
-        hits = (await self._searcher.asearch(*self._asked([query], k, exclude, episode), where))[0]
+        asked = self._asked([query], k, exclude_instance, episode, where)
+        hits = (await self._searcher.asearch(*asked))[0]
         if not hits:
             return Answer()
-        hit = hits[0]
-        text, generation = await self._refined(query, hit.experience)
-        use = hit.use(
-            "search_and_ask",
-            episode=episode,
-            turn=turn,
-            refinement=generation.id if generation else None,
-        )
-        return Answer(text=text, hit=hit, generation=generation, use=use)
-
-    async def _refined(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
-        if self.extractor is None:
-            return experience.text, None
-        answer, reason = await self._attempt(self.extractor.arefine(query, experience))
-        if answer is None:
-            self._failures[f"refine: {reason}"] += 1
-            return experience.text, None
-        text, generation = answer
+        text, generation = hits[0].experience.text, None
+        if self.extractor is not None:
+            try:
+                text, generation = await asyncio.wait_for(
+                    self.extractor.arefine(query, hits[0].experience),
+                    self.settings.distill_timeout,
+                )
+            except Exception as error:  # noqa: BLE001  (the entry itself is the answer then)
+                self._count_failure("refine", error)
         if generation is not None and not self.bank.read_only:
             await self._write(self.bank.keep_generation, generation)
-        return text, generation
+        refinement = generation.id if generation else None
+        use = hits[0].use("search_and_ask", episode=episode, turn=turn, refinement=refinement)
+        return Answer(text=text, hit=hits[0], generation=generation, use=use)
+
+    ask = _blocking(aask)
 
     # Distillation
 
-    def submit(self, trajectory: Trajectory) -> str | None:
+    @_on_own_loop
+    async def asubmit(self, trajectory: Trajectory) -> str | None:
         """Record a finished trajectory and queue it for distillation, durably.
 
-        Waits while the queue is full. Gives the id of the queue item (that of the trajectory); None
-        when nothing was queued: on a read-only bank, which also records nothing, and without an
-        extractor.
+        Waits while the queue is full. Returns the id of the queue item (that of the trajectory);
+        None when nothing was queued: on a read-only bank, which also records nothing, and without
+        an extractor.
         """
-        return self._run(self._submit(trajectory))
-
-    async def asubmit(self, trajectory: Trajectory) -> str | None:
-        """Run ``submit`` on any event loop."""
-        return await self._bridge(self._submit(trajectory))
-
-    async def _submit(self, trajectory: Trajectory) -> str | None:
         if self.bank.read_only:
             return None
         if not self._distils:
             await asyncio.shield(self._submitting.arun([trajectory]))
             return None
+
+        async def queue() -> None:
+            [is_new] = await self._submitting.arun([trajectory])
+            if is_new:
+                self._enqueue(trajectory.id)
+
         async with self._changed:
             await self._changed.wait_for(
                 lambda: len(self._open) + self._reserved < self.settings.queue_size
@@ -328,17 +327,13 @@ class ExperienceManager:
             self._reserved += 1
         try:
             # A trajectory whose submitter is cancelled is distilled all the same.
-            await asyncio.shield(self._queued(trajectory))
+            await asyncio.shield(queue())
         finally:
             self._reserved -= 1
             await self._notify()
         return trajectory.id
 
-    async def _queued(self, trajectory: Trajectory) -> None:
-        """Submit a trajectory, in one transaction with those of other callers."""
-        [is_new] = await self._submitting.arun([trajectory])
-        if is_new:
-            self._enqueue(trajectory.id)
+    submit = _blocking(asubmit)
 
     def _enqueue(self, id: str) -> None:
         self._open.add(id)
@@ -358,63 +353,52 @@ class ExperienceManager:
                 await self._notify()
 
     async def _distil(self, id: str) -> None:
-        done, reason = await self._attempt(self._distillation(id), limit=None)
-        if done is None:
-            await self._failed(id, reason)
+        try:
+            assert self.extractor is not None
+            trajectory = self.bank.trajectory(id)
+            if trajectory is None:
+                raise BankError(f"Expected a recorded trajectory, got {id!r}")
+            shown = self.shown(trajectory)
+            distillation = await asyncio.wait_for(
+                self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
+            )
+            await self._embed(keys_to_embed(distillation, shown, trajectory.task or None))
+            written = await self._write(
+                self.bank.apply,
+                distillation,
+                trajectory=trajectory,
+                shown=shown,
+                item=id,
+                extractor_version=self._version(),
+            )
+        except Exception as error:  # noqa: BLE001  (counted, and tried again)
+            await self._try_again(id, self._count_failure("distill", error))
             return
-        trajectory, distillation, written = done
         self._open.discard(id)
         self._counts["distilled"] += 1
         self._tally(distillation)
-        await self._tell("on_distillation", self.on_distillation, trajectory, distillation, written)
-        await self._hold_cap()
-
-    async def _distillation(self, id: str) -> tuple[Trajectory, Distillation, list[Experience]]:
-        assert self.extractor is not None
-        trajectory = self.bank.trajectory(id)
-        if trajectory is None:
-            raise BankError(f"Expected a recorded trajectory, got {id!r}")
-        shown = self.shown(trajectory)
-        distillation = await asyncio.wait_for(
-            self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
-        )
-        await self._embedded(keys_to_embed(distillation, shown, trajectory.task or None))
-        version = self._version()
-        write = partial(
-            self.bank.apply,
-            distillation,
-            trajectory=trajectory,
-            shown=shown,
-            item=id,
-            extractor_version=version,
-        )
-        return trajectory, distillation, await self._write(write)
-
-    async def _hold_cap(self) -> None:
-        """Evict the entries beyond the cap."""
-        cap = self.settings.cap
+        self._tell("on_distillation", self.on_distillation, trajectory, distillation, written)
+        cap, policy = self.settings.cap, self.settings.eviction
         if not cap or len(self.bank) <= cap:
             return
-        evict = partial(self.bank.evict, cap, self.settings.eviction, seed=self._seed, author="run")
-        evicted, reason = await self._attempt(self._write(evict), limit=None)
-        if evicted is None:
-            self._failures[f"evict: {reason}"] += 1
-        else:
+        try:
+            evicted = await self._write(self.bank.evict, cap, policy, seed=self._seed, author="run")
             self._counts["evicted"] += len(evicted)
+        except Exception as error:  # noqa: BLE001  (the next distillation evicts)
+            self._count_failure("evict", error)
 
-    async def _failed(self, id: str, reason: str) -> None:
-        self._failures[f"distill: {reason}"] += 1
+    async def _try_again(self, id: str, reason: str) -> None:
+        """Queue a failed item again after a while, or make it a dead letter."""
         self._counts["failed"] += 1
         attempts = self.bank.queue.attempts(id) + 1
         last = attempts > self.settings.retries
-        noted, why = await self._attempt(
-            self._write(partial(self.bank.queue.fail, id, reason, last=last)), limit=None
-        )
-        if (
-            noted is None
-        ):  # the journal cannot be written: the item is still queued there, and tried again here
-            self._failures[f"queue: {why}"] += 1
-        if last and noted is not None:
+        try:
+            await self._write(self.bank.queue.fail, id, reason, last=last)
+        except Exception as error:  # noqa: BLE001
+            # The journal cannot be written: the item is still queued there, and tried again here.
+            self._count_failure("queue", error)
+            last = False
+        if last:
             self._open.discard(id)
         else:
             delay = min(self._backoff * 2 ** (attempts - 1), _LONGEST_BACKOFF)
@@ -422,25 +406,20 @@ class ExperienceManager:
 
     def shown(self, trajectory: Trajectory) -> list[Experience]:
         """Return the entry versions that a trajectory used, each once, in order of use."""
-        named = dict.fromkeys(
-            (use.experience_id, use.experience_version) for use in trajectory.uses
-        )
-        found = (self.bank.version(id, version) for id, version in named)
-        return [experience for experience in found if experience is not None]
+        used = dict.fromkeys((use.experience_id, use.experience_version) for use in trajectory.uses)
+        return [entry for one in used if (entry := self.bank.version(*one)) is not None]
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return the trajectories whose distillation was given up, with the last reason."""
         return self.bank.queue.dead_letters()
 
-    def requeue(self, id: str) -> None:
+    @_blocking
+    async def requeue(self, id: str) -> None:
         """Try a dead letter again, with all its attempts.
 
         Raises:
             BankError: there is no such dead letter.
         """
-        self._run(self._requeue(id))
-
-    async def _requeue(self, id: str) -> None:
         if not await self._write(self.bank.queue.requeue, id):
             raise BankError(
                 f"Expected the id of a dead letter, got {id!r}; list them with dead_letters()"
@@ -461,27 +440,18 @@ class ExperienceManager:
         """Return whether ``pause`` holds distillation."""
         return not self._resumed.is_set()
 
-    def drain(self, timeout: float | None = None, *, leave: int = 0) -> None:
+    @_on_own_loop
+    async def adrain(self, timeout: float | None = None, *, leave: int = 0) -> None:
         """Wait until all submitted trajectories but ``leave`` are distilled or dead letters.
 
         Raises:
             TimeoutError: it took longer than ``timeout`` seconds; the rest goes on.
         """
-        self._run(self._drain(timeout, leave))
-
-    async def adrain(self, timeout: float | None = None, *, leave: int = 0) -> None:
-        """Run ``drain`` on any event loop."""
-        await self._bridge(self._drain(timeout, leave))
-
-    async def _drain(self, timeout: float | None, leave: int) -> None:
-        async def idle() -> None:
-            async with self._changed:
+        try:
+            async with asyncio.timeout(timeout), self._changed:
                 await self._changed.wait_for(
                     lambda: len(self._open | self._running) + self._reserved <= leave
                 )
-
-        try:
-            await asyncio.wait_for(idle(), timeout)
         except TimeoutError:
             raise TimeoutError(
                 f"Expected the distillation queue to drain within {timeout} s, {len(self._open)}"
@@ -490,112 +460,110 @@ class ExperienceManager:
         if self._probation is not None:
             await self._probation.settle()
 
+    drain = _blocking(adrain)
+
     # Merging
 
-    def merge(self) -> int:
+    @_on_own_loop
+    async def amerge(self) -> int:
         """Run one pass of consolidation; return the number of merged entries written.
 
         The first pass of a manager looks at the whole bank, a later one at what was written since
         the last that had no failure.
         """
-        return self._run(self._merge())
+        extractor, failed = self._merger("merge"), False
 
-    async def amerge(self) -> int:
-        """Run ``merge`` on any event loop."""
-        return await self._bridge(self._merge())
+        async def merge_chunk(shown: Sequence[Experience]) -> list[Experience]:
+            nonlocal failed
+            assert extractor is not None
+            try:
+                distillation = await asyncio.wait_for(
+                    extractor.amerge(shown), self.settings.distill_timeout
+                )
+                await self._embed(keys_to_embed(distillation, shown))
+                written = await self._write(
+                    self.bank.consolidate,
+                    distillation,
+                    shown=shown,
+                    extractor_version=self._version(),
+                )
+            except Exception as error:  # noqa: BLE001  (the next pass looks at these again)
+                self._count_failure("merge", error)
+                failed = True
+                return []
+            self._tally(distillation)
+            self._tell("on_merge", self.on_merge, shown, distillation, written)
+            return written
 
-    async def _merge(self) -> int:
-        if self.bank.read_only:
-            raise ReadOnlyBankError(
-                "Expected a writable bank to merge, got one opened with read_only=True"
-            )
-        if self.extractor is None:
+        if extractor is None:
             return 0
-        head, failures = self.bank.head, self._merge_failures
-        groups = recent_groups(self.bank.entries(), self._merged, self.settings.merge_chunk)
+        head, size, written = self.bank.head, self.settings.merge_chunk, 0
+        groups = recent_groups(self.bank.entries(), self._merged, size)
         self._counts["merges"] += 1
-        written = sum(
-            [
-                len(await merge_group(group, self.settings.merge_chunk, self._merge_chunk))
-                for group in groups
-            ]
-        )
-        if self._merge_failures == failures:
+        for group in groups:
+            written += len(await merge_group(group, size, merge_chunk))
+        if not failed:
             self._merged = head
         return written
 
-    async def _merge_chunk(self, shown: Sequence[Experience]) -> list[Experience]:
-        done, reason = await self._attempt(self._consolidation(shown), limit=None)
-        if done is None:
-            self._failures[f"merge: {reason}"] += 1
-            self._merge_failures += 1
-            return []
-        distillation, written = done
-        self._tally(distillation)
-        await self._tell("on_merge", self.on_merge, shown, distillation, written)
-        return written
+    merge = _blocking(amerge)
 
-    async def _consolidation(
-        self, shown: Sequence[Experience]
-    ) -> tuple[Distillation, list[Experience]]:
-        assert self.extractor is not None
-        distillation = await asyncio.wait_for(
-            self.extractor.amerge(shown), self.settings.distill_timeout
-        )
-        await self._embedded(keys_to_embed(distillation, shown))
-        write = partial(
-            self.bank.consolidate, distillation, shown=shown, extractor_version=self._version()
-        )
-        return distillation, await self._write(write)
-
-    def deduplicate(self) -> int:
+    @_on_own_loop
+    async def adeduplicate(self) -> int:
         """Run one pass of deduplication, judged by the extractor; return the number merged away.
 
         The first pass of a manager compares the whole bank; a later one what was written since the
         last that had no failure, within itself and then with older entries.
         ``bank.options.dedupe_threshold`` says from which cosine on the extractor is asked.
+
+        Raises:
+            ConfigError: the extractor has no ``ajudge``.
         """
-        return self._run(self._deduplicate())
-
-    async def adeduplicate(self) -> int:
-        """Run ``deduplicate`` on any event loop."""
-        return await self._bridge(self._deduplicate())
-
-    async def _deduplicate(self) -> int:
-        if self.bank.read_only:
-            raise ReadOnlyBankError(
-                "Expected a writable bank to deduplicate, got one opened with read_only=True"
-            )
-        if self.extractor is None:
+        extractor = self._merger("deduplicate")
+        if extractor is None:
             return 0
-        ask = judge_of(self.extractor)
+        ask = getattr(extractor, "ajudge", None)
+        if ask is None:
+            raise ConfigError(
+                "Expected an extractor with ajudge(a, b) to deduplicate, got"
+                f" {type(extractor).__name__}"
+            )
 
         async def judge(older: Experience, newer: Experience) -> bool:
             async with self._judging:
                 return await asyncio.wait_for(ask(older, newer), self.settings.distill_timeout)
 
-        groups = await self._passes.make(
-            judge,
-            partial(self._write, partial(self.bank.merge_duplicates, author="extractor")),
-            self._merge_piece,
-        )
+        async def attempt(work: Awaitable[list[Duplicates]]) -> list[Duplicates] | None:
+            try:
+                return await work
+            except Exception as error:  # noqa: BLE001  (the next pass looks at these again)
+                self._count_failure("deduplicate", error)
+                return None
+
+        write = partial(self._write, self.bank.merge_duplicates, author="extractor")
+        groups = await self._passes.make(judge, write, attempt)
         merged = sum(len(group.merged) for group in groups)
         self._counts["deduplicated"] += merged
         return merged
 
-    async def _merge_piece(self, work: Awaitable[list[Duplicates]]) -> list[Duplicates] | None:
-        groups, reason = await self._attempt(work, limit=None)
-        if groups is None:
-            self._failures[f"deduplicate: {reason}"] += 1
-        return groups
+    deduplicate = _blocking(adeduplicate)
+
+    def _merger(self, name: str) -> Extractor | None:
+        """Return the extractor for a method that merges entries; refuse a read-only bank."""
+        if self.bank.read_only:
+            raise ReadOnlyBankError(
+                f"Expected a writable bank to {name}, got one opened with read_only=True"
+            )
+        return self.extractor
 
     # Watching
 
     def stats(self) -> dict[str, Any]:
         """Return counts of everything done and refused, and the latency of retrieval."""
-        counts, embedder = self._searcher.counts, self.bank.embedder
+        counts, embedder, probation = self._searcher.counts, self.bank.embedder, self._probation
         seconds = np.array(list(counts.seconds) or [0.0]) * 1000.0
         asked = embedder.hits + embedder.misses
+        failures = self._failures if probation is None else self._failures + probation.failures
         return {
             "entries": len(self.bank),
             "head": self.bank.head,
@@ -610,11 +578,7 @@ class ExperienceManager:
             "operations": dict(self._operations),
             "refused": dict(self._refused + self.bank.refused),
             "redacted": dict(self.bank.redacted),
-            "failures": dict(
-                self._failures
-                if self._probation is None
-                else self._failures + self._probation.failures
-            ),
+            "failures": dict(failures),
             "searches": counts.queries,
             "retrievals": counts.retrievals,
             "abstentions": counts.abstentions,
@@ -623,12 +587,8 @@ class ExperienceManager:
             "search_p50_ms": float(np.percentile(seconds, 50)),
             "search_p99_ms": float(np.percentile(seconds, 99)),
             "cache_hit_rate": embedder.hits / asked if asked else 0.0,
-            **({} if self._probation is None else self._probation.stats(self.bank.entries())),
+            **({} if probation is None else probation.stats(self.bank.entries())),
         }
-
-    def _tally(self, distillation: Distillation) -> None:
-        self._operations.update(operation.op for operation in distillation.parsed.operations)
-        self._refused.update(refusal.reason for refusal in distillation.parsed.refused)
 
     def close(self) -> None:
         """Stop the workers and save the counters; the queue keeps the rest. Safe to call twice."""
@@ -657,51 +617,43 @@ class ExperienceManager:
 
     # Inside
 
-    async def _attempt(
-        self, work: Awaitable[T], limit: float | None = -1.0
-    ) -> tuple[T | None, str]:
-        """Return the result of some work, or None and the reason of its failure."""
-        outcome = await awaited(
-            asyncio.wait_for(work, self.settings.distill_timeout if limit == -1.0 else limit)
-        )
-        if isinstance(outcome, TimeoutError):
-            return None, "timeout"
-        return (None, type(outcome).__name__) if isinstance(outcome, Exception) else (outcome, "")
+    def loop_thread(self) -> EventLoopThread:
+        """Return the thread and event loop of this manager.
 
-    async def _tell(self, name: str, hook: Callable[..., None] | None, *news: object) -> None:
-        async def call() -> bool:
-            if hook is not None:
-                hook(*news)
-            return True
+        Raises:
+            BankError: the manager is closed.
+        """
+        if self._closed:
+            raise BankError(
+                "Expected an open manager, got a closed one; make a new ExperienceManager"
+            )
+        return self._thread
 
-        done, reason = await self._attempt(call(), limit=None)
-        if done is None:
-            self._failures[f"{name}: {reason}"] += 1
+    async def _write(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a write of the bank on the thread of writes."""
+        call = partial(work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._writer, call)
 
-    async def _embedded(self, keys: Sequence[EntryKey]) -> None:
+    async def _embed(self, keys: Sequence[EntryKey]) -> None:
         """Fill the bank's cache with the vectors of these entries, many callers in one batch."""
         await self._embedding.arun(texts_to_embed(keys))
+
+    def _count_failure(self, what: str, error: Exception) -> str:
+        reason = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
+        self._failures[f"{what}: {reason}"] += 1
+        return reason
+
+    def _tally(self, distillation: Distillation) -> None:
+        self._operations.update(operation.op for operation in distillation.parsed.operations)
+        self._refused.update(refusal.reason for refusal in distillation.parsed.refused)
+
+    def _tell(self, name: str, hook: Callable[..., None] | None, *news: object) -> None:
+        if hook is not None:
+            try:
+                hook(*news)
+            except Exception as error:  # noqa: BLE001  (what a user's hook does ends no worker)
+                self._count_failure(name, error)
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-    async def _write(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, work, *arguments)
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        self._check_open(work)
-        return self._thread.run(work)
-
-    async def _bridge(self, work: Coroutine[Any, Any, T]) -> T:
-        self._check_open(work)
-        if asyncio.get_running_loop() is self._thread.loop:
-            return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
-
-    def _check_open(self, work: Coroutine[Any, Any, Any]) -> None:
-        if self._closed:
-            work.close()
-            raise BankError(
-                "Expected an open manager, got a closed one; make a new ExperienceManager"
-            )
