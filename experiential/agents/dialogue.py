@@ -165,7 +165,7 @@ class MessageDialogue(Conversation):
             [{"role": "system", "content": self._system}] if self._system else []
         )
         for user, (_, reply) in zip(earlier, self._exchanges[self._first :], strict=True):
-            messages += [user, {"role": "assistant", "content": reply.text}]
+            messages += [user, Message(role="assistant", content=reply.text)]
         return [*messages, current]
 
 

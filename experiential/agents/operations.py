@@ -246,7 +246,7 @@ def read_triples(value: Any) -> tuple[tuple[Triple, ...], int]:
         if isinstance(item, str):
             parts = _SEPARATOR.split(item.strip().strip("()[]"))
         elif isinstance(item, Mapping):
-            fields = _lowered(cast("Mapping[Any, Any]", item))
+            fields = _lowered(item)
             parts = [_first(fields, names) for names in _PARTS]
         elif isinstance(item, list | tuple):
             parts = cast("Sequence[Any]", item)
@@ -305,7 +305,7 @@ def _operation(
     return (Keep if op == "keep" else Discard)(entry=entries[0], span=span), 0
 
 
-def _lowered(fields: Mapping[Any, Any]) -> dict[str, Any]:
+def _lowered(fields: Any) -> dict[str, Any]:
     return {str(key).strip().lower(): value for key, value in fields.items()}
 
 

@@ -26,10 +26,8 @@ _TAG = r"</?\s*answer\b"
 _KEY = r"""(?:"[^"\\]{0,40}"|'[^'\\]{0,40}'|[A-Za-z_]\w{0,40})\s*:"""
 _CLOSES = {
     "key": re.compile(r"\s*:"),
-    "member": re.compile(
-        rf"\s*(?:[}}\]]|{_TAG}|\Z|,\s*(?:[}}\]]|\Z|{_KEY})|{_KEY})", re.IGNORECASE
-    ),
-    "item": re.compile(rf"\s*(?:[,\]]|{_TAG}|\Z)", re.IGNORECASE),
+    "member": re.compile(rf"(?i)\s*(?:[}}\]]|{_TAG}|\Z|,\s*(?:[}}\]]|\Z|{_KEY})|{_KEY})"),
+    "item": re.compile(rf"(?i)\s*(?:[,\]]|{_TAG}|\Z)"),
 }
 
 

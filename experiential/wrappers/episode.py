@@ -18,56 +18,31 @@ from experiential.types import Answer, Condition, Hit, Trajectory, Turn, Use, ne
 FAILURES = (BackendError, BankError, TimeoutError)
 """Errors of a bank or its manager at run time; an episode goes on without advice."""
 
-How = Literal["episode_start", "turn"]
+How = Literal["episode_start", "turn", "search_and_ask"]
 
 
 class ManagerLike(Protocol):
-    """Declare the part of ``ExperienceManager`` that wrappers call."""
+    """Declare the part of ``ExperienceManager`` that wrappers call; its options are meant.
 
-    def search(
-        self,
-        query: str,
-        *,
-        k: int | None = None,
-        exclude_instance: str | None = None,
-        episode: str = "",
-        where: Any = None,
-    ) -> list[Hit]:
-        """Return the hits of one query; ``where`` is passed only by wrappers that have a filter."""
+    The filter ``where`` is passed only by wrappers that have one.
+    """
+
+    def search(self, query: str, *args: Any, **options: Any) -> list[Hit]:
+        """Return the hits of one query."""
         ...
 
-    async def asearch(
-        self,
-        query: Any,
-        *,
-        k: int | None = None,
-        exclude_instance: str | None = None,
-        episode: Any = "",
-        where: Any = None,
-    ) -> Any:
+    async def asearch(self, query: Any, *args: Any, **options: Any) -> Any:
         """Return the hits of one query, or of each of a list, with a list of episodes then."""
-        ...
 
     def submit(self, trajectory: Trajectory) -> str | None:
         """Queue a finished trajectory durably."""
-        ...
 
-    def ask(
-        self,
-        query: str,
-        *,
-        k: int = 1,
-        episode: str = "",
-        turn: int = 0,
-        exclude_instance: str | None = None,
-        where: Any = None,
-    ) -> Answer:
+    def ask(self, query: str, *args: Any, **options: Any) -> Answer:
         """Search and refine one entry."""
         ...
 
     def close(self) -> None:
         """Stop the manager's workers."""
-        ...
 
 
 BankOrManager = Bank | ManagerLike
@@ -122,51 +97,39 @@ def take_settings(
     if not isinstance(chosen, bool | np.bool_):
         raise TypeError(f"Expected options['guided'] to be True or False, got {chosen!r}")
     condition = Condition.GUIDED if chosen else Condition.FREE
-    return (
-        EpisodeSettings(condition, str(rest.pop("group", "")), int(rest.pop("policy_version", 0))),
-        rest,
-    )
+    group, version = str(rest.pop("group", "")), int(rest.pop("policy_version", 0))
+    return EpisodeSettings(condition, group, version), rest
 
 
 class Episode:
     """Hold a running episode in plain lists; make a ``Trajectory`` of it when it ends."""
-
-    __slots__ = (
-        "id",
-        "instance",
-        "observation",
-        "seed",
-        "settings",
-        "task",
-        "task_id",
-        "total",
-        "turns",
-        "uses",
-    )
 
     def __init__(
         self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings
     ) -> None:
         self.id = new_id()
         self.seed, self.settings = seed, settings
+        self.guided = settings.condition is Condition.GUIDED
         self.task = str(info.get("task") or observation)
         self.task_id = str(info.get("task_id") or "")
         named = f"{self.task_id or self.task}#{seed}" if seed is not None else ""
         self.instance = str(info.get("instance") or named)
         self.observation = observation
-        self.turns: list[tuple[str, str, float, str, bool, str]] = []
+        self.turns: list[Turn] = []
         self.uses: list[Use] = []
         self.total = 0.0
 
-    @property
-    def guided(self) -> bool:
-        """Return whether this episode may see the bank."""
-        return self.settings.condition is Condition.GUIDED
-
     def record(self, action: Any, reward: float, observation: str, info: Mapping[str, Any]) -> None:
         """Add one turn; ``info["withheld"]`` is feedback that the agent was not shown."""
-        invalid, withheld = bool(info.get("invalid", False)), str(info.get("withheld") or "")
-        self.turns.append((self.observation, str(action), reward, observation, invalid, withheld))
+        turn = Turn(
+            observation=self.observation,
+            action=str(action),
+            reward=reward,
+            feedback=observation,
+            invalid=bool(info.get("invalid", False)),
+            withheld=str(info.get("withheld") or ""),
+        )
+        self.turns.append(turn)
         self.observation = observation
         self.total += reward
 
@@ -174,36 +137,28 @@ class Episode:
         """Add the hits that reached the actor now."""
         self.uses.extend(hit.use(how, episode=self.id, turn=len(self.turns)) for hit in hits)
 
-    def trajectory(self, success: bool, error: str | None = None) -> Trajectory:
-        """Return the record of this episode."""
+    def trajectory(
+        self, terminated: bool, info: Mapping[str, Any], error: str | None = None
+    ) -> Trajectory:
+        """Return the record of this episode after its last step.
+
+        Without ``info["success"]``, a termination with a return above 0 counts as a success.
+        """
+        success = info.get("success")
         return Trajectory(
             id=self.id,
             task=self.task,
             task_id=self.task_id,
             instance=self.instance,
             group=self.settings.group,
-            turns=tuple(
-                Turn(observation=o, action=a, reward=r, feedback=f, invalid=i, withheld=w)
-                for o, a, r, f, i, w in self.turns
-            ),
+            turns=tuple(self.turns),
             reward=self.total,
-            success=success,
+            success=bool(terminated and self.total > 0 if success is None else success),
             seed=self.seed,
             condition=self.settings.condition,
             uses=tuple(self.uses),
             policy_version=self.settings.policy_version,
             error=error,
-        )
-
-    def ended(self, terminated: bool, info: Mapping[str, Any]) -> Trajectory:
-        """Return the record of this episode after its last step.
-
-        Without ``info["success"]``, a termination with a return above 0 counts as a success.
-        """
-        return self.trajectory(
-            bool(info["success"])
-            if info.get("success") is not None
-            else bool(terminated) and self.total > 0
         )
 
 
@@ -217,11 +172,7 @@ class EpisodeLog:
     """
 
     def __init__(
-        self,
-        manager: ManagerLike,
-        *,
-        exclude_same_instance: bool = True,
-        where: Filter | None = None,
+        self, manager: ManagerLike, exclude_same_instance: bool = True, where: Filter | None = None
     ) -> None:
         self.manager = manager
         self.where = Where.of(where)
@@ -232,25 +183,33 @@ class EpisodeLog:
 
     def begin(
         self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings
-    ) -> Episode:
+    ) -> None:
         """Start an episode from the answer of a reset."""
         self.episode = Episode(observation, info, seed, settings)
-        return self.episode
 
-    def excluded(self) -> str | None:
-        """Return the instance whose entries the running episode must not see."""
-        if self.episode is None or not self.exclude_same_instance:
-            return None
-        return self.episode.instance or None
+    def scope(self) -> dict[str, Any]:
+        """Return the arguments of a search that hide entries from the running episode."""
+        instance = self.episode.instance if self.episode and self.exclude_same_instance else ""
+        filtered = {} if self.where is None else {"where": self.where}
+        return {"exclude_instance": instance or None, **filtered}
 
-    def only(self) -> dict[str, Any]:
-        """Return the filter of searches as a keyword argument; empty without a filter."""
-        return {} if self.where is None else {"where": self.where}
+    def step(
+        self,
+        action: Any,
+        reward: float,
+        observation: str,
+        terminated: bool,
+        truncated: bool,
+        info: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Record a step of the running episode, if any; submit the episode if it was the last.
 
-    def record(self, action: Any, reward: float, observation: str, info: Mapping[str, Any]) -> None:
-        """Add a step to the running episode, if any."""
+        Returns:
+            the keys to add to info.
+        """
         if self.episode is not None:
             self.episode.record(action, reward, observation, info)
+        return self.finish(terminated, info) if terminated or truncated else {}
 
     def add_use(self, use: Use) -> None:
         """Credit a retrieval made elsewhere to the running episode.
@@ -269,7 +228,7 @@ class EpisodeLog:
         episode, self.episode = self.episode, None
         if episode is None:
             return {}
-        self.last_trajectory = episode.ended(terminated, info)
+        self.last_trajectory = episode.trajectory(terminated, info)
         extra: dict[str, Any] = {"trajectory_id": episode.id}
         try:
             self.manager.submit(self.last_trajectory)
@@ -281,7 +240,7 @@ class EpisodeLog:
         """Cut off the running episode: keep it as ``last_trajectory`` and count it, unsubmitted."""
         episode, self.episode = self.episode, None
         if episode is not None and episode.turns:
-            self.last_trajectory = episode.trajectory(False, error="abandoned")
+            self.last_trajectory = episode.trajectory(False, {}, error="abandoned")
             self.abandoned += 1
 
 

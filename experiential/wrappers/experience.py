@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 import gymnasium as gym
@@ -75,27 +74,18 @@ def require_choice(name: str, value: str, choices: object) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Advice:
-    """Hold the result of one retrieval: hits, or the reason why it failed."""
-
-    hits: Sequence[Hit] = field(default_factory=tuple)
-    error: str | None = None
-
-    def present(self, observation: str, inject: str) -> tuple[str, dict[str, Any]]:
-        """Return the observation to show and the keys to add to info."""
-        extra: dict[str, Any] = {"experience": [hit_as_dict(hit) for hit in self.hits]}
-        if self.error is not None:
-            extra["experience_error"] = self.error
-        if not self.hits or inject == "none":
-            return observation, extra
-        block = experience_block(list(self.hits))
-        if inject == "observation":
-            return f"{block}{observation}", extra
-        return observation, {**extra, "experience_prompt": block}
-
-
-NO_ADVICE = Advice()
+def present(
+    observation: str, inject: str, hits: Sequence[Hit] = (), error: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Return the observation to show after a retrieval, and the keys to add to info."""
+    extra: dict[str, Any] = {"experience": [hit_as_dict(hit) for hit in hits]}
+    if error is not None:
+        extra["experience_error"] = error
+    if hits and inject == "observation":
+        return f"{experience_block(hits)}{observation}", extra
+    if hits and inject == "system":
+        extra["experience_prompt"] = experience_block(hits)
+    return observation, extra
 
 
 def hit_as_dict(hit: Hit) -> dict[str, Any]:
@@ -186,15 +176,17 @@ class ExperienceWrapper(TextWrapper):
         exclude_same_instance: bool = True,
         where: Filter | None = None,
     ) -> None:
-        options = {
-            "k": k,
-            "when": when,
-            "inject": inject,
-            "guided": guided,
-            "exclude_same_instance": exclude_same_instance,
-            "where": where,
-        }
-        super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
+        super().__init__(
+            env,
+            bank_or_manager=bank_or_manager,
+            extractor=extractor,
+            k=k,
+            when=when,
+            inject=inject,
+            guided=guided,
+            exclude_same_instance=exclude_same_instance,
+            where=where,
+        )
         check_retrieval(k, when, inject, where)
         for layer in layers(env):  # it would submit episodes twice, and read in a FREE episode
             if isinstance(getattr(layer, "log", None), EpisodeLog):
@@ -204,9 +196,7 @@ class ExperienceWrapper(TextWrapper):
                 )
         self.k, self.when, self.inject, self.guided = k, when, inject, guided
         self.manager, self._owned = connect(bank_or_manager, extractor)
-        self.log = EpisodeLog(
-            self.manager, exclude_same_instance=exclude_same_instance, where=where
-        )
+        self.log = EpisodeLog(self.manager, exclude_same_instance, where)
         if inject == "observation":
             self.observation_space = UnicodeText()
 
@@ -221,24 +211,20 @@ class ExperienceWrapper(TextWrapper):
         settings, rest = take_settings(options, self.guided)
         self.log.abandon()
         observation, info = self.env.reset(seed=seed, options=rest)
-        episode = self.log.begin(observation, info, seed, settings)
-        advice = self._retrieve(episode, "episode_start") if self.when != "turn" else NO_ADVICE
-        shown, extra = advice.present(observation, self.inject)
-        return shown, {**info, **extra}
+        self.log.begin(observation, info, seed, settings)
+        return self._advise(observation, info, "episode_start")
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Act; the last step of an episode also submits it."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         reward = float(reward)
-        self.log.record(action, reward, observation, info)
+        extra = self.log.step(action, reward, observation, terminated, truncated, info)
         if terminated or truncated:
             none: dict[str, Any] = {"experience": []}
-            info = {**info, **none, **self.log.finish(terminated, info)}
-            return observation, reward, terminated, truncated, info
-        if self.when == "episode" or self.log.episode is None:
-            return observation, reward, terminated, truncated, {**info, "experience": []}
-        shown, extra = self._retrieve(self.log.episode, "turn").present(observation, self.inject)
-        return shown, reward, terminated, truncated, {**info, **extra}
+            info = {**info, **none, **extra}
+        else:
+            observation, info = self._advise(observation, info, "turn")
+        return observation, reward, terminated, truncated, info
 
     def close(self) -> None:
         """Close the environment, and the manager if this wrapper built it; the bank stays open."""
@@ -271,21 +257,21 @@ class ExperienceWrapper(TextWrapper):
         """
         self.log.add_use(use)
 
-    def _retrieve(self, episode: Episode, how: How) -> Advice:
-        if not episode.guided:
-            return NO_ADVICE
-        try:
-            hits = self.manager.search(
-                retrieval_query(episode, how),
-                k=self.k,
-                exclude_instance=self.log.excluded(),
-                episode=episode.id,
-                **self.log.only(),
-            )
-        except FAILURES as error:
-            return Advice(error=reason(error))
-        episode.use(hits, how)
-        return Advice(hits)
+    def _advise(
+        self, observation: str, info: dict[str, Any], how: How
+    ) -> tuple[str, dict[str, Any]]:
+        """Retrieve where it is wanted now; return observation and info with what was found."""
+        episode, hits, error = self.log.episode, list[Hit](), None
+        wanted = self.when != ("turn" if how == "episode_start" else "episode")
+        if wanted and episode is not None and episode.guided:
+            query, scope = retrieval_query(episode, how), self.log.scope()
+            try:
+                hits = self.manager.search(query, k=self.k, episode=episode.id, **scope)
+            except FAILURES as failure:
+                error = reason(failure)
+            episode.use(hits, how)
+        shown, extra = present(observation, self.inject, hits, error)
+        return shown, {**info, **extra}
 
 
 def check_retrieval(k: int, when: str, inject: str, where: Filter | None = None) -> None:
@@ -301,14 +287,9 @@ def check_retrieval(k: int, when: str, inject: str, where: Filter | None = None)
     Where.of(where)
 
 
-def layers(env: gym.Env[Any, Any]) -> list[gym.Env[Any, Any]]:
-    """Return the environment and everything that it wraps, outermost first."""
-    found = [env]
-    while isinstance(found[-1], gym.Wrapper):
-        found.append(cast("gym.Wrapper[Any, Any, Any, Any]", found[-1]).env)
-    return found
-
-
-def find_log(env: gym.Env[Any, Any]) -> EpisodeLog | None:
-    """Return the log of the ``ExperienceWrapper`` in a stack of wrappers, or None."""
-    return next((layer.log for layer in layers(env) if isinstance(layer, ExperienceWrapper)), None)
+def layers(env: gym.Env[Any, Any]) -> Iterator[gym.Env[Any, Any]]:
+    """Yield the environment and everything that it wraps, outermost first."""
+    yield env
+    while isinstance(env, gym.Wrapper):
+        env = cast("gym.Wrapper[Any, Any, Any, Any]", env).env
+        yield env

@@ -61,12 +61,8 @@ class FeedbackWrapper(TextWrapper):
         comment = str(info.get("feedback") or "")
         if self.feedback == "reflector" and comment:
             info = {**info, "withheld": comment}
-        shown = (
-            with_comment(observation, comment)
-            if self.feedback == "shown"
-            else without_comment(observation, comment)
-        )
-        return shown, float(reward), terminated, truncated, info
+        show = with_comment if self.feedback == "shown" else without_comment
+        return show(observation, comment), float(reward), terminated, truncated, info
 
 
 def with_comment(observation: str, comment: str) -> str:
@@ -90,10 +86,8 @@ def without_comment(observation: str, comment: str) -> str:
     """
     if not comment or (found := _lines(comment).search(observation)) is None:
         return observation
-    before, after = (
-        observation[: found.start()].rstrip("\n"),
-        observation[found.end() :].lstrip("\n"),
-    )
+    before = observation[: found.start()].rstrip("\n")
+    after = observation[found.end() :].lstrip("\n")
     return f"{before}\n{after}" if before and after else before or after
 
 

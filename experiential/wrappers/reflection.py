@@ -123,13 +123,11 @@ class ReflectionWrapper(TextWrapper):
         """Start the first attempt; without a seed, draw one, so that it can be started again."""
         if seed is not None:
             self._random = np.random.default_rng(seed)
-        self._again = {
-            "seed": int(self._random.integers(2**31)) if seed is None else seed,
-            "options": options,
-        }
+        drawn = int(self._random.integers(2**31)) if seed is None else seed
+        self._again = {"seed": drawn, "options": options}
         self._reflection = None
         observation, info = self.env.reset(**deepcopy(self._again))
-        self._names = _names(observation, info)
+        self._names = _instance(observation, info)
         self._begin(observation, info, {"attempt": 1})
         return observation, {**info, **self._attempt}
 
@@ -145,12 +143,18 @@ class ReflectionWrapper(TextWrapper):
             episode.record(action, reward, observation, info)
             if terminated or truncated:
                 self._episode = None
-                attempt = episode.ended(terminated, info)
+                attempt = episode.trajectory(terminated, info)
                 if self._attempt["attempt"] == 1 and attempt.reward < self.threshold:
                     shown, fresh = self._second(attempt)
                     fresh |= {"final_observation": observation, "final_info": info}
                     return shown, reward, False, False, fresh
-                self._keep(attempt)
+                text = self._reflection.text if self._reflection is not None else None
+                passed = passes(attempt.reward, self.threshold)
+                if self.memory is not None and text is not None and passed:
+                    try:
+                        self.memory.keep(text, attempt)
+                    except FAILURES as error:
+                        self._attempt["reflection_error"] = reason(error)
         return observation, reward, terminated, truncated, {**info, **self._attempt}
 
     def _begin(self, observation: str, info: dict[str, Any], attempt: dict[str, Any]) -> None:
@@ -166,11 +170,10 @@ class ReflectionWrapper(TextWrapper):
             reflection = Reflection(reason=reason(error))
         self._reflection = reflection
         observation, info = self.env.reset(**deepcopy(self._again))
-        if _names(observation, info) != self._names:
+        if (names := _instance(observation, info)) != self._names:
             raise EnvError(
                 f"Expected the same instance after reset with {self._again}, {self._names}, got"
-                f" {_names(observation, info)}; ReflectionWrapper needs an environment that seed"
-                " and options determine"
+                f" {names}; ReflectionWrapper needs an environment that seed and options determine"
             )
         more = {"attempt": 2, "first_return": first.reward, "reflection": reflection.text}
         if reflection.reason is not None:
@@ -182,21 +185,8 @@ class ReflectionWrapper(TextWrapper):
         prompt = f"{info.get('experience_prompt') or ''}{block}"
         return observation, {**info, **more, **({"experience_prompt": prompt} if prompt else {})}
 
-    def _keep(self, attempt: Trajectory) -> None:
-        """Remember the reflection of a second attempt that passed."""
-        text = self._reflection.text if self._reflection is not None else None
-        if text is None or self.memory is None or not passes(attempt.reward, self.threshold):
-            return
-        try:
-            self.memory.keep(text, attempt)
-        except FAILURES as error:
-            self._attempt["reflection_error"] = reason(error)
 
-
-def _names(observation: str, info: dict[str, Any]) -> tuple[Any, ...]:
+def _instance(observation: str, info: dict[str, Any]) -> tuple[Any, ...]:
     """Return the names of the instance in info, else the first observation."""
-    return (
-        tuple(info.get(name) for name in _INSTANCE)
-        if info.keys() & set(_INSTANCE)
-        else (observation,)
-    )
+    named = info.keys() & set(_INSTANCE)
+    return tuple(info.get(name) for name in _INSTANCE) if named else (observation,)

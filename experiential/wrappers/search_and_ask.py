@@ -12,25 +12,23 @@ import gymnasium as gym
 
 from experiential.agents.prompts import numbered, principle_text
 from experiential.envs.text_space import UnicodeText
-from experiential.types import Trajectory
+from experiential.types import Hit, Trajectory
 from experiential.wrappers.episode import (
     FAILURES,
     BankOrManager,
+    Episode,
     EpisodeLog,
     connect,
     reason,
     take_settings,
 )
-from experiential.wrappers.experience import TextWrapper, find_log, hit_as_dict
+from experiential.wrappers.experience import ExperienceWrapper, TextWrapper, hit_as_dict, layers
 
 PATIENCE = 8
-"""Refused calls in a row after which an episode is truncated, so that an agent that only calls
-still ends.
-"""
+"""Refused calls in a row that truncate an episode, so that an agent that only calls still ends."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _CONTEXT = ("task", "task_id", "instance", "admissible")
-_NOT_AVAILABLE = "not available"
 
 
 class SearchAndAskWrapper(TextWrapper):
@@ -101,13 +99,16 @@ class SearchAndAskWrapper(TextWrapper):
         k: int | None = None,
         offer: bool = False,
     ) -> None:
-        options = {
-            "repeat_observation": repeat_observation,
-            "refine": refine,
-            "k": k,
-            "offer": offer,
-        }
-        super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, **options)
+        super().__init__(
+            env,
+            max_calls=max_calls,
+            tag=tag,
+            bank=bank,
+            repeat_observation=repeat_observation,
+            refine=refine,
+            k=k,
+            offer=offer,
+        )
         if max_calls < 1:
             raise ValueError(f"Expected max_calls to be positive, got {max_calls}")
         if k is not None and k < 1:
@@ -118,32 +119,26 @@ class SearchAndAskWrapper(TextWrapper):
             )
         self.max_calls, self.tag, self._repeat = max_calls, tag, repeat_observation
         self._refines, self._k, self._offers = refine, k, offer
-        self._own: EpisodeLog | None = None
+        self.log: EpisodeLog | None = None
         self._owned = False
-        below = find_log(env)
+        below = next((one.log for one in layers(env) if isinstance(one, ExperienceWrapper)), None)
         if below is not None and bank is None:
             self._session = below
         elif below is None and bank is not None:
             manager, self._owned = connect(bank, None)
-            self._session = self._own = EpisodeLog(manager)
+            self._session = self.log = EpisodeLog(manager)
         else:
             got = "neither" if bank is None else "both"
             raise ValueError(
                 f"Expected either an ExperienceWrapper below or bank=, got {got}; give exactly one"
             )
-        self._pattern = re.compile(
-            rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE
-        )
+        name = re.escape(tag)
+        self._pattern = re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL | re.IGNORECASE)
         self._calls = self._refused = self._turns = 0
         self._observation, self._context = "", dict[str, Any]()
         self.observation_space = UnicodeText()
         text = isinstance(env.action_space, UnicodeText)  # it holds calls, and keeps its samples
         self.action_space = env.action_space if text else UnicodeText()
-
-    @property
-    def log(self) -> EpisodeLog | None:
-        """Return the log of this wrapper, or None when an ``ExperienceWrapper`` below keeps it."""
-        return self._own
 
     @property
     def last_trajectory(self) -> Trajectory | None:
@@ -161,15 +156,14 @@ class SearchAndAskWrapper(TextWrapper):
             TypeError: ``options["guided"]`` is not a bool.
         """
         self._calls = self._refused = self._turns = 0
-        if self._own is None:
+        if self.log is None:
             observation, info = self.env.reset(seed=seed, options=options)
         else:
             settings, rest = take_settings(options, True)
-            self._own.abandon()
+            self.log.abandon()
             observation, info = self.env.reset(seed=seed, options=rest)
-            self._own.begin(observation, info, seed, settings)
-        self._seen(observation, info)
-        return observation, self._offered(info)
+            self.log.begin(observation, info, seed, settings)
+        return observation, self._seen(observation, info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer a call, or step the environment with any other action."""
@@ -179,17 +173,16 @@ class SearchAndAskWrapper(TextWrapper):
             return self._answer(query)
         self._refused = 0
         observation, reward, terminated, truncated, info = self.env.step(action)
-        self._seen(observation, info)
-        if self._own is not None:
-            self._own.record(action, float(reward), observation, info)
-            if terminated or truncated:
-                info = {**info, **self._own.finish(terminated, info)}
-        return observation, float(reward), terminated, truncated, self._offered(info)
+        reward = float(reward)
+        if self.log is not None:
+            extra = self.log.step(action, reward, observation, terminated, truncated, info)
+            info = {**info, **extra}
+        return observation, reward, terminated, truncated, self._seen(observation, info)
 
     def close(self) -> None:
         """Close the environment, and the manager if this wrapper built it."""
-        if self._own is not None:
-            self._own.abandon()
+        if self.log is not None:
+            self.log.abandon()
         super().close()
         if self._owned:
             self._owned = False
@@ -197,21 +190,18 @@ class SearchAndAskWrapper(TextWrapper):
 
     def tool_schema(self) -> dict[str, Any]:
         """Return the call as an OpenAI tool, for models that call tools instead of writing tags."""
-        query = {
-            "type": "string",
-            "description": "Your situation, what you tried, and what you need to know.",
-        }
+        asks = "Ask what was learnt in earlier episodes."
+        wants = "Your situation, what you tried, and what you need to know."
         return {
             "type": "function",
             "function": {
                 "name": self.tag,
                 "description": (
-                    f"Ask what was learnt in earlier episodes. At most {self.max_calls} answers per"
-                    " episode; costs no move."
+                    f"{asks} At most {self.max_calls} answers per episode; costs no move."
                 ),
                 "parameters": {
                     "type": "object",
-                    "properties": {"query": query},
+                    "properties": {"query": {"type": "string", "description": wants}},
                     "required": ["query"],
                     "additionalProperties": False,
                 },
@@ -220,47 +210,33 @@ class SearchAndAskWrapper(TextWrapper):
 
     def query_of(self, action: Any) -> str | None:
         """Return the question in an action, or None when the action is not a call."""
-        if isinstance(action, Mapping):
-            return self._tool_query(cast("Mapping[str, Any]", action))
-        if not isinstance(action, str):
+        if isinstance(action, str):
+            if "<" in action and (found := self._pattern.findall(action)):
+                return str(found[-1]).strip()
+            if self.tag not in action or "{" not in action:
+                return None
+        fields = _fields(action)
+        call = fields.get("function", fields)
+        call = _fields("" if isinstance(call, str) else call)
+        if call.get("name") != self.tag:
             return None
-        if "<" in action and (found := self._pattern.findall(action)):
-            return str(found[-1]).strip()
-        if self.tag not in action or "{" not in action:
-            return None
-        return self._tool_query(_json_object(action))
-
-    def _tool_query(self, call: Mapping[str, Any] | None) -> str | None:
-        call = (call or {}).get("function", call)
-        if not isinstance(call, Mapping) or call.get("name") != self.tag:
-            return None
-        arguments = call.get("arguments", {})
-        parsed = _json_object(arguments) if isinstance(arguments, str) else arguments
-        return (
-            str(cast("Mapping[str, Any]", parsed).get("query") or "").strip()
-            if isinstance(parsed, Mapping)
-            else ""
-        )
-
-    def _seen(self, observation: str, info: Mapping[str, Any]) -> None:
-        """Keep the observation and context: after a call the agent gets no new ones."""
-        self._observation = observation
-        self._context = {key: info[key] for key in _CONTEXT if key in info}
+        return str(_fields(call.get("arguments", {})).get("query") or "").strip()
 
     def call(self, query: str) -> str:
         """Return the action that asks ``query``."""
         return f"<{self.tag}>{query}</{self.tag}>"
 
+    def _seen(self, observation: str, info: dict[str, Any]) -> dict[str, Any]:
+        """Keep the observation and context, as a call gives no new ones; return info to show."""
+        self._observation = observation
+        self._context = {key: info[key] for key in _CONTEXT if key in info}
+        return self._offered(info)
+
     def _offered(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return info with a call among the admissible actions, if it would be answered."""
         episode = self._session.episode
-        if (
-            not self._offers
-            or "admissible" not in info
-            or episode is None
-            or not episode.guided
-            or self._calls >= self.max_calls
-        ):
+        answered = episode is not None and episode.guided and self._calls < self.max_calls
+        if not self._offers or "admissible" not in info or episode is None or not answered:
             return info
         return {**info, "admissible": [*info["admissible"], self.call(episode.task)]}
 
@@ -268,73 +244,66 @@ class SearchAndAskWrapper(TextWrapper):
         episode = self._session.episode
         if episode is None:
             raise gym.error.ResetNeeded("Expected reset() before this step: no episode is running")
+        refusal, hits = "", list[Hit]()
+        extra: dict[str, Any] = {"experience": []}
         if not episode.guided:
-            return self._refuse(query, _NOT_AVAILABLE)
-        if not query:
-            return self._refuse(
-                query, f"The question is empty. Write it between <{self.tag}> and </{self.tag}>."
-            )
-        if self._calls >= self.max_calls:
-            return self._refuse(
-                query,
-                f"No calls left: all {self.max_calls} of this episode are used. Continue with an"
-                " action.",
-            )
-        self._calls += 1
-        self._refused = 0
-        turn = len(episode.turns)
-        hidden: dict[str, Any] = {
-            "episode": episode.id,
-            "exclude_instance": self._session.excluded(),
-            **self._session.only(),
-        }
-        try:
-            if self._refines:
-                answer = self._session.manager.ask(query, turn=turn, **hidden)
-                texts = [] if answer.text is None else [answer.text]
-                hits = [answer.hit] if answer.hit is not None and texts else []
-                where = {"how": "search_and_ask", "episode": episode.id, "turn": turn}
-                uses = [answer.use.model_copy(update=where)] if answer.use and texts else []
-            else:
-                hits = self._session.manager.search(query, k=self._k, **hidden)
-                texts = [principle_text(hit.experience) for hit in hits]
-                uses = [hit.use("search_and_ask", episode=episode.id, turn=turn) for hit in hits]
-        except FAILURES as error:
-            return self._reply(query, "The search failed.", {"experience_error": reason(error)})
-        for use in uses:
-            self._session.add_use(use)
+            refusal = "not available"
+        elif not query:
+            refusal = f"The question is empty. Write it between <{self.tag}> and </{self.tag}>."
+        elif self._calls >= self.max_calls:
+            refusal = f"No calls left: all {self.max_calls} of this episode are used."
+            refusal += " Continue with an action."
+        truncated = False
+        if refusal:
+            text = refusal
+            self._refused += 1
+            if truncated := self._refused >= PATIENCE:
+                extra |= self._session.finish(False, {})
+        else:
+            self._calls += 1
+            self._refused = 0
+            try:
+                hits, texts = self._found(query, episode)
+                text = numbered(texts) if texts else "Nothing found."
+            except FAILURES as error:
+                text, extra["experience_error"] = "The search failed.", reason(error)
         shown = [hit_as_dict(hit) for hit in hits]
-        extra: dict[str, Any] = {"hit": shown[0]} if shown else {}
         if shown and not self._refines:
             extra["experience"] = shown
-        return self._reply(query, numbered(texts) if texts else "Nothing found.", extra)
-
-    def _refuse(self, query: str, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self._refused += 1
-        truncated = self._refused >= PATIENCE
-        return self._reply(
-            query, text, self._session.finish(False, {}) if truncated else {}, truncated=truncated
-        )
-
-    def _reply(
-        self, query: str, text: str, extra: dict[str, Any], *, truncated: bool = False
-    ) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        hit = extra.pop("hit", None)
-        left = 0 if text is _NOT_AVAILABLE else self.max_calls - self._calls
-        call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}
-        shown = f"<search_result>\n{text}\n</search_result>"
+        call = {
+            "query": query,
+            "calls_left": self.max_calls - self._calls if episode.guided else 0,
+            "hit": shown[0] if shown else None,
+            "turn": self._turns,
+        }
+        observation = f"<search_result>\n{text}\n</search_result>"
         if self._repeat:
-            shown = f"{shown}\n\n{self._observation}"
-        empty: dict[str, Any] = {**deepcopy(self._context), "experience": []}
-        info = {**empty, **extra, "search_and_ask": call}
-        return shown, 0.0, False, truncated, self._offered(info)
+            observation += f"\n\n{self._observation}"
+        info = deepcopy(self._context) | extra | {"search_and_ask": call}
+        return observation, 0.0, False, truncated, self._offered(info)
+
+    def _found(self, query: str, episode: Episode) -> tuple[list[Hit], list[str]]:
+        """Ask the bank; return the hits and the texts to show, and credit the episode with them."""
+        turn, scope = len(episode.turns), self._session.scope()
+        if not self._refines:
+            hits = self._session.manager.search(query, k=self._k, episode=episode.id, **scope)
+            texts = [principle_text(hit.experience) for hit in hits]
+            episode.use(hits, "search_and_ask")
+            return hits, texts
+        answer = self._session.manager.ask(query, turn=turn, episode=episode.id, **scope)
+        if answer.text is None:
+            return [], []
+        if answer.use:
+            where = {"how": "search_and_ask", "episode": episode.id, "turn": turn}
+            episode.uses.append(answer.use.model_copy(update=where))
+        return [answer.hit] if answer.hit is not None else [], [answer.text]
 
 
-def _json_object(text: str) -> Mapping[str, Any] | None:
-    """Return the JSON object from the first to the last brace, or None."""
-    start, end = text.find("{"), text.rfind("}")
-    try:
-        value = json.loads(text[start : end + 1])
-    except ValueError:
-        return None
-    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else None
+def _fields(value: Any) -> Mapping[str, Any]:
+    """Return a mapping, or the JSON object from the first to the last brace of a text; else {}."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value[value.find("{") : value.rfind("}") + 1])
+        except ValueError:
+            return {}
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}

@@ -112,12 +112,11 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         """Start an episode."""
         observation, info = self.env.reset(seed=seed, options=options)
         self._turns, self._return, self._over = 0, 0.0, False
-        self._seed, self._episodes = (
-            (self._seed, self._episodes + 1) if seed is None else (str(seed), 0)
-        )
+        self._episodes = self._episodes + 1 if seed is None else 0
+        self._seed = self._seed if seed is None else str(seed)
         self._task = self._instruction or str(info.get("task") or self._id)
         self._text = self._describe(observation, info)
-        return self._text, self._annotated(info, invalid=False)
+        return self._text, self._annotated(info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Play the action that the text names; an unknown one only uses a turn.
@@ -130,26 +129,26 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
                 "Expected reset() before this step: the episode is over or was never begun"
             )
         said = spoken_action(action)
+        folded = _folded(said)
         self._turns += 1
         late = self._max_turns is not None and self._turns >= self._max_turns
+        named = self._lookup.get(folded) or self._lookup.get(folded.strip("`'\"*.,;:!?()[] "))
         if self._actions is None:
             chosen: Any = said
-        elif name := self._lookup.get(_folded(said)) or self._lookup.get(
-            _folded(said).strip("`'\"*.,;:!?()[] ")
-        ):
-            chosen = self._actions[name]
+        elif named:
+            chosen = self._actions[named]
         else:
             legal = ", ".join(self._actions)
             complaint = f"{said[:80]!r} is not a legal action. Legal actions: {legal}."
             self._over = late
-            info = self._annotated({"feedback": complaint}, invalid=True)
+            info = self._annotated({"feedback": complaint, "invalid": True})
             return f"{self._text}\n{complaint}", 0.0, False, late, info
         observation, reward, terminated, truncated, info = self.env.step(chosen)
         self._text = self._describe(observation, info)
         truncated = bool(truncated or (late and not terminated))
         self._return += float(reward)
         self._over = bool(terminated) or truncated
-        info = self._annotated(info, invalid=False, won=bool(terminated) and self._return > 0)
+        info = self._annotated(info, won=bool(terminated) and self._return > 0)
         return self._text, float(reward), bool(terminated), truncated, info
 
     def _describe(self, observation: Any, info: dict[str, Any]) -> str:
@@ -159,21 +158,13 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             return plain_text(str(cast("Any", self.env).render()))
         return describe(observation)
 
-    def _annotated(
-        self, info: dict[str, Any], *, invalid: bool, won: bool = False
-    ) -> dict[str, Any]:
-        copied = snapshot(info)
+    def _annotated(self, info: dict[str, Any], *, won: bool = False) -> dict[str, Any]:
         again = f"+{self._episodes}" if self._episodes else ""
         known = {"task_id": self._id, "instance": f"{self._id}#{self._seed}{again}", "feedback": ""}
-        copied = {key: copied.get(key) or value for key, value in known.items()} | copied
-        success = next(
-            (copied[key] for key in ("success", "is_success") if copied.get(key) is not None), won
-        )
-        copied |= {
-            "task": self._task,
-            "success": bool(success),
-            "invalid": invalid or bool(copied.get("invalid", False)),
-        }
+        copied: dict[str, Any] = known | snapshot(info)
+        said = (copied[key] for key in ("success", "is_success") if copied.get(key) is not None)
+        copied |= {"task": self._task, "success": bool(next(said, won))}
+        copied["invalid"] = bool(copied.get("invalid", False))
         if self._actions is not None:
             copied["admissible"] = list(self._actions)
         return copied
@@ -209,8 +200,7 @@ def action_table(
 
 def spoken_action(text: str) -> str:
     """Return the last ``<action>…</action>`` of a text, or its last line that is not blank."""
-    tagged = tagged_action(text)
-    if tagged is not None:
+    if (tagged := tagged_action(text)) is not None:
         return tagged.strip()
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else ""
@@ -232,17 +222,33 @@ def describe(value: Any) -> str:
         return str(value)
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
+    entries: list[tuple[Any, Any]] | None = None
     if isinstance(value, Mapping):
-        entries = cast("Mapping[Any, Any]", value).items()
-        return "\n".join(_entry(str(key), describe(item)) for key, item in entries)
-    if isinstance(value, np.ndarray):
-        return _array(cast("Array", value))
-    if isinstance(value, tuple | list):
-        items = cast("Sequence[Any]", value)
-        return "\n".join(
-            _entry(str(number), describe(item)) for number, item in enumerate(items, start=1)
-        )
-    return _scalar(value)
+        entries = list(cast("Mapping[Any, Any]", value).items())
+    elif isinstance(value, tuple | list):
+        entries = list(enumerate(cast("Sequence[Any]", value), start=1))
+    if entries is not None:
+        lines: list[str] = []
+        for name, item in entries:
+            text = describe(item)
+            if "\n" in text:
+                lines += [f"{name}:", *(f"  {line}" for line in text.splitlines())]
+            else:
+                lines.append(f"{name}: {text}")
+        return "\n".join(lines)
+    if not isinstance(value, np.ndarray):
+        return _scalar(value)
+    array = cast("Array", value)
+    if array.ndim == 0:
+        return describe(array.item())
+    if array.size == 0:
+        return "empty"
+    if array.size > _MAX_NUMBERS or array.ndim > 2:
+        low, high = _scalar(array.min()), _scalar(array.max())
+        return f"array of shape {array.shape}, {array.dtype}, from {low} to {high}"
+    if array.ndim == 2:
+        return "\n".join(" ".join(map(_scalar, row)) for row in array)
+    return ", ".join(map(_scalar, array))
 
 
 def snapshot(value: Any) -> Any:
@@ -252,29 +258,6 @@ def snapshot(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: snapshot(item) for key, item in cast("dict[Any, Any]", value).items()}
     return type(value)(snapshot(item) for item in value) if type(value) in (list, tuple) else value
-
-
-def _entry(name: str, text: str) -> str:
-    return (
-        f"{name}: {text}"
-        if "\n" not in text
-        else f"{name}:\n" + "\n".join(f"  {line}" for line in text.splitlines())
-    )
-
-
-def _array(array: Array) -> str:
-    if array.ndim == 0:
-        return describe(array.item())
-    if array.size == 0:
-        return "empty"
-    if array.size > _MAX_NUMBERS or array.ndim > 2:
-        return (
-            f"array of shape {array.shape}, {array.dtype}, from {_scalar(array.min())} to"
-            f" {_scalar(array.max())}"
-        )
-    if array.ndim == 2:
-        return "\n".join(" ".join(_scalar(item) for item in row) for row in array)
-    return ", ".join(_scalar(item) for item in array)
 
 
 def _scalar(value: Any) -> str:

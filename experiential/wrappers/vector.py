@@ -21,19 +21,17 @@ from experiential.wrappers.episode import (
     BankOrManager,
     Episode,
     EpisodeLog,
-    EpisodeSettings,
     How,
     connect,
     reason,
     take_settings,
 )
 from experiential.wrappers.experience import (
-    NO_ADVICE,
-    Advice,
     Inject,
     LiveArguments,
     When,
     check_retrieval,
+    present,
     require_text,
     retrieval_query,
 )
@@ -41,9 +39,7 @@ from experiential.wrappers.experience import (
 _SETTINGS = ("guided", "group", "policy_version")
 _READ = ("task", "task_id", "instance", "success", "invalid")
 Observations = tuple[str, ...]
-Stepped = tuple[
-    Observations, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, Any]
-]
+Array = np.ndarray[Any, Any]
 
 
 class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
@@ -77,17 +73,9 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
 
     Args:
         env: a vector environment with text observations.
-        bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a
-            manager, which stays open.
-        extractor: the agent that distils trajectories, when a bank is given.
-        k: entries per retrieval.
-        when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
-        inject: prepend to the ``observation``, put in ``infos["experience_prompt"]`` (``system``),
-            or ``none``.
+        bank_or_manager, extractor, k, when, inject, exclude_same_instance, where: as for
+            ``ExperienceWrapper``.
         guided: the condition of episodes whose reset does not say, for all or one per environment.
-        exclude_same_instance: hide entries that were made from the very instance being played.
-        where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see
-            ``Where``).
 
     Raises:
         TypeError: the environment does not give text, or the second argument is neither bank nor
@@ -109,20 +97,17 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         exclude_same_instance: bool = True,
         where: Filter | None = None,
     ) -> None:
-        options = {
-            "k": k,
-            "when": when,
-            "inject": inject,
-            "guided": guided,
-            "exclude_same_instance": exclude_same_instance,
-            "where": where,
-        }
         RecordConstructorArgs.__init__(
             self,
             _disable_deepcopy=True,
             bank_or_manager=bank_or_manager,
             extractor=extractor,
-            **options,
+            k=k,
+            when=when,
+            inject=inject,
+            guided=guided,
+            exclude_same_instance=exclude_same_instance,
+            where=where,
         )
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
         # Gymnasium closes a deleted wrapper, also one whose constructor raised.
@@ -142,8 +127,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         self.guided = _one_each("guided", guided, env.num_envs)
         self.manager, self._owned = connect(bank_or_manager, extractor)
         self.logs = [
-            EpisodeLog(self.manager, exclude_same_instance=exclude_same_instance, where=where)
-            for _ in range(env.num_envs)
+            EpisodeLog(self.manager, exclude_same_instance, where) for _ in range(env.num_envs)
         ]
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._waiting = np.zeros(env.num_envs, dtype=np.bool_)
@@ -163,14 +147,17 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             TypeError: a value of ``options["guided"]`` is not a bool.
             ValueError: an option has the wrong number of values.
         """
-        settings, rest = self._take(options)
-        mask = np.array(
-            (options or {}).get("reset_mask", np.ones(self.num_envs, dtype=np.bool_)),
-            dtype=np.bool_,
-        )
+        given, count = dict(options or {}), self.num_envs
+        rows = {key: _one_each(key, given.pop(key), count) for key in _SETTINGS if key in given}
+        settings = [
+            take_settings({key: row[i] for key, row in rows.items()}, self.guided[i])[0]
+            for i in range(count)
+        ]
+        mask = np.array(given.get("reset_mask", np.ones(count, dtype=np.bool_)), dtype=np.bool_)
         started = [int(i) for i in np.flatnonzero(mask)]
         for i in started:
             self.logs[i].abandon()
+        rest = None if options is None else given
         observations, infos = self._envs.reset(seed=seed, options=rest)
         for i in started:
             if seed is None or isinstance(seed, int | np.integer):
@@ -181,29 +168,26 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             self._waiting[i] = False
         return self._advise(observations, infos, started, [])
 
-    def step(self, actions: Any) -> Stepped:
+    def step(self, actions: Any) -> tuple[Observations, Array, Array, Array, dict[str, Any]]:
         """Act in every environment; submit the episodes that end, advise those that start."""
         observations, rewards, terminated, truncated, infos = self._envs.step(actions)
         started: list[int] = []
         stepped: list[int] = []
         for i, log in enumerate(self.logs):
-            ended = bool(terminated[i] or truncated[i])
+            over = bool(terminated[i]), bool(truncated[i])
+            ended = any(over)
             if self._waiting[i]:
                 started.append(i)
             elif ended and self._mode is AutoresetMode.SAME_STEP:
-                final = info_of(infos["final_info"], i)
-                log.record(actions[i], float(rewards[i]), infos["final_obs"][i], final)
-                self._add_info(
-                    infos["final_info"], {"experience": [], **log.finish(terminated[i], final)}, i
-                )
+                final, shown = info_of(infos["final_info"], i), infos["final_obs"][i]
+                extra = log.step(actions[i], float(rewards[i]), shown, *over, final)
+                self._add_info(infos["final_info"], {"experience": [], **extra}, i)
                 started.append(i)
             else:
                 info = info_of(infos, i)
-                log.record(actions[i], float(rewards[i]), observations[i], info)
-                if ended:
-                    self._add_info(infos, log.finish(terminated[i], info), i)
-                else:
-                    stepped.append(i)
+                extra = log.step(actions[i], float(rewards[i]), observations[i], *over, info)
+                self._add_info(infos, extra, i)
+                stepped += [] if ended else [i]
             self._waiting[i] = ended and self._mode is AutoresetMode.NEXT_STEP
         for i in started:
             settings, _ = take_settings(None, self.guided[i])
@@ -230,22 +214,6 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         """Return how many episodes with turns a reset or close cut off."""
         return sum(log.abandoned for log in self.logs)
 
-    def _take(
-        self, options: Mapping[str, Any] | None
-    ) -> tuple[list[EpisodeSettings], dict[str, Any] | None]:
-        given = options or {}
-        rows = {key: _one_each(key, given[key], self.num_envs) for key in _SETTINGS if key in given}
-        settings = [
-            take_settings({key: row[i] for key, row in rows.items()}, self.guided[i])[0]
-            for i in range(self.num_envs)
-        ]
-        rest = (
-            None
-            if options is None
-            else {key: value for key, value in options.items() if key not in _SETTINGS}
-        )
-        return settings, rest
-
     def _advise(
         self, observations: Any, infos: dict[str, Any], started: list[int], stepped: list[int]
     ) -> tuple[Any, dict[str, Any]]:
@@ -260,18 +228,20 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             episode = self.logs[i].episode
             if episode is not None and episode.guided:
                 rows.append((i, episode, how))
-        advice: dict[int, Advice] = {}
+        advice: dict[int, list[Hit]] = {}
+        error: dict[int, str] = {}
         try:
             found = shared_loop().run(self._search(rows)) if rows else []
-        except FAILURES as error:
-            advice = {i: Advice(error=reason(error)) for i, _, _ in rows}
+        except FAILURES as failure:
+            error = {i: reason(failure) for i, _, _ in rows}
         else:
             for (i, episode, how), hits in zip(rows, found, strict=True):
                 episode.use(hits, how)
-                advice[i] = Advice(hits)
+                advice[i] = hits
         shown = list(observations)
-        for i in range(self.num_envs):
-            shown[i], extra = advice.get(i, NO_ADVICE).present(observations[i], self.inject)
+        for i, observation in enumerate(observations):
+            hits = advice.get(i, [])
+            shown[i], extra = present(observation, self.inject, hits, error.get(i))
             infos = self._add_info(infos, extra, i)
         return (tuple(shown) if self.inject == "observation" else observations), infos
 
@@ -279,16 +249,16 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         """Search once per hidden instance; the manager's micro-batch joins concurrent calls."""
         groups: dict[str | None, list[int]] = {}
         for place, (i, _, _) in enumerate(rows):
-            groups.setdefault(self.logs[i].excluded(), []).append(place)
+            hidden = self.logs[i].scope()["exclude_instance"]
+            groups.setdefault(hidden, []).append(place)
         calls = [
             self.manager.asearch(
                 [retrieval_query(*rows[place][1:]) for place in places],
                 k=self.k,
-                exclude_instance=hidden,
                 episode=[rows[place][1].id for place in places],
-                **self.logs[0].only(),
+                **self.logs[rows[places[0]][0]].scope(),
             )
-            for hidden, places in groups.items()
+            for places in groups.values()
         ]
         found: list[list[Hit]] = [[] for _ in rows]
         for places, answers in zip(groups.values(), await asyncio.gather(*calls), strict=True):
