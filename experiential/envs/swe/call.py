@@ -50,7 +50,20 @@ def read_call(action: str) -> Call | None:
         closed = _SHUT.match(action, place)
         if parameters or closed or not action[place:].strip():
             last = Call(opening[1].lower(), parameters)
-    return last or _from_json(action)
+    if last is not None:
+        return last
+    decoder = json.JSONDecoder(strict=False)
+    for start in reversed([match.start() for match in _OBJECT.finditer(action)][-_TRIES:]):
+        try:
+            value: dict[str, Any] = decoder.raw_decode(action, start)[0]
+        except (ValueError, RecursionError):
+            continue
+        tool = value.get("name", value.get("tool"))
+        given = value.get("arguments", value.get("parameters", {}))
+        if isinstance(tool, str) and isinstance(given, dict):
+            known = cast("dict[str, Any]", given)
+            return Call(tool.lower(), {key.lower(): entry for key, entry in known.items()})
+    return None
 
 
 def _parameters(text: str, place: int) -> tuple[dict[str, Any], int]:
@@ -71,19 +84,3 @@ def _parameters(text: str, place: int) -> tuple[dict[str, Any], int]:
 def _bare(value: str) -> str:
     value = value[2:] if value.startswith("\r\n") else value.removeprefix("\n")
     return value[:-2] if value.endswith("\r\n") else value.removesuffix("\n")
-
-
-def _from_json(text: str) -> Call | None:
-    """Return the last JSON object that is a call, or None."""
-    decoder = json.JSONDecoder(strict=False)
-    for start in reversed([match.start() for match in _OBJECT.finditer(text)][-_TRIES:]):
-        try:
-            value: dict[str, Any] = decoder.raw_decode(text, start)[0]
-        except (ValueError, RecursionError):
-            continue
-        tool = value.get("name", value.get("tool"))
-        given = value.get("arguments", value.get("parameters", {}))
-        if isinstance(tool, str) and isinstance(given, dict):
-            known = cast("dict[str, Any]", given)
-            return Call(tool.lower(), {key.lower(): entry for key, entry in known.items()})
-    return None

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
 from experiential.envs.swe.call import Call
 
 COMMANDS = ("view", "create", "str_replace", "insert", "undo")
-_NEEDS = {
-    "create": ("file_text",),
-    "str_replace": ("old_str",),
-    "insert": ("insert_line", "new_str"),
-}
+_NEEDS = {"create": ["file_text"], "str_replace": ["old_str"], "insert": ["insert_line", "new_str"]}
 _LISTED = 300
 _LARGEST = 2_000_000
 _AROUND = 3
@@ -53,7 +51,7 @@ class Editor:
             raise BadCallError(
                 f"Expected command to be one of {', '.join(COMMANDS)}, got {command[:40]!r}."
             )
-        for name in ("path", *_NEEDS.get(command, ())):
+        for name in ["path", *_NEEDS.get(command, [])]:
             if call.text(name) is None:
                 raise BadCallError(f"Expected the parameter {name} with {command}.")
         path = self._path((call.text("path") or "").strip())
@@ -102,24 +100,19 @@ class Editor:
         self._before.setdefault(path, []).append(before)
 
     def _view(self, path: Path, call: Call) -> str:
-        if path.is_dir():
-            return self._listed(path)
-        lines = _lines(self._read(path))
-        first, last = _range(call.text("view_range"), len(lines))
-        return _numbered(lines, first, last) or "(The file is empty.)"
-
-    def _listed(self, folder: Path) -> str:
-        """List two levels of a folder without hidden files."""
-        found: list[str] = []
-        for entry in sorted(folder.iterdir()):
-            inside = (
-                sorted(entry.iterdir())
-                if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(".")
-                else []
-            )
-            found += [
-                _entry(one, folder) for one in (entry, *inside) if not one.name.startswith(".")
-            ]
+        if not path.is_dir():
+            lines = _lines(self._read(path))
+            first, last = _range(call.text("view_range"), len(lines))
+            return _numbered(lines, first, last) or "(The file is empty.)"
+        found: list[str] = []  # two levels, without hidden files
+        for entry in sorted(path.iterdir()):
+            if entry.name.startswith("."):
+                continue
+            deeper = entry.is_dir() and not entry.is_symlink()
+            for one in (entry, *(sorted(entry.iterdir()) if deeper else ())):
+                if not one.name.startswith("."):
+                    mark = "/" if one.is_dir() else ""
+                    found.append(f"{one.relative_to(path).as_posix()}{mark}")
         more = [f"[... {len(found) - _LISTED} more ...]"] if len(found) > _LISTED else []
         return "\n".join([*found[:_LISTED], *more]) or "(The folder is empty.)"
 
@@ -136,19 +129,28 @@ class Editor:
             old, new = (part.replace("\r\n", "\n").replace("\n", "\r\n") for part in (old, new))
         if not old:
             raise BadCallError("Expected old_str to hold text.")
-        count = text.count(old)
-        if count != 1:
-            raise RefusedError(_not_once(text, old, count, self._name(path)))
-        place = text.index(old)
+        count, found = text.count(old), re.finditer(re.escape(old), text)
+        places = [text.count("\n", 0, match.start()) + 1 for match in islice(found, 10)]
+        if not count:
+            raise RefusedError(
+                f"old_str does not stand in {self._name(path)}; it must be exactly as in the file,"
+                " blanks and line breaks included."
+            )
+        if count > 1:
+            raise RefusedError(
+                f"old_str stands {count} times in {self._name(path)} (lines"
+                f" {', '.join(map(str, places))}); give more of the lines around it."
+            )
         self._write(path, text.replace(old, new), text)
-        return self._edited(path, text.count("\n", 0, place) + 1, new.count("\n") + 1)
+        return self._edited(path, places[0], new.count("\n") + 1)
 
     def _insert(self, path: Path, call: Call) -> str:
         text = self._read(path)
         lines = list(io.StringIO(text, newline=""))
-        line = _number(call.text("insert_line") or "")
-        if line is None:
+        given = (call.text("insert_line") or "").strip()
+        if not given.removeprefix("-").isdecimal() or len(given) >= 10:
             raise BadCallError("Expected insert_line to be a whole number.")
+        line = int(given)
         if not 0 <= line <= len(lines):
             raise RefusedError(
                 f"Expected insert_line between 0 and {len(lines)}: the text goes after that line."
@@ -173,14 +175,9 @@ class Editor:
 
     def _edited(self, path: Path, line: int, count: int) -> str:
         lines = _lines(self._read(path))
-        around = _numbered(
-            lines, max(1, line - _AROUND), min(len(lines), line + count - 1 + _AROUND)
-        )
+        last = min(len(lines), line + count - 1 + _AROUND)
+        around = _numbered(lines, max(1, line - _AROUND), last)
         return f"{self._name(path)} was edited:\n{around}"
-
-
-def _entry(path: Path, folder: Path) -> str:
-    return f"{path.relative_to(folder).as_posix()}{'/' if path.is_dir() else ''}"
 
 
 def _lines(text: str) -> list[str]:
@@ -190,11 +187,6 @@ def _lines(text: str) -> list[str]:
 
 def _numbered(lines: list[str], first: int, last: int) -> str:
     return "\n".join(f"{number:6d}\t{lines[number - 1]}" for number in range(first, last + 1))
-
-
-def _number(text: str) -> int | None:
-    text = text.strip()
-    return int(text) if text.removeprefix("-").isdecimal() and len(text) < 10 else None
 
 
 def _range(given: str | None, count: int) -> tuple[int, int]:
@@ -213,20 +205,3 @@ def _range(given: str | None, count: int) -> tuple[int, int]:
     if not 1 <= first <= max(1, last):
         raise RefusedError(f"Expected view_range within the {count} lines of the file.")
     return first, last
-
-
-def _not_once(text: str, old: str, count: int, name: str) -> str:
-    if not count:
-        return (
-            f"old_str does not stand in {name}; it must be exactly as in the file, blanks and line"
-            " breaks included."
-        )
-    places: list[str] = []
-    place = text.find(old)
-    while place >= 0 and len(places) < 10:
-        places.append(str(text.count("\n", 0, place) + 1))
-        place = text.find(old, place + len(old))
-    return (
-        f"old_str stands {count} times in {name} (lines {', '.join(places)}); give more of the"
-        " lines around it."
-    )

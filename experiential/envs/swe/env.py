@@ -130,15 +130,28 @@ class SWEEnv(TextEnv):
 
     def _turn(self, action: str) -> Step:
         """Call a tool."""
-        space = self._open
-        call = read_call(action)
+        space, call = self._open(), read_call(action)
         self._left -= 1
         if call is not None and call.tool == "submit":
-            return self._end(space)
-        shown, feedback, invalid = self._done(call, space)
+            try:
+                success = space.passes(self._test_limits)
+                feedback = _PASS if success else _FAIL
+            except GitError:
+                success = False
+                feedback = "What was submitted cannot be read as a change of the repository."
+            self._leave()
+            return feedback, float(success), True, False, self._info(feedback, success=success)
+        feedback, invalid = "", False
+        try:
+            shown = escape(shortened(self._called(call, space), self._output))
+        except BadCallError as error:
+            invalid, shown = True, f"{error} {_LEGAL}"
+            feedback = shown
+        except RefusedError as error:
+            shown = feedback = escape(str(error))
         over = self._left == 0
         if over:
-            self._leave(space)
+            self._leave()
         tail = "No turns are left." if over else f"Turns left: {self._left}."
         return f"{shown}\n{tail}", 0.0, False, over, self._info(feedback, invalid=invalid)
 
@@ -154,7 +167,7 @@ class SWEEnv(TextEnv):
         Raises:
             gymnasium.error.ResetNeeded: the episode is over or was never begun.
         """
-        if self._left == 1 or self._open.solved():
+        if self._left == 1 or self._open().solved():
             return "<function=submit></function>"
         patch = self._task.patch.rstrip("\n")
         command = f"git apply - <<'END_OF_PATCH'\n{patch}\nEND_OF_PATCH"
@@ -162,49 +175,33 @@ class SWEEnv(TextEnv):
 
     def prediction(self, model: str) -> Prediction:
         """Return the change of this episode in the form that SWE-bench's harness reads."""
-        patch = self._patch if self._space is None else _patch_of(self._space)
-        return {
-            "instance_id": self._task.instance_id,
-            "model_name_or_path": model,
-            "model_patch": patch,
-        }
+        name, patch = self._task.instance_id, self._changed()
+        return {"instance_id": name, "model_name_or_path": model, "model_patch": patch}
 
-    @property
     def _open(self) -> Workspace:
-        """Return the work folder of the episode."""
         if self._space is None:
             raise gym.error.ResetNeeded(
                 "Expected reset() before this: the episode is over or was never begun"
             )
         return self._space
 
-    def _end(self, space: Workspace) -> Step:
+    def _changed(self) -> str:
+        """Return the change so far; empty if the files cannot be read."""
+        if self._space is None:
+            return self._patch
         try:
-            success = space.passes(self._test_limits)
-            feedback = _PASS if success else _FAIL
+            return self._space.patch()
         except GitError:
-            success = False
-            feedback = "What was submitted cannot be read as a change of the repository."
-        self._leave(space)
-        return feedback, float(success), True, False, self._info(feedback, success=success)
+            return ""
 
-    def _leave(self, space: Workspace) -> None:
-        self._patch = _patch_of(space)
+    def _leave(self) -> None:
+        self._patch = self._changed()
         self.close()
 
-    def _done(self, call: Call | None, space: Workspace) -> tuple[str, str, bool]:
-        """Run a call; return the text to show, the feedback, and whether the call was invalid."""
-        try:
-            if call is None:
-                raise BadCallError("That is no call of a tool.")
-            shown = self._called(call, space)
-        except BadCallError as error:
-            return f"{error} {_LEGAL}", f"{error} {_LEGAL}", True
-        except RefusedError as error:
-            return escape(str(error)), escape(str(error)), False
-        return escape(shortened(shown, self._output)), "", False
-
-    def _called(self, call: Call, space: Workspace) -> str:
+    def _called(self, call: Call | None, space: Workspace) -> str:
+        """Run a call; return the text to show."""
+        if call is None:
+            raise BadCallError("That is no call of a tool.")
         if call.tool == "str_replace_editor":
             return self._editor.run(call)
         if call.tool != "execute_bash":
@@ -213,21 +210,11 @@ class SWEEnv(TextEnv):
         if command is None or not command.strip():
             raise BadCallError("Expected the parameter command with execute_bash.")
         result = space.place.run(command, self._limits)
-        ending = (
-            f"[stopped after {self._limits.seconds:g} seconds]"
-            if result.timed_out
-            else f"[exit status {result.status}]"
-        )
+        ending = f"[exit status {result.status}]"
+        if result.timed_out:
+            ending = f"[stopped after {self._limits.seconds:g} seconds]"
         return f"{shortened(result.text.rstrip(), self._output - 100)}\n{ending}".lstrip("\n")
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         known = self._report(self._task.instance_id, feedback, success=success, invalid=invalid)
         return known | {"model_patch": self._patch} if self._space is None else known
-
-
-def _patch_of(space: Workspace) -> str:
-    """Return the change so far; empty if the files cannot be read."""
-    try:
-        return space.patch()
-    except GitError:
-        return ""

@@ -6,15 +6,22 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from experiential.errors import ExperientialError
 
 _SECONDS = 120
-_IGNORED = (
-    "__pycache__/\n*.pyc\n.pytest_cache/\n.hypothesis/\n.mypy_cache/\n.ruff_cache/\n*.egg-info/\n"
-    ".coverage\n"
-)
+_IGNORED = """\
+__pycache__/
+*.pyc
+.pytest_cache/
+.hypothesis/
+.mypy_cache/
+.ruff_cache/
+*.egg-info/
+.coverage
+"""
 _PLAIN = {
     "core.hooksPath": os.devnull,
     "core.attributesFile": os.devnull,
@@ -81,10 +88,8 @@ def git(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise GitError(f"Expected git {verb} to run, got: {error}") from error
     if done.returncode:
-        raise GitError(
-            f"Expected git {verb} to succeed, got:"
-            f" {done.stderr.decode('utf-8', 'replace').strip()[-600:]}"
-        )
+        said = done.stderr.decode("utf-8", "replace").strip()
+        raise GitError(f"Expected git {verb} to succeed, got: {said[-600:]}")
     return done.stdout.decode("utf-8", "surrogateescape")
 
 
@@ -110,20 +115,6 @@ def apply(folder: Path, patch: str, *, undo: bool = False) -> None:
         git(*words, cwd=folder, text=text, store=folder.parent / ".nowhere")
 
 
-def _flatten(folder: Path) -> None:
-    """Remove repositories made inside ``folder``, so that git reads their files and no settings."""
-    for inside, folders, files in os.walk(folder):
-        found = Path(inside) / ".git"
-        if ".git" in folders:
-            folders.remove(".git")
-        if Path(inside) == folder:
-            continue
-        if found.is_symlink() or ".git" in files:
-            found.unlink()
-        elif found.is_dir():
-            shutil.rmtree(found, ignore_errors=True)
-
-
 class WorkTree:
     """Read files that began as the one commit of a repository stored elsewhere.
 
@@ -137,7 +128,8 @@ class WorkTree:
     """
 
     def __init__(self, folder: Path, store: Path, own: Path) -> None:
-        self.folder, self._store, self._own = folder, store, own
+        self.folder, self._own = folder, own
+        self._git = partial(git, "--literal-pathspecs", cwd=folder, store=store, own=own)
 
     def changes(self) -> tuple[str, tuple[str, ...]]:
         """Return the difference to the commit as a git diff, and the files that differ.
@@ -164,18 +156,19 @@ class WorkTree:
         self._git("checkout-index", "--all", f"--prefix={target}/")
 
     def _look(self) -> None:
+        """Read all files into a new index."""
         self._own.mkdir(exist_ok=True)
-        _flatten(self.folder)
+        # of repositories made inside, git is to read the files and no settings
+        for inside, folders, files in os.walk(self.folder):
+            found = Path(inside) / ".git"
+            if ".git" in folders:
+                folders.remove(".git")
+            if Path(inside) == self.folder:
+                continue
+            if found.is_symlink() or ".git" in files:
+                found.unlink()
+            elif found.is_dir():
+                shutil.rmtree(found, ignore_errors=True)
         (self._own / "index").unlink(missing_ok=True)
         self._git("read-tree", "HEAD")
         self._git("add", "--all")
-
-    def _git(self, *words: str, text: str = "") -> str:
-        return git(
-            "--literal-pathspecs",
-            *words,
-            cwd=self.folder,
-            text=text,
-            store=self._store,
-            own=self._own,
-        )

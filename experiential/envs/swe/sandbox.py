@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -81,53 +81,8 @@ class Place:
         """
         for name in ("repo", "tmp"):
             assure_folder(self.folder / name)
-        with tempfile.TemporaryFile() as script, tempfile.TemporaryFile() as output:
-            script.write(command.encode("utf-8", "replace").replace(b"\0", b""))
-            script.flush()
-            script.seek(0)
-            status = self._spawned(script.fileno(), output.fileno(), limits)
-            text = _read(output.fileno())
-        return Result(text, -1 if status is None else status, status is None)
-
-    def _spawned(self, script: int, output: int, limits: Limits) -> int | None:
-        words = [*self._entered(limits), "bash", f"/dev/fd/{script}"]
-        child = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(script,),
-            env=self._environment(),
-            start_new_session=True,
-        )
-        try:
-            return child.wait(limits.seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-
-    def _entered(self, limits: Limits) -> Sequence[str]:
-        layers = "namespaces" if self.isolated else "limits"
-        private = "\n".join(str(path) for path in self.private)
-        numbers = (limits.memory * 1024, _FILE_MIB * 2048, max(1, round(limits.seconds) + 1))
-        enter = (
-            "sh",
-            str(_ENTER),
-            layers,
-            str(self.folder),
-            str(self.box),
-            private,
-            "",
-            *map(str, numbers),
-        )
-        return (*_UNSHARE, *enter) if self.isolated else enter
-
-    def _environment(self) -> dict[str, str]:
         root = str(self.root)
-        known = {
+        env = {
             "PATH": os.defpath + ":/usr/sbin:/sbin",
             "HOME": f"{root}/tmp",
             "TMPDIR": f"{root}/tmp",
@@ -136,9 +91,36 @@ class Place:
             "PAGER": "cat",
             "GIT_PAGER": "cat",
         }
-        return known | {
-            name: value.replace("{root}", root) for name, value in self.variables.items()
-        }
+        env |= {name: value.replace("{root}", root) for name, value in self.variables.items()}
+        private = "\n".join(str(path) for path in self.private)
+        layers = "namespaces" if self.isolated else "limits"
+        numbers = (limits.memory * 1024, _FILE_MIB * 2048, max(1, round(limits.seconds) + 1))
+        words = [*_UNSHARE] if self.isolated else []
+        words += ["sh", str(_ENTER), layers, str(self.folder), str(self.box), private, ""]
+        words += [*map(str, numbers), "bash"]
+        with tempfile.TemporaryFile() as script, tempfile.TemporaryFile() as output:
+            script.write(command.encode("utf-8", "replace").replace(b"\0", b""))
+            script.flush()
+            script.seek(0)
+            child = subprocess.Popen(
+                [*words, f"/dev/fd/{script.fileno()}"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(script.fileno(),),
+                env=env,
+                start_new_session=True,
+            )
+            status, timed_out = -1, False
+            try:
+                status = child.wait(limits.seconds)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            return Result(_read(output.fileno()), status, timed_out)
 
 
 def assure_folder(path: Path) -> None:
@@ -174,14 +156,11 @@ def _refusal() -> str:
     with tempfile.TemporaryDirectory() as folder:
         box = Path(folder) / "box"
         box.mkdir()
-        result = Place(Path(folder) / "work", box, (), {}, True).run(
-            "touch here && ! touch /nowhere 2>/dev/null && echo works", Limits(20)
-        )
-    return (
-        ""
-        if result.text.strip() == "works"
-        else " ".join(result.text.split())[:300] or f"exit status {result.status}"
-    )
+        place = Place(Path(folder) / "work", box, (), {}, True)
+        trial = "touch here && ! touch /nowhere 2>/dev/null && echo works"
+        result = place.run(trial, Limits(20))
+    said = " ".join(result.text.split())
+    return "" if said == "works" else said[:300] or f"exit status {result.status}"
 
 
 def _read(output: int) -> str:
@@ -202,7 +181,5 @@ def shortened(text: str, budget: int) -> str:
     if len(text) <= budget:
         return text
     half = budget // 2
-    return (
-        f"{text[:half]}\n[... {len(text) - 2 * half} characters left out"
-        f" ...]\n{text[len(text) - half :]}"
-    )
+    left_out = f"[... {len(text) - 2 * half} characters left out ...]"
+    return f"{text[:half]}\n{left_out}\n{text[len(text) - half :]}"

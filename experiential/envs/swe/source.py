@@ -59,11 +59,30 @@ def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -
         ConfigError: it is missing, cannot be fetched, or has another digest than the task names.
     """
     if task.source.startswith("pip:"):
-        archive = _fetched(task.source.removeprefix("pip:"), kept)
+        requirement = task.source.removeprefix("pip:")
+        folder = kept / requirement.replace("==", "-")
+        if not folder.is_dir():
+            kept.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=kept) as fresh:
+                words = "download --quiet --no-binary :all: --no-deps --dest".split()
+                pip(*words, f"{fresh}/got", requirement)
+                Path(fresh, "got").replace(folder)
+        archive = archives_in(folder)[0]
     else:
-        archive = _found(
-            task, [folder for folder in (sources, tasks_file.parent) if folder is not None]
-        )
+        folders = [folder for folder in (sources, tasks_file.parent) if folder is not None]
+        stems = (task.instance_id, f"{task.repo.replace('/', '__')}-{task.base_commit}")
+        names = [task.source] if task.source else [f"{s}{end}" for s in stems for end in _ENDINGS]
+        paths = (folder / name for folder in folders for name in names)
+        found = next((path for path in paths if path.is_file()), None)
+        if found is None:
+            wanted = task.source or f"{stems[0]}.tar.gz or {stems[1]}.tar.gz"
+            places = " or ".join(str(folder) for folder in folders)
+            raise ConfigError(
+                f"Expected the source of {task.instance_id} as {wanted} in {places}, got no such"
+                f" file; make it with: git archive --prefix=src/ -o {stems[0]}.tar.gz"
+                f" {task.base_commit or 'COMMIT'}"
+            )
+        archive = found
     if task.sha256 and (got := hashlib.sha256(archive.read_bytes()).hexdigest()) != task.sha256:
         raise ConfigError(
             f"Expected {archive} with the SHA-256 {task.sha256} for {task.instance_id}, got {got};"
@@ -74,50 +93,8 @@ def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -
 
 def archives_in(folder: Path) -> list[Path]:
     """Return the archives in a folder."""
-    return (
-        sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS))
-        if folder.is_dir()
-        else []
-    )
-
-
-def _found(task: Task, folders: list[Path]) -> Path:
-    stems = (task.instance_id, f"{task.repo.replace('/', '__')}-{task.base_commit}")
-    names = (
-        (task.source,)
-        if task.source
-        else tuple(f"{stem}{ending}" for stem in stems for ending in _ENDINGS)
-    )
-    for folder in folders:
-        for name in names:
-            if (folder / name).is_file():
-                return folder / name
-    wanted = task.source or f"{stems[0]}.tar.gz or {stems[1]}.tar.gz"
-    places = " or ".join(str(folder) for folder in folders)
-    raise ConfigError(
-        f"Expected the source of {task.instance_id} as {wanted} in {places}, got no such file; make"
-        f" it with: git archive --prefix=src/ -o {stems[0]}.tar.gz {task.base_commit or 'COMMIT'}"
-    )
-
-
-def _fetched(requirement: str, kept: Path) -> Path:
-    """Return a source archive from the package index, fetched once."""
-    folder = kept / requirement.replace("==", "-")
-    if not folder.is_dir():
-        kept.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept) as fresh:
-            pip(
-                "download",
-                "--quiet",
-                "--no-binary",
-                ":all:",
-                "--no-deps",
-                "--dest",
-                f"{fresh}/got",
-                requirement,
-            )
-            Path(fresh, "got").replace(folder)
-    return next(path for path in sorted(folder.iterdir()) if path.name.endswith(_ENDINGS))
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in paths if path.name.endswith(_ENDINGS))
 
 
 def unpack(archive: Path, target: Path) -> None:

@@ -63,14 +63,8 @@ class Task(BaseModel):
     solved: bool = False
     requirements: tuple[str, ...] = ("pytest",)
     pythonpath: tuple[str, ...] = (".", "src")
-    test_command: tuple[str, ...] = (
-        "python",
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--color=no",
-        "-rfEp",
+    test_command: tuple[str, ...] = tuple(
+        "python -m pytest -p no:cacheprovider --color=no -rfEp".split()
     )
     split: Literal["train", "eval", ""] = ""
 
@@ -117,11 +111,8 @@ class Task(BaseModel):
     @property
     def test_files(self) -> tuple[str, ...]:
         """Return the files of the tests that decide."""
-        return tuple(
-            dict.fromkeys(
-                name.partition("::")[0] for name in (*self.FAIL_TO_PASS, *self.PASS_TO_PASS)
-            )
-        )
+        names = (*self.FAIL_TO_PASS, *self.PASS_TO_PASS)
+        return tuple(dict.fromkeys(name.partition("::")[0] for name in names))
 
     @property
     def belongs(self) -> str:
@@ -161,24 +152,19 @@ def _loaded(path: Path, stamp: int) -> tuple[Task, ...]:
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Expected a file of tasks in UTF-8, got {path}: {error}") from error
-    tasks = {
-        task.instance_id: task
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-        for task in [_checked(line, number, path)]
-    }
+    expected = f"a task with SWE-bench's fields in each line of {path}"
+    tasks: dict[str, Task] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = cast(object, json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"Expected one JSON object a line in {path}, got line {number}: {error}"
+            ) from error
+        task = checked(Task, row, expected, f"line {number}")
+        tasks[task.instance_id] = task
     if not tasks:
         raise ConfigError(f"Expected at least one task in {path}, got none")
     return tuple(tasks.values())
-
-
-def _checked(line: str, number: int, path: Path) -> Task:
-    try:
-        row = cast(object, json.loads(line))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"Expected one JSON object a line in {path}, got line {number}: {error}"
-        ) from error
-    return checked(
-        Task, row, f"a task with SWE-bench's fields in each line of {path}", f"line {number}"
-    )

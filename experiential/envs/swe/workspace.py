@@ -11,8 +11,6 @@ import sys
 import sysconfig
 import tempfile
 import weakref
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +48,13 @@ class Workshop:
         """
         base, venv = self.cache / "bases" / task.key, self.venv(task)
         if not (base.is_dir() and (venv / ".ready").is_file()):
-            with self._locked():
-                self._make_base(task, base)
-                self._make_venv(task, venv)
+            self.cache.mkdir(parents=True, exist_ok=True)
+            with (self.cache / "lock").open("w") as file:  # one process makes what is missing
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if not base.is_dir():
+                    self._make_base(task, base)
+                if not (venv / ".ready").is_file():
+                    self._make_venv(task, venv)
         return base
 
     def venv(self, task: Task) -> Path:
@@ -74,81 +76,54 @@ class Workshop:
 
     def place(self, task: Task, folder: Path) -> Place:
         """Return the place where commands of ``task`` run, its virtual environment first."""
-        box = self.cache / "testbed"
+        box, venv = self.cache / "testbed", self.venv(task)
         box.mkdir(exist_ok=True)
         roots = [f"{{root}}/repo/{one}".removesuffix("/.") for one in task.pythonpath]
-        venv = self.venv(task)
         variables = {
             "PATH": f"{venv / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             "VIRTUAL_ENV": str(venv),
             "PYTHONPATH": ":".join(roots),
         }
-        return Place(folder, box, tuple(self._private(task)), variables, self.isolated)
-
-    def _private(self, task: Task) -> Iterator[Path]:
-        """Yield the paths that may hold answers: sources, patches, other tasks, packages."""
-        yield from (self.cache / name for name in ("archives", "bases", "work"))
-        yield from (other for other in (self.cache / "venvs").iterdir() if other != self.venv(task))
-        yield self.tasks_file
-        for folder in (self.tasks_file.parent, self.sources):
-            yield from archives_in(folder) if folder else ()
-        yield from (
-            [self.sources] if self.sources and not self.cache.is_relative_to(self.sources) else []
-        )
-        yield Path.home() / ".cache" / "pip"
+        # what may hold answers: sources, patches, other tasks, installed packages
+        private = [self.cache / name for name in ("archives", "bases", "work")]
+        private += [other for other in (self.cache / "venvs").iterdir() if other != venv]
+        private += [self.tasks_file, *archives_in(self.tasks_file.parent)]
         base = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
-        yield from (
-            path
-            for path in map(Path, (sysconfig.get_path("purelib"), base))
-            if not self.cache.is_relative_to(path)
-        )
-
-    @contextmanager
-    def _locked(self) -> Generator[None]:
-        """Hold the lock of the cache, so that one process at a time makes what is missing."""
-        self.cache.mkdir(parents=True, exist_ok=True)
-        with (self.cache / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        above = [Path(sysconfig.get_path("purelib")), Path(base)]
+        if self.sources:
+            private += archives_in(self.sources)
+            above.append(self.sources)
+        private += [path for path in above if not self.cache.is_relative_to(path)]
+        private.append(Path.home() / ".cache" / "pip")
+        return Place(folder, box, tuple(private), variables, self.isolated)
 
     def _make_base(self, task: Task, base: Path) -> None:
-        if base.is_dir():
-            return
         base.parent.mkdir(parents=True, exist_ok=True)
         archive = archive_of(task, self.sources, self.tasks_file, self.cache / "archives")
+        patches = (task.patch, task.test_patch)
         with tempfile.TemporaryDirectory(dir=base.parent) as fresh:
             repo = Path(fresh) / "made" / "repo"
             repo.parent.mkdir()
             unpack(archive, repo)
-            self._check_patches(task, repo)
+            try:  # bring the bug back in a mended archive, and check that both patches fit
+                for patch in patches:
+                    apply(repo, patch, undo=task.solved)
+                if not task.solved:
+                    for patch in patches:
+                        apply(repo, patch, undo=True)
+            except GitError as error:
+                raise ConfigError(
+                    f"Expected patch and test_patch of {task.instance_id} to fit its source:"
+                    f" {error}"
+                ) from error
             commit_all(repo)
             shutil.copytree(repo / ".git", repo.parent / "git")
             repo.parent.replace(base)
 
-    def _check_patches(self, task: Task, repo: Path) -> None:
-        """Bring the bug back in a mended archive, and check that both patches fit."""
-        patches = (task.patch, task.test_patch)
-        try:
-            for patch in patches:
-                apply(repo, patch, undo=task.solved)
-            if not task.solved:
-                for patch in patches:
-                    apply(repo, patch, undo=True)
-        except GitError as error:
-            raise ConfigError(
-                f"Expected patch and test_patch of {task.instance_id} to fit its source: {error}"
-            ) from error
-
     def _make_venv(self, task: Task, venv: Path) -> None:
-        if (venv / ".ready").is_file():
-            return
         shutil.rmtree(venv, ignore_errors=True)
-        made = subprocess.run(
-            [sys.executable, "-m", "venv", "--without-pip", str(venv)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode:
             raise ConfigError(f"Expected `python -m venv` to succeed: {made.stderr.strip()[-600:]}")
         if task.requirements:
@@ -164,18 +139,18 @@ class Workspace:
         task: the task of the episode.
         base: the base tree and its repository.
         folder: the work folder: ``box`` in it is what commands see.
+
+    Attributes:
+        repo: the folder that the agent works on.
+        place: where its commands run.
     """
 
     def __init__(self, shop: Workshop, task: Task, base: Path, folder: Path) -> None:
-        self._shop, self._task, self._base, self._folder = shop, task, base, folder
+        self._shop, self._task, self._folder = shop, task, folder
+        self.repo = folder / "box" / "repo"
         self.place = shop.place(task, folder / "box")
         self._tree = WorkTree(self.repo, base / "git", folder / "found")
         self._finalizer = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-
-    @property
-    def repo(self) -> Path:
-        """Return the folder that the agent works on."""
-        return self._folder / "box" / "repo"
 
     def patch(self) -> str:
         """Return the change so far as a git diff.
@@ -209,7 +184,9 @@ class Workspace:
         """
         passed = self.passed(limits)
         return all(
-            _holds(name, passed) for name in (*self._task.FAIL_TO_PASS, *self._task.PASS_TO_PASS)
+            # SWE-bench cuts names at their first blank
+            name in passed or any(one.startswith(f"{name} ") for one in passed)
+            for name in (*self._task.FAIL_TO_PASS, *self._task.PASS_TO_PASS)
         )
 
     def passed(self, limits: Limits) -> frozenset[str]:
@@ -219,13 +196,27 @@ class Workspace:
             GitError: the files cannot be read.
         """
         assure_folder(self.repo)
-        copy = self._shop.place(self._task, self._folder / "judged")
+        task, copy = self._task, self._shop.place(self._task, self._folder / "judged")
         shutil.rmtree(copy.folder, ignore_errors=True)
         copy.folder.mkdir()
-        protected = [name for name in self._tree.changes()[1] if _protected(name, self._task)]
+        # changes of tests, of their neighbours and of unasked plug-ins are undone
+        files = (*touched(task.test_patch), *task.test_files)
+        folders = tuple(f"{folder}/" for file in files if (folder := os.path.dirname(file)))
+        above = {str(parent) for file in files for parent in Path(file).parents}
+        protected = [
+            name
+            for name in self._tree.changes()[1]
+            if name not in touched(task.patch)
+            and (
+                name in files
+                or name in above
+                or name.startswith(folders)
+                or os.path.basename(name) in _ALWAYS_KEPT
+            )
+        ]
         self._tree.write(copy.folder / "repo", protected)
-        apply(copy.folder / "repo", self._task.test_patch)
-        result = copy.run(shlex.join([*self._task.test_command, *self._task.test_files]), limits)
+        apply(copy.folder / "repo", task.test_patch)
+        result = copy.run(shlex.join([*task.test_command, *task.test_files]), limits)
         return frozenset() if result.timed_out else _passed(result)
 
     def close(self) -> None:
@@ -233,34 +224,13 @@ class Workspace:
         self._finalizer()
 
 
-def _protected(name: str, task: Task) -> bool:
-    """Return whether changes of a file are undone: tests, their neighbours, unasked plug-ins."""
-    if name in touched(task.patch):
-        return False
-    files = (*touched(task.test_patch), *task.test_files)
-    folders = {os.path.dirname(file) for file in files} - {""}
-    above = {str(parent) for file in files for parent in Path(file).parents} - {"."}
-    below = any(name.startswith(f"{folder}/") for folder in folders)
-    return name in files or name in above or below or os.path.basename(name) in _ALWAYS_KEPT
-
-
 def _passed(result: Result) -> frozenset[str]:
-    """Return the names after PASSED in pytest's short summary."""
-    summary = result.text.rpartition("short test summary info")[2]
-    lines = summary.splitlines()
+    """Return the names after PASSED in pytest's short summary, but those of failures."""
+    lines = result.text.rpartition("short test summary info")[2].splitlines()
+    passed = {line[len("PASSED ") :].strip() for line in lines if line.startswith("PASSED ")}
     failed = {
         line.partition(" ")[2].partition(" - ")[0]
         for line in lines
         if line.startswith(("FAILED ", "ERROR "))
     }
-    return (
-        frozenset(
-            line.removeprefix("PASSED ").strip() for line in lines if line.startswith("PASSED ")
-        )
-        - failed
-    )
-
-
-def _holds(name: str, passed: Iterable[str]) -> bool:
-    """Return whether a test passed; SWE-bench cuts names at their first blank."""
-    return name in passed or any(one.startswith(f"{name} ") for one in passed)
+    return frozenset(passed - failed)
