@@ -28,6 +28,7 @@ import uvicorn
 import experiential as xp
 from experiential.bank.http import wire
 from experiential.bank.http.client import RemoteBank
+from experiential.bank.http.served import LONGEST_PAGE, Page
 from experiential.bank.http.service import create_app
 from experiential.bank.protocol import Bank
 from experiential.cli import main
@@ -192,11 +193,11 @@ def test_a_listing_shows_one_moment_over_all_its_pages(url: str, bank: Bank) -> 
     ]
     assert third["cursor"] is None
     with pytest.raises(xp.BankError, match="list again"):
-        list(bank._following(wire.Page(entries=[], cursor="gone.10")))
+        list(bank._following(Page(entries=[], cursor="gone.10")))
 
 
 def test_a_bank_of_more_than_one_page_is_listed_whole(bank: Bank) -> None:
-    wanted = [f"entry {i}" for i in range(wire.LONGEST_PAGE + 5)]
+    wanted = [f"entry {i}" for i in range(LONGEST_PAGE + 5)]
     bank.add_many(wanted)
     assert texts(bank) == wanted == texts(bank.at(bank.head))
 

@@ -561,15 +561,9 @@ class FolderBank(StateReader, Bank):
         dry_run: bool = False,
     ) -> list[Duplicates]:
         self._may_change("deduplicate", dry_run)
-        found = dedupe.find(
-            list(self.entries()),
-            self.embedder,
-            threshold,
-            judge,
-            across_tasks=across_tasks,
-            among=among,
+        return dedupe.deduplicate(
+            self, threshold, judge, across_tasks=across_tasks, among=among, dry_run=dry_run
         )
-        return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
 
     def merge_duplicates(
         self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"
@@ -579,8 +573,8 @@ class FolderBank(StateReader, Bank):
             return []
         vectors = dedupe.vectors_needed(found, self.embedder)
         with self._draft(author, "dedupe", ref) as draft:
-            merger = dedupe.Merger(draft, self._state, self._history, vectors)
-            return [merged for group in found if (merged := merger.merge(group)) is not None]
+            merge = partial(dedupe.merge, draft, self._state, self._history, vectors)
+            return [merged for group in found if (merged := merge(group)) is not None]
 
     def _may_change(self, name: str, dry_run: bool) -> None:
         if self.read_only and not dry_run:

@@ -119,6 +119,11 @@ class StagedState:
         """Return the entry as staged, or None."""
         return self._staged[id] if id in self._staged else self._base.live(id)
 
+    def has(self, experience: Experience) -> bool:
+        """Return whether exactly this version of an entry is live."""
+        live = self.live(experience.id)
+        return live is not None and live.experience.version == experience.version
+
     def twin(self, content: Content) -> str | None:
         """Return an entry with exactly this content, staged ones first."""
         for id, live in reversed(self._staged.items()):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
@@ -25,13 +24,13 @@ from experiential.bank.state import Draft, State
 from experiential.bank.storage.history import History
 from experiential.types import Experience, Statistics
 
-Embed = Callable[[Sequence[str]], Vector]
-Pair = tuple[Experience, Experience]
-"""Two entries that may say the same, the older first."""
-Q = TypeVar("Q")
 T = TypeVar("T")
-Asking = Generator[Q, bool, T]
-"""A search that yields yes-or-no questions on its way to a result, whoever answers them."""
+Embed = Callable[[Sequence[str]], Vector]
+Asking = Generator[tuple[int, int], bool, T]
+"""A search that asks on its way whether two rows, the older first, say the same."""
+Write = Callable[[Sequence[Duplicates], str], Awaitable[list[Duplicates]]]
+"""Merges groups in one commit that refers to a text: ``merge_duplicates`` of a bank, awaited."""
+Attempt = Callable[[Awaitable[list[Duplicates]]], Awaitable[list[Duplicates] | None]]
 BLOCK = 512
 """Rows compared at a time."""
 _COLUMNS = 4096
@@ -39,9 +38,19 @@ _TEXTS_AT_ONCE = 1024
 _ROUNDING = 1e-6  # of a product of float32 unit vectors
 
 
-Write = Callable[[Sequence[Duplicates], str], Awaitable[list[Duplicates]]]
-"""Merges groups in one commit that refers to a text: ``merge_duplicates`` of a bank, awaited."""
-Attempt = Callable[[Awaitable[list[Duplicates]]], Awaitable[list[Duplicates] | None]]
+def deduplicate(
+    bank: Bank,
+    threshold: float,
+    judge: Judge | None,
+    *,
+    across_tasks: bool,
+    among: Iterable[str] | None,
+    dry_run: bool,
+) -> list[Duplicates]:
+    """Find the near-duplicates of a bank, and merge them unless ``dry_run``; see ``find``."""
+    entries = list(bank.entries())
+    found = find(entries, bank.embedder, threshold, judge, across_tasks=across_tasks, among=among)
+    return found if dry_run else bank.merge_duplicates(found, f"cosine >= {threshold:g}")
 
 
 def find(
@@ -73,14 +82,14 @@ def find(
         ValueError: the threshold is not in (0, 1].
     """
     batch = None if among is None else frozenset(among)
-    groups = comparable(entries, threshold, across_tasks=across_tasks)
-    return [
-        found
-        for group in groups
-        for found in answered(
-            compare(group, embed, threshold, batch), lambda pair: judge is None or judge(*pair)
-        )
-    ]
+    found: list[Duplicates] = []
+    for group in comparable(entries, threshold, across_tasks=across_tasks):
+
+        def is_same(pair: tuple[int, int], group: Sequence[Experience] = group) -> bool:
+            return judge is None or judge(group[pair[0]], group[pair[1]])
+
+        found += answered(compare(group, embed, threshold, batch), is_same)
+    return found
 
 
 def comparable(
@@ -101,109 +110,54 @@ def comparable(
 
 def compare(
     group: Sequence[Experience], embed: Embed, threshold: float, batch: frozenset[str] | None = None
-) -> Asking[Pair, list[Duplicates]]:
+) -> Asking[list[Duplicates]]:
     """Find the near-duplicates among comparable entries, see ``find``.
 
-    Yields pairs with different texts, the older entry first.
+    Yields places of entries with different texts.
     """
     new = [i for i, entry in enumerate(group) if batch is None or entry.id in batch]
     if not new:
         return []
-    vectors = _vectors([entry.text for entry in group], embed)
-    joins = yield from _judged(leaders(vectors, threshold, new), group)
-    if batch is not None:
-        old = sorted(set(range(len(group))) - set(new))
-        joins |= yield from _judged(
-            older_twins(vectors, threshold, [i for i in new if joins[i] == i], old), group
-        )
-    return _grouped(group, joins)
-
-
-def _judged(asking: Asking[tuple[int, int], T], group: Sequence[Experience]) -> Asking[Pair, T]:
-    """Yield rows as entries; equal texts are the same without a question."""
-    verdict: bool | None = None
-    while True:
-        try:
-            older, newer = asking.send(verdict) if verdict is not None else next(asking)
-        except StopIteration as end:
-            return end.value
-        a, b = group[older], group[newer]
-        verdict = a.text == b.text or (yield a, b)
-
-
-def answered(asking: Asking[Q, T], answer: Callable[[Q], bool]) -> T:
-    """Return the result of a search whose questions a function answers."""
-    try:
-        question = next(asking)
-        while True:
-            question = asking.send(answer(question))
-    except StopIteration as end:
-        return end.value
-
-
-async def answered_later(
-    asking: Asking[Q, T], answer: Callable[[Q], Awaitable[bool]], threads: Executor
-) -> T:
-    """Return the result of a search whose questions are answered by awaiting.
-
-    Between questions it works on a thread, so that the event loop goes on.
-    """
-    verdict: bool | None = None
-    while True:
-        question, result = await asyncio.get_running_loop().run_in_executor(
-            threads, partial(_next_of, asking, verdict)
-        )
-        if question is None:
-            return cast("T", result)
-        verdict = await answer(question)
-
-
-def _next_of(asking: Asking[Q, T], verdict: bool | None) -> tuple[Q | None, T | None]:
-    """Return the next question, or the result: a future cannot carry a StopIteration."""
-    try:
-        return (next(asking) if verdict is None else asking.send(verdict)), None
-    except StopIteration as end:
-        return None, end.value
-
-
-def _vectors(texts: Sequence[str], embed: Embed) -> Vector:
+    texts = [entry.text for entry in group]
     distinct = list(dict.fromkeys(texts))
-    parts = [
-        embed(distinct[start : start + _TEXTS_AT_ONCE])
-        for start in range(0, len(distinct), _TEXTS_AT_ONCE)
-    ]
     row = {text: i for i, text in enumerate(distinct)}
-    return np.concatenate(parts)[[row[text] for text in texts]]
-
-
-def _grouped(group: Sequence[Experience], joins: dict[int, int]) -> list[Duplicates]:
-    merged: dict[int, list[int]] = {}
+    starts = range(0, len(distinct), _TEXTS_AT_ONCE)
+    parts = [embed(distinct[start : start + _TEXTS_AT_ONCE]) for start in starts]
+    vectors = np.concatenate(parts)[[row[text] for text in texts]]
+    joins = yield from leaders(vectors, threshold, new, texts=texts)
+    if batch is not None:
+        left = [i for i in new if joins[i] == i]
+        old = sorted(set(range(len(group))) - set(new))
+        joins |= yield from leaders(vectors, threshold, left, old, texts)
+    merged: dict[int, list[Experience]] = {}
     for i in sorted(joins):
         survivor = joins[i]
         while joins.get(survivor, survivor) != survivor:
             survivor = joins[survivor]
         if survivor != i:
-            merged.setdefault(survivor, []).append(i)
-    return [
-        Duplicates(survivor=group[i], merged=tuple(group[j] for j in those))
-        for i, those in merged.items()
-    ]
+            merged.setdefault(survivor, []).append(group[i])
+    return [Duplicates(survivor=group[i], merged=tuple(those)) for i, those in merged.items()]
 
 
 def leaders(
-    vectors: Vector, threshold: float, rows: Sequence[int]
-) -> Asking[tuple[int, int], dict[int, int]]:
-    """Return for each row the earlier survivor that it joins, or itself if it survives.
-
-    Yields pairs (survivor, row) to ask about.
+    vectors: Vector,
+    threshold: float,
+    rows: Sequence[int],
+    others: Sequence[int] | None = None,
+    texts: Sequence[str] = (),
+) -> Asking[dict[int, int]]:
+    """Return for each row the earlier row that it joins, or itself if it joins none.
 
     Args:
         vectors: unit vectors, shape (n, d), float32.
-        threshold: cosine from which on a pair is a candidate.
+        threshold: cosine from which on a pair is a candidate; the most similar is asked about
+            first.
         rows: which rows to look at, in order.
+        others: rows that may be joined; None: those of ``rows`` that join none themselves.
+        texts: of all rows; equal ones are the same without a question.
     """
     joins: dict[int, int] = {}
-    kept: list[int] = []
+    kept = list(others or ())
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK]
         before = len(kept)
@@ -211,26 +165,15 @@ def leaders(
         inside = vectors[block] @ vectors[block].T
         place = {row: i for i, row in enumerate(block)}
         for i, row in enumerate(block):
-            fresh = [(float(inside[i, place[other]]), other) for other in kept[before:]]
-            found[i].extend(pair for pair in fresh if pair[0] >= threshold - _ROUNDING)
-            joins[row] = yield from _first_accepted(found[i], row)
-            if joins[row] == row:
+            fresh = ((float(inside[i, place[other]]), other) for other in kept[before:])
+            pairs = [*found[i], *(pair for pair in fresh if pair[0] >= threshold - _ROUNDING)]
+            joins[row] = row
+            for _, other in sorted(pairs, key=lambda pair: (-pair[0], pair[1])):
+                if other < row and ((texts and texts[other] == texts[row]) or (yield other, row)):
+                    joins[row] = other
+                    break
+            if others is None and joins[row] == row:
                 kept.append(row)
-    return joins
-
-
-def older_twins(
-    vectors: Vector, threshold: float, rows: Sequence[int], others: Sequence[int]
-) -> Asking[tuple[int, int], dict[int, int]]:
-    """Return for each row the earlier other row that it joins, or itself; asks as ``leaders``."""
-    joins: dict[int, int] = {}
-    for start in range(0, len(rows), BLOCK):
-        block = rows[start : start + BLOCK]
-        found = near(vectors, block, others, threshold)
-        for i, row in enumerate(block):
-            joins[row] = yield from _first_accepted(
-                [pair for pair in found[i] if pair[1] < row], row
-            )
     return joins
 
 
@@ -247,25 +190,38 @@ def near(
     return found
 
 
-def _first_accepted(candidates: list[tuple[float, int]], row: int) -> Asking[tuple[int, int], int]:
-    for _, other in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
-        if (yield other, row):
-            return other
-    return row
+def answered(asking: Asking[T], answer: Callable[[tuple[int, int]], bool]) -> T:
+    """Return the result of a search whose questions a function answers."""
+    try:
+        question = next(asking)
+        while True:
+            question = asking.send(answer(question))
+    except StopIteration as end:
+        return end.value
 
 
-def since(entries: Iterable[Experience], commit: int) -> tuple[list[Experience], frozenset[str]]:
-    """Return entries in the order of their present texts, and the ids of those after a commit.
+async def answered_later(
+    asking: Asking[T], answer: Callable[[tuple[int, int]], Awaitable[bool]], threads: Executor
+) -> T:
+    """Return the result of a search whose questions are answered by awaiting.
 
-    A survivor of a deduplication keeps its text, so it is not among the latter.
+    Between questions it works on a thread, so that the event loop goes on.
     """
-    ordered = sorted(entries, key=lambda entry: entry.provenance.commit or 0)
-    news = (
-        e.id
-        for e in ordered
-        if (e.provenance.commit or 0) > commit and e.provenance.cause != "dedupe"
-    )
-    return ordered, frozenset(news)
+
+    def go_on(verdict: bool | None) -> tuple[tuple[int, int] | None, T | None]:
+        # The next question, or the result: a future cannot carry a StopIteration.
+        try:
+            return (next(asking) if verdict is None else asking.send(verdict)), None
+        except StopIteration as end:
+            return None, end.value
+
+    verdict: bool | None = None
+    while True:
+        loop = asyncio.get_running_loop()
+        question, result = await loop.run_in_executor(threads, go_on, verdict)
+        if question is None:
+            return cast("T", result)
+        verdict = await answer(question)
 
 
 class Passes:
@@ -300,104 +256,97 @@ class Passes:
             write: merges groups in one commit.
             attempt: the groups merged in one piece of work, or None when that failed.
         """
+
+        async def merged(group: Sequence[Experience], news: frozenset[str]) -> list[Duplicates]:
+            asking = compare(group, self._bank.embedder, self._threshold, news)
+            found = await answered_later(
+                asking, lambda pair: judge(group[pair[0]], group[pair[1]]), self._threads
+            )
+            return await write(found, f"judged from cosine {self._threshold:g} on") if found else []
+
         async with self._turn:
-            head = self._bank.head
-            groups, news = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._plan
-            )
-            pieces = await asyncio.gather(
-                *(attempt(self._piece(group, news, judge, write)) for group in groups)
-            )
+            head, loop = self._bank.head, asyncio.get_running_loop()
+            groups, news = await loop.run_in_executor(self._threads, self._plan)
+            pieces = await asyncio.gather(*(attempt(merged(group, news)) for group in groups))
             if None not in pieces:
                 self._since = head
             return [group for piece in pieces for group in piece or ()]
 
     def _plan(self) -> tuple[list[list[Experience]], frozenset[str]]:
-        ordered, news = since(self._bank.entries(), self._since)
-        groups = (
-            comparable(ordered, self._threshold, across_tasks=self._across_tasks) if news else []
-        )
-        return [group for group in groups if any(entry.id in news for entry in group)], news
+        """Return the groups with new entries, in the order of their texts, and the ids of those."""
 
-    async def _piece(
-        self, group: Sequence[Experience], news: frozenset[str], judge: LaterJudge, write: Write
-    ) -> list[Duplicates]:
-        asking = compare(group, self._bank.embedder, self._threshold, news)
-        found = await answered_later(asking, lambda pair: judge(*pair), self._threads)
-        return await write(found, f"judged from cosine {self._threshold:g} on") if found else []
+        def written(entry: Experience) -> int:
+            return entry.provenance.commit or 0
+
+        ordered = sorted(self._bank.entries(), key=written)
+        # A survivor of a deduplication keeps its text, so it is not new.
+        news = frozenset(
+            entry.id
+            for entry in ordered
+            if written(entry) > self._since and entry.provenance.cause != "dedupe"
+        )
+        if not news:
+            return [], news
+        groups = comparable(ordered, self._threshold, across_tasks=self._across_tasks)
+        return [group for group in groups if any(entry.id in news for entry in group)], news
 
     def close(self) -> None:
         """Wait for the comparison that runs, and end the thread."""
         self._threads.shutdown(wait=True)
 
 
-class Merger:
-    """Merge groups of duplicates inside one commit.
+def merge(
+    draft: Draft,
+    state: State,
+    history: History,
+    vectors: dict[EntryKey, Vector],
+    found: Duplicates,
+) -> Duplicates | None:
+    """Merge one group inside a commit; return None if nothing is left to merge.
 
     The survivor gets a new version with its own text, the summed counters and all entries of the
     group as parents, so that what it earns is credited to each; it has no generation of its own.
-    Its task is the one that all share, else None.
+    Its task is the one that all share, else None. An entry that changed since it was compared stays
+    out.
+
+    Args:
+        draft: of the commit.
+        state: counters of the entries.
+        history: earlier versions of the entries.
+        vectors: those of ``vectors_needed``.
+        found: the group.
     """
-
-    def __init__(
-        self, draft: Draft, state: State, history: History, vectors: dict[EntryKey, Vector]
-    ) -> None:
-        self._draft = draft
-        self._state = state
-        self._history = history
-        self._vectors = vectors
-
-    def merge(self, found: Duplicates) -> Duplicates | None:
-        """Merge one group; return None if nothing is left to merge.
-
-        An entry that changed since it was compared stays out.
-        """
-        merged = tuple(entry for entry in found.merged if self._is_unchanged(entry))
-        if not merged or not self._is_unchanged(found.survivor):
-            return None
-        entry = self._merged(found.survivor, merged)
-        origins = frozenset[str]().union(
-            *(
-                live.origins
-                for one in (entry, *merged)
-                if (live := self._draft.live(one.id)) is not None
-            )
-        )
-        known = [
-            self._state.statistics.get(entry.id),
-            *(self._state.counted(one.id) for one in merged),
-        ]
-        for one in merged:
-            self._draft.remove(one.id)
-        instance = next(iter(origins)) if len(origins) == 1 else None
-        provenance = entry.provenance.model_copy(update={"instance": instance})
-        entry = entry.model_copy(update={"provenance": provenance})
-        entry = self._draft.put(entry, self._vector(entry), origins)
-        self._draft.count(entry.id, total(counts or Statistics() for counts in known))
-        return Duplicates(survivor=entry, merged=merged)
-
-    def _is_unchanged(self, entry: Experience) -> bool:
-        live = self._draft.live(entry.id)
-        return live is not None and live.experience.version == entry.version
-
-    def _merged(self, survivor: Experience, merged: Sequence[Experience]) -> Experience:
-        family = (survivor, *merged)
-        parents = tuple((entry.id, entry.version) for entry in family)
-        own = {"cause": "dedupe", "parents": parents, "generation": None, "span": None}
-        provenance = survivor.provenance.model_copy(update=own)
-        version = self._history.last_version(survivor.id) + 1
-        return survivor.model_copy(
-            update={"version": version, "task": common_task(family), "provenance": provenance}
-        )
-
-    def _vector(self, entry: Experience) -> Vector:
-        key = EntryKey(entry.text, entry.task)
-        if key in self._vectors:
-            return self._vectors[key]
-        (_, version), *_ = entry.provenance.parents
-        stored = self._history.stored(entry.id, version)
+    survivor = found.survivor
+    merged = tuple(entry for entry in found.merged if draft.has(entry))
+    if not merged or not draft.has(survivor):
+        return None
+    family = (survivor, *merged)
+    task = common_task(family)
+    lives = [draft.live(entry.id) for entry in family]
+    origins = frozenset[str]().union(*(live.origins for live in lives if live is not None))
+    vector = vectors.get(EntryKey(survivor.text, task))
+    if vector is None:
+        stored = history.stored(survivor.id, survivor.version)
         assert stored is not None
-        return stored.vector
+        vector = stored.vector
+    known = [state.statistics.get(survivor.id), *(state.counted(entry.id) for entry in merged)]
+    for entry in merged:
+        draft.remove(entry.id)
+    own = {
+        "cause": "dedupe",
+        "parents": tuple((entry.id, entry.version) for entry in family),
+        "generation": None,
+        "span": None,
+        "instance": next(iter(origins)) if len(origins) == 1 else None,
+    }
+    update = {
+        "version": history.last_version(survivor.id) + 1,
+        "task": task,
+        "provenance": survivor.provenance.model_copy(update=own),
+    }
+    entry = draft.put(survivor.model_copy(update=update), vector, origins)
+    draft.count(entry.id, total(counts or Statistics() for counts in known))
+    return Duplicates(survivor=entry, merged=merged)
 
 
 def vectors_needed(found: Iterable[Duplicates], embed: Embed) -> dict[EntryKey, Vector]:

@@ -109,8 +109,7 @@ def take_out(draft: Draft, doomed: Sequence[Experience]) -> list[Experience]:
     """Remove entries in one commit, but none rewritten since; return those removed."""
     removed: list[Experience] = []
     for entry in doomed:
-        live = draft.live(entry.id)
-        if live is not None and live.experience.version == entry.version:
+        if draft.has(entry):
             draft.remove(entry.id)
             removed.append(entry)
     return removed

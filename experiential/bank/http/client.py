@@ -1,7 +1,6 @@
 """Use a bank behind a server as if its folder were here.
 
-`ServiceClient` sends the operations that need a wire form of their own, `RemoteBank` is a `Bank` on
-top of it. A method that is one operation is one line: ``_sends`` gives it the signature and the
+A method that is one operation of the server is one line: ``_sends`` gives it the signature and the
 documentation of the method that the server calls.
 """
 
@@ -22,7 +21,7 @@ from experiential.bank.checks import checked_text
 from experiential.bank.consolidation import dedupe
 from experiential.bank.http import wire
 from experiential.bank.http.connection import Connection
-from experiential.bank.http.wire import At, Service, Version
+from experiential.bank.http.served import At, Page, ServedBank, Version, Written
 from experiential.bank.index.embed import Embedder, embedder_id, resolve_embedder
 from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, View
@@ -37,9 +36,12 @@ C = TypeVar("C", bound=Commit)
 M = TypeVar("M", bound=Callable[..., Any])
 
 
-def _sends(operation: str, method: M) -> M:
-    """Return a method that takes the arguments of ``method`` and sends them to an operation."""
-    signature = inspect.signature(method)
+def _sends(method: M, operation: str = "") -> M:
+    """Return a method with the signature of ``method`` that sends its arguments to the server.
+
+    The name of the operation is by default that of the method.
+    """
+    signature, operation = inspect.signature(method), operation or method.__name__
 
     @wraps(method)
     def send(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +53,7 @@ def _sends(operation: str, method: M) -> M:
     return cast("M", send)
 
 
-class ServiceClient(Service):
+class ServiceClient:
     """Send operations to one namespace of a server; reads are of the view ``view``, or present."""
 
     def __init__(self, connection: Connection, namespace: str, view: At | None = None) -> None:
@@ -80,21 +82,16 @@ class ServiceClient(Service):
             ) from error
         return self.connection.call(operation, self.namespace, body)
 
-    info = _sends("info", Service.info)
-    at = _sends("at", Service.at)
-    get = _sends("get", Service.get)
-    read = _sends("read", Service.read)
-    entries = _sends("entries", Service.entries)
-    search = _sends("search", Service.search)
-    nearest = _sends("nearest", Service.nearest)
-    embed = _sends("embed", Service.embed)
-    apply = _sends("apply", Service.apply)
-    consolidate = _sends("consolidate", Service.consolidate)
-    deduplicate = _sends("deduplicate", Service.deduplicate)
-    merge_duplicates = _sends("merge_duplicates", Service.merge_duplicates)
-    trusted_versions = _sends("trusted_versions", Service.trusted_versions)
-    trust_after = _sends("trust_after", Service.trust_after)
-    set_trust_after = _sends("set_trust_after", Service.set_trust_after)
+    info = _sends(ServedBank.info)
+    at = _sends(ServedBank.at)
+    get = _sends(ServedBank.get)
+    read = _sends(ServedBank.read)
+    entries = _sends(ServedBank.entries)
+    search = _sends(ServedBank.search)
+    nearest = _sends(ServedBank.nearest)
+    embed = _sends(ServedBank.embed)
+    trusted_versions = _sends(ServedBank.trusted_versions)
+    trust_after = _sends(ServedBank.trust_after)
 
 
 class RemoteReader(Searchable):
@@ -109,7 +106,7 @@ class RemoteReader(Searchable):
         """Return every entry of one moment; the first page is fetched now, others when needed."""
         return self._following(self._reads.entries())
 
-    def _following(self, page: wire.Page) -> Iterator[Experience]:
+    def _following(self, page: Page) -> Iterator[Experience]:
         yield from page.entries
         while page.cursor is not None:
             page = self._reads.entries(cursor=page.cursor)
@@ -175,12 +172,12 @@ class RemoteQueue(Queue):
     def __init__(self, service: ServiceClient) -> None:
         self.send = service.send
 
-    state = _sends("queue_state", Queue.state)
-    waiting = _sends("queue_waiting", Queue.waiting)
-    fail = _sends("queue_fail", Queue.fail)
-    attempts = _sends("queue_attempts", Queue.attempts)
-    dead_letters = _sends("queue_dead_letters", Queue.dead_letters)
-    requeue = _sends("queue_requeue", Queue.requeue)
+    state = _sends(Queue.state, "queue_state")
+    waiting = _sends(Queue.waiting, "queue_waiting")
+    fail = _sends(Queue.fail, "queue_fail")
+    attempts = _sends(Queue.attempts, "queue_attempts")
+    dead_letters = _sends(Queue.dead_letters, "queue_dead_letters")
+    requeue = _sends(Queue.requeue, "queue_requeue")
 
 
 class RemoteBook(TrustBook):
@@ -303,15 +300,15 @@ class RemoteBank(RemoteReader, Bank):
 
     # Reading and evidence
 
-    version = _sends("version", Bank.version)
-    generation = _sends("generation", Bank.generation)
-    trajectory = _sends("trajectory", Bank.trajectory)
-    outcomes = _sends("outcomes", Bank.outcomes)
-    lineage = _sends("lineage", Bank.lineage)
-    uplift = _sends("uplift", Bank.uplift)
-    why = _sends("why", Bank.why)
-    standing = _sends("standing", Bank.standing)
-    trusted = _sends("trusted", Bank.trusted)
+    version = _sends(Bank.version)
+    generation = _sends(Bank.generation)
+    trajectory = _sends(Bank.trajectory)
+    outcomes = _sends(Bank.outcomes)
+    lineage = _sends(Bank.lineage)
+    uplift = _sends(Bank.uplift)
+    why = _sends(Bank.why)
+    standing = _sends(Bank.standing)
+    trusted = _sends(Bank.trusted)
 
     @property
     def trust_after(self) -> int:
@@ -361,16 +358,16 @@ class RemoteBank(RemoteReader, Bank):
 
     # Writing
 
-    add = _sends("add", Bank.add)
-    add_many = _sends("add_many", Bank.add_many)
-    update = _sends("update", Bank.update)
-    remove = _sends("remove", Bank.remove)
-    record = _sends("record", Bank.record)
-    submit = _sends("submit", Bank.submit)
-    keep_generation = _sends("keep_generation", Bank.keep_generation)
-    save_counters = _sends("save_counters", Bank.save_counters)
-    prune = _sends("prune", Bank.prune)
-    evict = _sends("evict", Bank.evict)
+    add = _sends(Bank.add)
+    add_many = _sends(Bank.add_many)
+    update = _sends(Bank.update)
+    remove = _sends(Bank.remove)
+    record = _sends(Bank.record)
+    submit = _sends(Bank.submit)
+    keep_generation = _sends(Bank.keep_generation)
+    save_counters = _sends(Bank.save_counters)
+    prune = _sends(Bank.prune)
+    evict = _sends(Bank.evict)
 
     def rollback(self, commit: int) -> Commit:
         return self.send("rollback", commit=self._checked_commit(commit))
@@ -390,7 +387,7 @@ class RemoteBank(RemoteReader, Bank):
         item: str | None = None,
         extractor_version: int | None = None,
     ) -> list[Experience]:
-        written: wire.Written = self.send(
+        written = self.send(
             "apply",
             distillation=distillation,
             spans=_spans(distillation),
@@ -399,8 +396,7 @@ class RemoteBank(RemoteReader, Bank):
             item=item,
             extractor_version=extractor_version,
         )
-        self.refused.update(written.refused)
-        return written.entries
+        return self._entries_of(written)
 
     def consolidate(
         self,
@@ -409,13 +405,16 @@ class RemoteBank(RemoteReader, Bank):
         shown: Sequence[Experience],
         extractor_version: int | None = None,
     ) -> list[Experience]:
-        written: wire.Written = self.send(
+        written = self.send(
             "consolidate",
             distillation=distillation,
             spans=_spans(distillation),
             shown=list(shown),
             extractor_version=extractor_version,
         )
+        return self._entries_of(written)
+
+    def _entries_of(self, written: Written) -> list[Experience]:
         self.refused.update(written.refused)
         return written.entries
 
@@ -437,23 +436,10 @@ class RemoteBank(RemoteReader, Bank):
         A ``judge`` cannot travel, so the entries and their vectors are fetched and it is asked
         here. Without one all happens at the server, which goes on after a time-out here.
         """
+        options: dict[str, Any] = {"across_tasks": across_tasks, "among": among, "dry_run": dry_run}
         if judge is None:
-            return self.send(
-                "deduplicate",
-                threshold=threshold,
-                across_tasks=across_tasks,
-                among=among,
-                dry_run=dry_run,
-            )
-        found = dedupe.find(
-            list(self.entries()),
-            self.embedder,
-            threshold,
-            judge,
-            across_tasks=across_tasks,
-            among=among,
-        )
-        return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
+            return self.send("deduplicate", threshold=threshold, **options)
+        return dedupe.deduplicate(self, threshold, judge, **options)
 
     def merge_duplicates(
         self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"
@@ -466,7 +452,7 @@ class RemoteBank(RemoteReader, Bank):
 
     # Moving
 
-    import_entries = _sends("import", Bank.import_entries)
+    import_entries = _sends(Bank.import_entries, "import")
 
 
 def _spans(distillation: Distillation) -> list[list[int] | None]:

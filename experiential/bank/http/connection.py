@@ -80,48 +80,58 @@ class Connection:
             raise ValueError(f"Expected values that JSON can hold, got {error}") from error
         headers = {wire.KEY_HEADER: new_id()} if operation.writes else {}
         response = self._send(operation.name, namespace, content, headers)
-        if response.status_code != 200:
-            raise self._refusal(response)
+        if response.status_code == 200:
+            try:
+                return operation.result.validate_json(response.content)
+            except ValidationError as error:
+                raise BankError(
+                    f"Expected an answer to {operation.name!r} from {self.url}, got another"
+                    " version's; update both ends"
+                ) from error
         try:
-            return operation.result.validate_json(response.content)
-        except ValidationError as error:
+            refusal: dict[str, Any] = response.json()["error"]
+            kind, message = str(refusal["type"]), str(refusal["message"])
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
             raise BankError(
-                f"Expected an answer to {operation.name!r} from {self.url}, got another version's;"
-                " update both ends"
-            ) from error
+                f"Expected a bank server at {self.url}, got status {response.status_code} ; check"
+                " the address"
+            ) from None
+        if response.status_code == 401:
+            raise BankError(
+                f"Expected the token of the bank server at {self.url}; pass token= or set"
+                f" {TOKEN_VARIABLE}"
+            )
+        raise wire.ERRORS.get(kind, BankError)(message)
 
     def _send(
         self, name: str, namespace: str, content: bytes, headers: dict[str, str]
     ) -> httpx.Response:
+        """Send a request until it is answered, or patience has ended."""
         until, pause = time.monotonic() + self._patience, 0.05
         while True:
             try:
-                client = self._opened()
-                return client.post(
+                return self._opened().post(
                     wire.PREFIX + name,
                     params={"namespace": namespace},
                     content=content,
                     headers=headers,
                 )
             except httpx.TransportError as error:
-                slow = isinstance(error, httpx.TimeoutException) and not isinstance(
+                # A server that is slow may have made the write, and is not asked again.
+                if isinstance(error, httpx.TimeoutException) and not isinstance(
                     error, httpx.ConnectTimeout
-                )
-                if slow or time.monotonic() + pause > until:
-                    raise BankError(self._complaint(error, slow)) from error
+                ):
+                    raise BankError(
+                        f"Expected an answer from the bank server at {self.url} within"
+                        f" {self._timeout} s, got none; a write may have been made"
+                    ) from error
+                if time.monotonic() + pause > until:
+                    raise BankError(
+                        f"Expected a bank server at {self.url}, got {type(error).__name__}:"
+                        f" {error}; start it where the bank's folder is: experiential serve FOLDER"
+                    ) from error
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _complaint(self, error: httpx.TransportError, slow: bool) -> str:
-        if slow:
-            return (
-                f"Expected an answer from the bank server at {self.url} within {self._timeout} s,"
-                " got none; a write may have been made"
-            )
-        return (
-            f"Expected a bank server at {self.url}, got {type(error).__name__}: {error}; "
-            "start it where the bank's folder is: experiential serve FOLDER"
-        )
 
     def _opened(self) -> httpx.Client:
         with self._lock:
@@ -142,22 +152,6 @@ class Connection:
                     trust_env=not self._direct,  # no proxy for this machine
                 )
             return self._client
-
-    def _refusal(self, response: httpx.Response) -> Exception:
-        try:
-            error: dict[str, Any] = response.json()["error"]
-            kind, message = str(error["type"]), str(error["message"])
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-            return BankError(
-                f"Expected a bank server at {self.url}, got status {response.status_code} ; check"
-                " the address"
-            )
-        if response.status_code == 401:
-            return BankError(
-                f"Expected the token of the bank server at {self.url}; pass token= or set"
-                f" {TOKEN_VARIABLE}"
-            )
-        return wire.ERRORS.get(kind, BankError)(message)
 
     def close(self) -> None:
         """Close the sockets of this process; safe to call twice."""

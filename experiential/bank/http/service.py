@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import inspect
 import json
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
@@ -71,11 +70,9 @@ def create_app(
         raise MissingExtraError("fastapi", "serve") from None
     if token is not None and not token.strip():
         raise ValueError("Expected token to be non-empty text or None, got blank text")
-    banks = (
-        source
-        if isinstance(source, Namespaces)
-        else Namespaces(source, namespaces=namespaces, embedder=embedder)
-    )
+    banks = source
+    if not isinstance(banks, Namespaces):
+        banks = Namespaces(banks, namespaces=namespaces, embedder=embedder)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -91,7 +88,7 @@ def create_app(
         """Return whether the server runs, and the namespaces that it serves."""
         return {"status": "ok", "namespaces": banks.names()}
 
-    health.__annotations__ = {"return": dict[str, Any]}  # FastAPI needs types, not their names
+    health.__annotations__ = {"return": dict[str, Any]}
     app.add_api_route(f"{wire.PREFIX}health", health, methods=["GET"])
     for operation in wire.OPERATIONS.values():
         _add_route(app, banks, operation)
@@ -117,51 +114,31 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         headers = dict(cast("list[tuple[bytes, bytes]]", scope["headers"]))
-        if self._expected is not None and not hmac.compare_digest(
-            headers.get(b"authorization", b""), self._expected
-        ):
-            await _refuse(
-                send,
-                401,
-                "Expected the token of this bank server as 'Authorization: Bearer TOKEN', got none"
-                " or another",
-            )
+        token = headers.get(b"authorization", b"")
+        if self._expected is not None and not hmac.compare_digest(token, self._expected):
+            message = "Expected the token of this bank server as 'Authorization: Bearer TOKEN'"
+            await _refuse(send, 401, f"{message}, got none or another")
             return
-        body = await self._body(headers, receive)
-        if body is None:
-            await _refuse(
-                send,
-                413,
-                f"Expected a request of at most {self._max_body} bytes, got more; send fewer or"
-                " shorter texts at once",
-            )
-            return
-        await self._app({**scope, _BODY: body}, _once(body, receive), send)
-
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._max_body:
-            return None
-        body, more = bytearray(), True
+        is_long = length.isdigit() and int(length) > self._max_body
+        body, more = bytearray(), not is_long
         while more:
             event = await receive()
             body += event.get("body", b"")
-            more = bool(event.get("more_body", False))
-            if len(body) > self._max_body:
-                return None
-        return bytes(body)
+            is_long = len(body) > self._max_body
+            more = bool(event.get("more_body", False)) and not is_long
+        if is_long:
+            message = f"Expected a request of at most {self._max_body} bytes, got more"
+            await _refuse(send, 413, f"{message}; send fewer or shorter texts at once")
+            return
+        unread = [bytes(body)]
 
+        async def receive_again() -> MutableMapping[str, Any]:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            return await receive()
 
-def _once(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that yields the whole body first."""
-    waiting = [body]
-
-    async def give() -> MutableMapping[str, Any]:
-        if waiting:
-            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        return await receive()
-
-    return give
+        await self._app({**scope, _BODY: unread[0]}, receive_again, send)
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
@@ -180,33 +157,24 @@ def _answer_errors(app: FastAPI) -> None:
     from fastapi.exceptions import RequestValidationError
 
     async def answer(request: Request, error: Exception) -> Response:
-        kind, status = _kind_of(error)
-        return Response(_error_body(kind, str(error)), status, media_type="application/json")
+        kind, status, message = type(error).__name__, 422, str(error)
+        if isinstance(error, RequestValidationError):
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            message = f"Expected a request as described at /docs, got {name}: {first['msg']}"
+            kind = "ValueError"
+        elif isinstance(error, (ExperientialError, ValueError, TimeoutError)):
+            known = [number for base, number in _STATUS.items() if isinstance(error, base)]
+            status = known[0] if known else 422
+            if kind not in wire.ERRORS:
+                kind = "BankError" if isinstance(error, ExperientialError) else "ValueError"
+        else:
+            message = f"Expected an answer of the bank server, but it failed with {kind}: {error}"
+            kind, status, message = "BankError", 500, f"{message}; see its log"
+        return Response(_error_body(kind, message), status, media_type="application/json")
 
-    async def answer_invalid(request: Request, error: Exception) -> Response:
-        first = cast("RequestValidationError", error).errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        message = f"Expected a request as described at /docs, got {name}: {first['msg']}"
-        return Response(_error_body("ValueError", message), 422, media_type="application/json")
-
-    async def answer_bug(request: Request, error: Exception) -> Response:
-        message = (
-            f"Expected an answer of the bank server, but it failed with {type(error).__name__}:"
-            f" {error}; see its log"
-        )
-        return Response(_error_body("BankError", message), 500, media_type="application/json")
-
-    for expected in (ExperientialError, ValueError, TimeoutError):
-        app.add_exception_handler(expected, answer)
-    app.add_exception_handler(RequestValidationError, answer_invalid)
-    app.add_exception_handler(Exception, answer_bug)
-
-
-def _kind_of(error: Exception) -> tuple[str, int]:
-    kind = type(error).__name__
-    if kind not in wire.ERRORS:
-        kind = "BankError" if isinstance(error, ExperientialError) else "ValueError"
-    return kind, next((status for base, status in _STATUS.items() if isinstance(error, base)), 422)
+    for kind in (ExperientialError, ValueError, TimeoutError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _add_route(app: FastAPI, banks: Namespaces, operation: Operation) -> None:
@@ -215,7 +183,7 @@ def _add_route(app: FastAPI, banks: Namespaces, operation: Operation) -> None:
     find = attrgetter(operation.path)
 
     def endpoint(
-        request: Request, body: Body, namespace: str, idempotency_key: str | None
+        request: Request, body: Body, namespace: str = "default", idempotency_key: str | None = None
     ) -> Response:
         served = banks.get(namespace)
         arguments = {name: getattr(body, name) for name in type(body).model_fields}
@@ -232,22 +200,12 @@ def _add_route(app: FastAPI, banks: Namespaces, operation: Operation) -> None:
             )
         return Response(operation.result.dump_json(result), media_type="application/json")
 
-    fields = {
-        "request": (Request, inspect.Parameter.empty),
-        "body": (operation.body, inspect.Parameter.empty),
-        "namespace": (Annotated[str, Query(min_length=1)], "default"),
-        "idempotency_key": (
-            Annotated[str | None, Header(min_length=1, max_length=LONGEST_KEY)],
-            None,
-        ),
+    endpoint.__annotations__ = {  # FastAPI needs types, not their names
+        "request": Request,
+        "body": operation.body,
+        "namespace": Annotated[str, Query(min_length=1)],
+        "idempotency_key": Annotated[str | None, Header(min_length=1, max_length=LONGEST_KEY)],
     }
-    parameters = [
-        inspect.Parameter(
-            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind, default=default
-        )
-        for name, (kind, default) in fields.items()
-    ]
-    endpoint.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     app.add_api_route(
         wire.PREFIX + operation.name,
         endpoint,
