@@ -1,7 +1,4 @@
-"""Write joint checkpoints: both policies, buffer, bank and step in one folder.
-
-A checkpoint is written beside its final place and renamed.
-"""
+"""Write joint checkpoints: both policies, buffer, bank and step in one folder."""
 
 from __future__ import annotations
 
@@ -37,12 +34,10 @@ class CheckpointStore:
 
     def commit(self, draft: Path, step: int, manifest: dict[str, Any]) -> Path:
         """Rename the draft to the checkpoint of ``step``; remove all but the last ``keep``."""
-        (draft / _MANIFEST).write_text(
-            json.dumps({"step": step} | manifest, indent=1), encoding="utf-8"
-        )
-        for path in sorted(draft.rglob("*")):
+        text = json.dumps({"step": step} | manifest, indent=1)
+        (draft / _MANIFEST).write_text(text, encoding="utf-8")
+        for path in (*sorted(draft.rglob("*")), draft):
             _flush(path)
-        _flush(draft)
         final = self.folder / f"step-{step:06d}"
         shutil.rmtree(final, ignore_errors=True)
         os.replace(draft, final)

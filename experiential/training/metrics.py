@@ -38,9 +38,8 @@ class Metrics:
     def rewind(self, step: int) -> None:
         """Drop the events of steps after ``step``: a resumed run plays them again."""
         self._file.close()
-        kept = [
-            e for e in read_events(self.path) if e.get("step", 0) <= step and e["event"] != "end"
-        ]
+        events = read_events(self.path)
+        kept = [e for e in events if e.get("step", 0) <= step and e["event"] != "end"]
         self.path.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -62,9 +61,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             events.append(json.loads(line))
         except json.JSONDecodeError as error:
             if number < len(lines):
-                raise ConfigError(
-                    f"Expected JSON in line {number} of {path}, got: {error}"
-                ) from error
+                where = f"line {number} of {path}"
+                raise ConfigError(f"Expected JSON in {where}, got: {error}") from error
     return events
 
 
@@ -79,26 +77,21 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
 
     Success rates are those of first attempts.
     """
-    played = [e.trajectory for e in episodes if e.trajectory.error is None]
-    first = [
-        e.trajectory
-        for e in episodes
-        if e.trajectory.error is None and (e.job is None or e.job.attempt == 1)
-    ]
+    finished = [e for e in episodes if e.trajectory.error is None]
+    first = [e.trajectory for e in finished if e.job is None or e.job.attempt == 1]
+    guided = [t for t in first if t.condition is Condition.GUIDED]
+    free = [t for t in first if t.condition is Condition.FREE]
+    advised = [t for t in first if any(use.verdict != "reject" for use in t.uses)]
     event: dict[str, Any] = {
         "event": "step",
         "step": step + 1,
         "episodes": len(episodes),
-        "errors": len(episodes) - len(played),
+        "errors": len(episodes) - len(finished),
         "reward": _mean([t.reward for t in first]),
-        "turns": _mean([float(len(t.turns)) for t in played]),
-        "success_guided": _mean(
-            [float(t.success) for t in first if t.condition is Condition.GUIDED]
-        ),
-        "success_free": _mean([float(t.success) for t in first if t.condition is Condition.FREE]),
-        "success_advised": _mean(
-            [float(t.success) for t in first if any(use.verdict != "reject" for use in t.uses)]
-        ),
+        "turns": _mean([len(e.trajectory.turns) for e in finished]),
+        "success_guided": _mean([t.success for t in guided]),
+        "success_free": _mean([t.success for t in free]),
+        "success_advised": _mean([t.success for t in advised]),
         "actor_loss": update.loss,
         "actor_grad_norm": update.grad_norm,
         "actor_version": update.version,
@@ -109,25 +102,22 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
     }
     event |= {f"actor_{name}": value for name, value in update.metrics.items()}
     if any(any(e.asked) for e in episodes):
-        event["asked"] = _mean(
-            [float(sum(e.asked)) for e in episodes if e.trajectory.error is None]
-        )
-    found = failures(episodes)
-    return event | ({"failures": found} if found else {})
+        event["asked"] = _mean([sum(e.asked) for e in finished])
+    if reasons := failures(episodes):
+        event["failures"] = reasons
+    return event
 
 
 def episode_row(episode: Episode) -> dict[str, Any]:
     """Return one line of the episode log."""
     t = episode.trajectory
-    fields = {
+    return {
         "task_id": t.task_id,
         "instance": t.instance,
         "group": t.group,
         "condition": t.condition.value,
         "seed": t.seed,
-    }
-    fields |= {"attempt": episode.job.attempt if episode.job else 1}
-    return fields | {
+        "attempt": episode.job.attempt if episode.job else 1,
         "success": t.success,
         "reward": t.reward,
         "turns": len(t.turns),

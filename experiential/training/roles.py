@@ -12,26 +12,17 @@ from experiential.llm.base import LLM
 from experiential.training.runtime import Policies
 
 REFLECTION_TOKENS = 96
-"""Tokens of a reflection."""
 
 
 class Roles:
-    """Build agents around the policies of a run.
-
-    Args:
-        experiment: temperatures, lengths, prompts and seeds.
-        policies: actor and extractor.
-    """
+    """Build agents around a run's actor and extractor, which answer unless another LLM is given."""
 
     def __init__(self, experiment: Experiment, policies: Policies) -> None:
         self._experiment = experiment
         self._actor, self._extractor = policies
 
     def actor(self, temperature: float | None = None, llm: LLM | None = None) -> ActorAgent:
-        """Return an agent that plays.
-
-        Temperature and policy default to those of training and to the actor's.
-        """
+        """Return an agent that plays, at the temperature of training by default."""
         settings = self._experiment.actor
         return ActorAgent(
             llm or self._actor,
@@ -43,7 +34,7 @@ class Roles:
         )
 
     def extractor(self, llm: LLM | None = None) -> Extractor:
-        """Return the agent that distils, with the extractor's policy by default."""
+        """Return the agent that distils."""
         settings = self._experiment.extractor
         return open_extractor(
             settings.agent,
@@ -58,7 +49,7 @@ class Roles:
         )
 
     def critic(self, llm: LLM | None = None) -> CriticAgent:
-        """Return the judge of retrieved experience, with the actor's policy by default."""
+        """Return the judge of retrieved experience."""
         settings = self._experiment.actor
         return CriticAgent(
             llm or self._actor,
@@ -80,19 +71,14 @@ class Roles:
         prompts = prompt_set_name(self._experiment.model)
         if settings.mode == "retry":
             return Retry(prompts=prompts)
+        temperature = actor.temperature
         return Reflector(
-            self._actor,
-            prompts=prompts,
-            temperature=actor.temperature,
-            max_tokens=REFLECTION_TOKENS,
+            self._actor, prompts=prompts, temperature=temperature, max_tokens=REFLECTION_TOKENS
         )
 
 
 def prompt_set_name(settings: ModelSettings) -> str:
-    """Return the name of a model's template set.
-
-    It is the set named in the settings, else ``brief`` for the tiny model and ``full`` for others.
-    """
+    """Return the name of a model's template set; ``auto`` is ``brief`` for the tiny model only."""
     if settings.prompts != "auto":
         return settings.prompts
     return "brief" if settings.name == "tiny" else "full"
