@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Generator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import gymnasium as gym
 
@@ -33,11 +33,9 @@ class AwaitableEnv(Protocol):
 class AwaitedEnv(gym.Wrapper[str, str, str, str]):
     """Return awaited answers from ``reset`` and ``step`` at once.
 
-    This is the innermost wrapper of a stack that an event loop plays.
-
-    Gymnasium's wrappers are synchronous, so a wrapper that waits for a remote environment holds a
-    thread while it waits. Here the loop first awaits ``await_reset`` or ``await_step``, with no
-    thread, and then calls the stack with the same action.
+    This is the innermost wrapper of a stack that an event loop plays. Gymnasium's wrappers are
+    synchronous, so one that waits for a remote environment holds a thread meanwhile. Here the loop
+    first awaits ``await_reset`` or ``await_step``, and then calls the stack with the same action.
 
     It also separates failures of the environment, which become ``EnvError``, from those of the
     wrappers above. An invalid answer (no text, a reward that is not finite) is such a failure.
@@ -130,10 +128,16 @@ def environment_errors() -> Generator[None]:
 
 
 def checked_start(answer: Any) -> Start:
-    """Check and return the answer of ``reset``; raise TypeError or ValueError if it is invalid."""
+    """Return the answer of ``reset``; raise TypeError or ValueError if it is invalid."""
     observation, info = answer
-    _check_types(observation, info)
-    return observation, info
+    if not isinstance(observation, str):
+        raise TypeError(
+            f"Expected the environment to observe text, got {type(observation).__name__}; wrap it"
+            " in TextObservation"
+        )
+    if not isinstance(info, dict):
+        raise TypeError(f"Expected the environment's info to be a dict, got {type(info).__name__}")
+    return observation, cast("dict[str, Any]", info)
 
 
 def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -> Step:
@@ -151,15 +155,5 @@ def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -
             f"Expected step() to give a reward in {list(reward_range)} (env.reward_range), got"
             f" {reward}"
         )
-    _check_types(observation, info)
+    observation, info = checked_start((observation, info))
     return observation, reward, bool(terminated), bool(truncated), info
-
-
-def _check_types(observation: Any, info: Any) -> None:
-    if not isinstance(observation, str):
-        raise TypeError(
-            f"Expected the environment to observe text, got {type(observation).__name__}; wrap it"
-            " in TextObservation"
-        )
-    if not isinstance(info, dict):
-        raise TypeError(f"Expected the environment's info to be a dict, got {type(info).__name__}")

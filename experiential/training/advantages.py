@@ -45,32 +45,15 @@ Estimator = Callable[[Cells], npt.NDArray[Any]]
 set to 0 afterwards, so an estimator need not guard its divisions there.
 """
 
-
-def grpo(cells: Cells) -> npt.NDArray[np.float64]:
-    """Return A = (r - mean) / std: eq. 4 and 5 of Complementary RL (GRPO, Shao et al. 2024)."""
-    return cells.centred / cells.std
-
-
-def dr_grpo(cells: Cells) -> npt.NDArray[np.float64]:
-    """Return A = r - mean, so that a cell's spread does not weigh it (Liu et al. 2025)."""
-    return cells.centred
-
-
-def rloo(cells: Cells) -> npt.NDArray[np.float64]:
-    """Return A = r - mean of the others = (r - mean) K / (K - 1) (Ahmadian et al. 2024)."""
-    return cells.centred / (1.0 - 1.0 / cells.size)
-
-
-def reinforce_baseline(cells: Cells) -> npt.NDArray[np.float64]:
-    """Return A = (r - mean) / std over the whole batch (REINFORCE++-baseline, Hu et al. 2025)."""
-    return cells.centred / np.sqrt((cells.centred**2).mean())
-
-
 ESTIMATORS: dict[str, Estimator | str] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce++": reinforce_baseline,
+    # (r - mean) / std: eq. 4 and 5 of Complementary RL (GRPO, Shao et al. 2024)
+    "grpo": lambda cells: cells.centred / cells.std,
+    # r - mean, so that a cell's spread does not weigh it (Liu et al. 2025)
+    "dr_grpo": lambda cells: cells.centred,
+    # r - mean of the others = (r - mean) K / (K - 1) (Ahmadian et al. 2024)
+    "rloo": lambda cells: cells.centred / (1.0 - 1.0 / cells.size),
+    # (r - mean) / std over the whole batch (REINFORCE++-baseline, Hu et al. 2025)
+    "reinforce++": lambda cells: cells.centred / np.sqrt((cells.centred**2).mean()),
 }
 
 
@@ -101,9 +84,8 @@ def cell_advantages(
         ConfigError: the estimator is unknown.
         ValueError: shapes differ, or a reward is not finite.
     """
-    found = (
-        resolve("estimators", estimator, ESTIMATORS) if isinstance(estimator, str) else estimator
-    )
+    if isinstance(estimator, str):
+        estimator = resolve("estimators", estimator, ESTIMATORS)
     values = _rewards(rewards)
     if not len(values):
         return np.zeros(0, np.float32)
@@ -112,7 +94,7 @@ def cell_advantages(
     mean = (np.bincount(cell, values, count) / size)[cell]
     std = np.sqrt(np.bincount(cell, (values - mean) ** 2, count) / size)[cell]
     with np.errstate(divide="ignore", invalid="ignore"):
-        advantages = found(Cells(values, cell, size[cell], mean, std))
+        advantages = estimator(Cells(values, cell, size[cell], mean, std))
     informative = (std > eps) & (size[cell] > 1)
     return np.where(informative, advantages, 0.0).astype(np.float32)
 
@@ -158,12 +140,10 @@ def turn_advantages(
     lengths = [len(row) for row in rewards]
     returns: list[float] = []
     for row in rewards:
-        following = 0.0
-        backward: list[float] = []
+        begin, following = len(returns), 0.0
         for reward in reversed(row):
             following = reward + discount * following
-            backward.append(following)
-        returns += reversed(backward)
+            returns.insert(begin, following)
     # A cell is a (group, turn) pair here, so that only turns of the same number meet.
     names = np.unique(labels, return_inverse=True)[1].reshape(-1)
     turns = np.concatenate([np.arange(n) for n in lengths])
@@ -177,9 +157,9 @@ def turn_advantages(
 def split_weights(group: npt.ArrayLike, guided: npt.ArrayLike) -> Floats:
     """Return the weight of each trajectory in the objective of eq. 5: 1/G * 1/C * 1/K_c.
 
-    G is the number of groups, C the number of conditions present in the trajectory's group (2, or 1
-    where a group has one condition only, which gives its members 1/K each) and K_c the size of its
-    cell. So both halves of a group count equally whatever their sizes, and so do all groups.
+    G is the number of groups, C the number of conditions present in the trajectory's group (1 or 2)
+    and K_c the size of its cell. So both halves of a group count equally whatever their sizes, and
+    so do all groups.
 
     Args:
         group: id of the task instance, shape (n,), integer or text.
@@ -202,13 +182,9 @@ def split_weights(group: npt.ArrayLike, guided: npt.ArrayLike) -> Floats:
 
 
 def batch_advantages(rewards: npt.ArrayLike) -> Floats:
-    """Return A = r - mean over the batch, not divided by a spread: eq. 3 of Complementary RL.
+    """Return r - mean over the batch, not divided by a spread: eq. 3 of Complementary RL.
 
-    Args:
-        rewards: mean reward per sample, shape (n,), float.
-
-    Returns:
-        advantages, shape (n,), float32.
+    Rewards and advantages have shape (n,); the latter are float32.
 
     Raises:
         ValueError: not one-dimensional, or a reward is not finite.
@@ -233,7 +209,7 @@ def training_count_weights(
         decay: alpha >= 0; 0 turns the discount off.
 
     Returns:
-        weights, shape (n,), float32, in [0, 1]; a sample never trained on has weight 1.
+        weights, shape (n,), float32, in [0, 1]; 1 for a sample never trained on.
 
     Raises:
         ValueError: shapes differ, a count is negative, or ``cooldown`` or ``decay`` is negative.

@@ -11,11 +11,10 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast
 
-import gymnasium as gym
 import torch
 
 from experiential.bank.folder import FolderBank
-from experiential.config import EnvSettings, Experiment, ModelSettings, OptimSettings
+from experiential.config import Experiment, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.executor import DeviceExecutor
@@ -140,10 +139,6 @@ class LocalRuntime(PolicyRuntime):
     def foreground(self) -> AbstractContextManager[None]:
         """Keep the executor for rollouts inside the block."""
         return self.llm.executor.foreground()
-
-    async def sync(self) -> int:
-        """Return the version: generation already uses the trained weights."""
-        return self.version
 
     async def save(self, folder: Path) -> None:
         """Write trainable weights, optimiser state and version."""
@@ -383,9 +378,7 @@ class InProcessRuntime:
             folder, namespace=bank.namespace, embedder=bank.embedder, store=bank.store
         )
 
-    def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
-        """Build one environment in this process."""
-        return make_env(settings, kwargs)
+    make_env = staticmethod(make_env)
 
     def close(self) -> None:
         """Close the policies that were loaded here, and the thread that computed for them."""

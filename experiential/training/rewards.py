@@ -35,12 +35,8 @@ CRITIC_SCORES: dict[Verdict, float] = {"accept": 1.0, "refine": 0.5, "reject": 0
 def critic_reward(verdict: Verdict | None, outcome: float) -> float:
     """Compute r~(m) = s_c(m) + r(m): eq. 8 of Complementary RL.
 
-    s_c is 1 for accept, 0.5 for refine and 0 for reject, so the outcome always counts and no
-    failure that was accepted outweighs a success that was refined.
-
-    Args:
-        verdict: the actor's verdict on the entry; None adds nothing.
-        outcome: r(m), -1 or +1.
+    s_c is 1 for accept, 0.5 for refine and 0 for reject or no verdict; r(m), ``outcome``, is -1 or
+    +1. So no failure that was accepted outweighs a success that was refined.
     """
     return outcome + (CRITIC_SCORES[verdict] if verdict is not None else 0.0)
 
@@ -74,10 +70,8 @@ def relative_rewards(
     for name, value, shown in zip(group, values.tolist(), condition.tolist(), strict=True):
         if not shown:
             free.setdefault(name, []).append(value)
-    base = np.array(
-        [sum(free[name]) / len(free[name]) if name in free else math.nan for name in group],
-        dtype=np.float64,
-    )
+    means = {name: sum(outcomes) / len(outcomes) for name, outcomes in free.items()}
+    base = np.array([means.get(name, math.nan) for name in group], dtype=np.float64)
     return np.where(condition, values - base, math.nan)
 
 
@@ -96,7 +90,7 @@ def entropy_bonus(
 ) -> float:
     """Compute the bonus of an entry that lowers the actor's entropy, D = H(q) - H(q, m).
 
-    See appendix B.2 of Complementary RL.
+    See appendix B.2 of Complementary RL. With w the ``weight`` and tau the ``temperature``:
 
     * ``relative``: w clip(D / H(q), low, high);
     * ``tanh``: w tanh(D);
@@ -105,14 +99,8 @@ def entropy_bonus(
       shall cost less than help earns;
     * ``log``: w sgn(D) log(1 + abs(D)).
 
-    Args:
-        before: H(q), entropy of the actor over the task without the entry, in nats, at least 0.
-        after: H(q, m), with it.
-        kind: one of the above.
-        weight: w.
-        low: see above, in units of H(q) or nats.
-        high: likewise.
-        temperature: tau of ``sigmoid``.
+    ``before`` is H(q), the entropy over the task without the entry, and ``after`` H(q, m), with it,
+    in nats.
 
     Raises:
         ValueError: an entropy is negative or not finite, or the kind is unknown.
@@ -126,9 +114,8 @@ def entropy_bonus(
         case "tanh":
             return weight * math.tanh(gain)
         case "sigmoid":
-            return weight * math.tanh(
-                gain / (2 * temperature)
-            )  # 2 sigmoid(x) - 1 = tanh(x / 2), and does not overflow
+            # 2 sigmoid(x) - 1 = tanh(x / 2), and does not overflow
+            return weight * math.tanh(gain / (2 * temperature))
         case "asymmetric":
             return weight * min(high, max(low, gain))
         case "log":
@@ -151,9 +138,7 @@ _FOUND: dict[FormatPart, re.Pattern[str]] = {
 
 
 def think_score(blocks: int) -> float:
-    """Compute R_think of EvolveR from the number of thoughts.
-
-    It is 0, .2, .3, .4, .6, .8, 1 for none to six, 1 for seven and eight, and .5 for more.
+    """Compute R_think of EvolveR from the number of thoughts: .5 for more than eight.
 
     The published code gives 0 for seven and eight, a gap in its table that the paper does not
     state.
@@ -164,15 +149,10 @@ def think_score(blocks: int) -> float:
 
 
 def search_score(experience: int, knowledge: int, kinds: int = 2) -> float:
-    """Compute R_search of EvolveR, in [0, 1].
+    """Compute R_search of EvolveR, in [0, 1], from the number of searches for each kind.
 
     It is .5 for a search of every kind, .2 for one kind of two, and .1 per further search, at most
-    .5.
-
-    Args:
-        experience: searches for experience.
-        knowledge: searches for knowledge.
-        kinds: 1 in an environment that has only one of them, whose use then counts as all kinds.
+    .5. An environment with only one of them has ``kinds=1``: its use then counts as all.
     """
     made = (experience > 0) + (knowledge > 0)
     if not made:
@@ -184,14 +164,9 @@ def search_score(experience: int, knowledge: int, kinds: int = 2) -> float:
 def format_reward(responses: Sequence[str], parts: Sequence[FormatPart] = ALL_PARTS) -> float:
     """Compute R_format of EvolveR: 1[complete] (R_think + R_search) / 2, in [0, 1].
 
-    Complete are responses with at least one thought, one search of any kind and one answer. What
-    the environment has no use for is left out of ``parts``: it is then neither asked for nor
-    scored, and where one of R_think and R_search is left out, the other is the whole. Where an
-    environment has no knowledge to search, the search for experience is the only kind.
-
-    Args:
-        responses: the policy's responses in one episode, in order.
-        parts: the parts that an episode can have here.
+    Complete are responses with at least one thought, one search of any kind and one answer.
+    ``parts`` leaves out what the environment has no use for: it is neither asked for nor scored,
+    and without one of R_think and R_search the other is the whole.
 
     Raises:
         ValueError: ``parts`` has neither thoughts nor searches.
@@ -210,26 +185,18 @@ def format_reward(responses: Sequence[str], parts: Sequence[FormatPart] = ALL_PA
     if not all(asked) or (searches and not any(count[part] for part in searches)):
         return 0.0
     scores = [think_score(count["think"])] if "think" in parts else []
-    scores += (
-        [search_score(count["search_experience"], count["search_knowledge"], len(searches))]
-        if searches
-        else []
-    )
+    if searches:
+        asked_bank, asked_world = count["search_experience"], count["search_knowledge"]
+        scores.append(search_score(asked_bank, asked_world, len(searches)))
     return sum(scores) / len(scores)
 
 
 def evolver_reward(
     outcome: float, form: float, *, outcome_weight: float = 1.0, format_weight: float = 0.1
 ) -> float:
-    """Compute R = (w_o R_outcome + w_f R_format) / (w_o + w_f).
+    """Compute R = (w_o R_outcome + w_f R_format) / (w_o + w_f), with rewards in [0, 1].
 
     The default weights are those of EvolveR's script.
-
-    Args:
-        outcome: R_outcome, in [0, 1].
-        form: R_format, in [0, 1].
-        outcome_weight: w_o.
-        format_weight: w_f.
 
     Raises:
         ValueError: a weight is negative, or both are 0.

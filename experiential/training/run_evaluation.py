@@ -42,24 +42,10 @@ class EvaluatedRun:
         """Return the name of the run's folder."""
         return self.folder.resolve().name
 
-    @property
-    def step(self) -> int:
-        """Return the training step of the checkpoint."""
-        return int(self.manifest["step"])
-
     @cached_property
     def digest(self) -> str:
         """Return the digest of all files of the checkpoint."""
         return folder_digest(self.checkpoint)
-
-    def arms(self, wanted: Sequence[Arm]) -> list[Arm]:
-        """Return the wanted arms that this run can play: without a bank only ``off``."""
-        return [arm for arm in wanted if arm == "off" or self.has_bank]
-
-    @property
-    def has_bank(self) -> bool:
-        """Return whether the checkpoint holds a bank and the settings use it."""
-        return self.experiment.extractor.enabled and (self.checkpoint / "bank").is_dir()
 
 
 def open_run(folder: Path, experiment: Experiment) -> EvaluatedRun:
@@ -84,22 +70,19 @@ def evaluate_run(
     *,
     observer: Observer | None = None,
 ) -> list[Cell]:
-    """Return one cell for each arm that the run can play, in the order asked.
+    """Return one cell for each arm that the run can play (without a bank only ``off``), in order.
 
-    Args:
-        run: to evaluate.
-        arms: which arms.
-        store: of finished cells. Those in it are not played again, others are stored as soon as
-            they are finished.
-        observer: receives the events of the episodes.
+    Cells in ``store`` are not played again; others are stored as soon as they are finished.
+    ``observer`` receives the events of the episodes.
     """
     from experiential.training.trainer import Trainer
 
     settings = settings_digest(run.experiment)
-    wanted = run.arms(arms)
+    has_bank = run.experiment.extractor.enabled and (run.checkpoint / "bank").is_dir()
+    wanted = [arm for arm in arms if arm == "off" or has_bank]
     stored = {arm: store.find(cell_name(run.digest, settings, arm)) for arm in wanted}
     found = {arm: cell for arm, cell in stored.items() if cell is not None}
-    left: tuple[Arm, ...] = tuple(arm for arm in wanted if arm not in found)
+    left = tuple(arm for arm in wanted if arm not in found)
     if not left:
         return [found[arm] for arm in wanted]
 
@@ -118,10 +101,7 @@ def evaluate_run(
 
 
 def only_evaluation(experiment: Experiment, arms: tuple[Arm, ...]) -> Experiment:
-    """Return the settings of an evaluation in a scratch folder.
-
-    It plays these arms, nothing before, and uses no server that holds the run's own index.
-    """
+    """Return the settings to play these arms in a scratch folder, on an index of its own."""
     changes = {
         "eval": experiment.eval.model_copy(update={"before": False, "arms": arms}),
         "bank": experiment.bank.model_copy(update={"path": None, "store": CHROMA}),

@@ -23,6 +23,11 @@ LOSSES = {
     name: f"experiential.training.losses:{name}" for name in ("ppo", "cispo", "sft", "reverse_kl")
 }
 """Built-in policy losses, which import torch and so are imported when chosen."""
+METHODS = {
+    "policy_gradient": "experiential.training.methods.policy_gradient:PolicyGradient",
+    "evolver": "experiential.training.methods.evolver:EvolveR",
+}
+"""Built-in main methods, imported when chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +42,14 @@ class Sample:
         advantages: advantage of each sampled token.
         allowed: token ids each draw was restricted to; empty means the whole vocabulary, or what
             ``json_schema`` allows.
-        json_schema: what the response was restricted to, which begins at ``response`` and runs to
-            the end of ``tokens``.
+        json_schema: what the response was restricted to, from ``response`` to the end.
         response: index in ``tokens``; only needed with a schema.
-        teacher: log-probability of each sampled token under a teacher, for ``reverse_kl`` alone;
-            else empty.
+        teacher: log-probability of each sampled token under a teacher, for ``reverse_kl`` alone.
         weight: weight of this sequence in the loss; the weights of a batch sum to one for
             sequence-mean losses.
         temperature: temperature the log-probabilities were taken at.
         policy_version: optimiser steps the behaviour policy had seen.
-        kind: the loss of this sequence where it is another than that of its batch, as when a batch
-            is learnt from and imitated at once.
+        kind: the loss of this sequence where it is another than that of its batch.
     """
 
     tokens: tuple[int, ...]
@@ -69,11 +71,7 @@ class Sample:
 
 
 def check_sample(sample: Sample) -> None:
-    """Refuse a malformed sample.
-
-    Raises:
-        ValueError: lengths differ, or a position is out of range.
-    """
+    """Raise ValueError if lengths differ, or a position is out of range."""
     n = len(sample.positions)
     optional = [found for found in (sample.allowed, sample.teacher) if found]
     if any(len(found) != n for found in (sample.logprobs, sample.advantages, *optional)):
@@ -81,11 +79,9 @@ def check_sample(sample: Sample) -> None:
             f"Expected {n} log-probabilities, advantages, constraints and teacher's, one per"
             " position, got other lengths"
         )
-    if min(sample.positions) < 1 or max(sample.positions) >= len(sample.tokens):
-        raise ValueError(
-            f"Expected positions between 1 and {len(sample.tokens) - 1}, got"
-            f" {min(sample.positions)} to {max(sample.positions)}"
-        )
+    low, high, last = min(sample.positions), max(sample.positions), len(sample.tokens) - 1
+    if low < 1 or high > last:
+        raise ValueError(f"Expected positions between 1 and {last}, got {low} to {high}")
 
 
 class LossSettings(Record):
@@ -140,10 +136,7 @@ class PolicyRuntime(LLM):
         return 0
 
     def busy(self) -> dict[str, float]:
-        """Return the share of time since the last call in which each device of this policy worked.
-
-        In [0, 1]; devices without a measurement are left out.
-        """
+        """Return the share of time since the last call in which each measured device worked."""
         return {}
 
     def foreground(self) -> AbstractContextManager[None]:
@@ -167,9 +160,9 @@ class PolicyRuntime(LLM):
             f"Expected a runtime that gives entropies, got {type(self).__name__}; use runtime=local"
         )
 
-    @abstractmethod
     async def sync(self) -> int:
-        """Make generation use the trained weights; returns the version now served."""
+        """Make generation use the trained weights, if it does not yet; return its version."""
+        return self.version
 
     @abstractmethod
     async def save(self, folder: Path) -> None:
@@ -186,8 +179,7 @@ class PolicyRuntime(LLM):
     async def anchor(self) -> None:
         """Make the current weights the reference of the KL penalty, if the policy keeps a copy.
 
-        The frozen base below LoRA adapters, and the reference of a cluster's policy, stay what they
-        are.
+        The base below LoRA adapters and the reference of a cluster's policy stay as they are.
         """
 
     async def export(self, folder: Path) -> None:
@@ -204,17 +196,14 @@ class Runtime(Protocol):
 
     A runtime's name resolves to a callable, which takes the experiment and, optionally, existing
     policies; the caller closes those.
+
+    Attributes:
+        actor: the policy that plays.
+        extractor: the policy that distils; the actor itself where they share their weights.
     """
 
-    @property
-    def actor(self) -> PolicyRuntime:
-        """Return the policy that plays."""
-        ...
-
-    @property
-    def extractor(self) -> PolicyRuntime:
-        """Return the policy that distils; the actor itself where they share their weights."""
-        ...
+    actor: PolicyRuntime
+    extractor: PolicyRuntime
 
     def open_bank(self, folder: Path) -> ForkableBank:
         """Open the run's bank for writing; the caller closes it before the runtime.
@@ -232,12 +221,6 @@ class Runtime(Protocol):
         """End every thread, process and remote actor that this runtime started."""
         ...
 
-
-METHODS = {
-    "policy_gradient": "experiential.training.methods.policy_gradient:PolicyGradient",
-    "evolver": "experiential.training.methods.evolver:EvolveR",
-}
-"""Built-in main methods, imported when chosen."""
 
 RUNTIMES: dict[str, str | Callable[[Experiment, Policies | None], Runtime]] = {
     "local": "experiential.training.local:InProcessRuntime",
@@ -258,9 +241,7 @@ def build_runtime(experiment: Experiment, policies: Policies | None = None) -> R
 def sample_from_generation(
     generation: Generation, advantages: Sequence[float] | float, *, weight: float = 1.0
 ) -> Sample:
-    """Make a sample of one response.
-
-    Tokens forced by a constraint carry no choice and are left out.
+    """Make a sample of one response, without the tokens that a constraint forced.
 
     Args:
         generation: a response with token ids and behaviour log-probabilities.
@@ -268,11 +249,8 @@ def sample_from_generation(
         weight: weight of the sequence.
     """
     n = len(generation.response_ids)
-    values = (
-        [float(advantages)] * n
-        if isinstance(advantages, int | float)
-        else [float(a) for a in advantages]
-    )
+    one = isinstance(advantages, int | float)
+    values = [float(advantages)] * n if one else [float(a) for a in advantages]
     if len(values) != n or len(generation.logprobs) != n:
         raise ValueError(
             f"Expected {n} advantages and log-probabilities, got {len(values)} and"
