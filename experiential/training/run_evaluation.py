@@ -79,10 +79,10 @@ def evaluate_run(
 
     settings = settings_digest(run.experiment)
     has_bank = run.experiment.extractor.enabled and (run.checkpoint / "bank").is_dir()
-    wanted = [arm for arm in arms if arm == "off" or has_bank]
+    wanted: list[Arm] = [arm for arm in arms if arm == "off" or has_bank]
     stored = {arm: store.find(cell_name(run.digest, settings, arm)) for arm in wanted}
     found = {arm: cell for arm, cell in stored.items() if cell is not None}
-    left = tuple(arm for arm in wanted if arm not in found)
+    left: tuple[Arm, ...] = tuple(arm for arm in wanted if arm not in found)
     if not left:
         return [found[arm] for arm in wanted]
 
