@@ -73,11 +73,6 @@ class Product:
         ).lower()
 
 
-def _clickable(value: str) -> str:
-    """Return an option's value as WebShop spells it, without brackets and lone surrogates."""
-    return _SURROGATE.sub("\ufffd", value.strip().replace("/", " | ").lower().translate(_ROUND))
-
-
 class _Choice(BaseModel):
     value: str
 
@@ -103,17 +98,6 @@ class _Row(BaseModel):
             raise ValueError(f"Expected a price such as $9.99, got {text!r}")
         return text
 
-    def prices(self) -> tuple[float, ...]:
-        return tuple(float(price.replace(",", "")) for price in _PRICE.findall(self.pricing)[:2])
-
-    def options(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        known = self.customization_options if isinstance(self.customization_options, dict) else {}
-        return tuple(
-            (name.lower(), tuple(text for choice in choices if (text := _clickable(choice.value))))
-            for name, choices in known.items()
-            if choices is not None
-        )
-
 
 class _Asked(BaseModel):
     """Check an entry of the second file."""
@@ -138,15 +122,17 @@ def read_products(folder: str | Path) -> list[Product]:
             or has a wrong one, or something is asked of a product that is not there; file and field
             are named.
     """
-    rows, asked = (
-        _read(_file(Path(folder).expanduser(), name)) for name in (PRODUCTS, INSTRUCTIONS)
-    )
-    return make_products(
-        rows,
-        asked,
-        str(_file(Path(folder).expanduser(), PRODUCTS)),
-        str(_file(Path(folder).expanduser(), INSTRUCTIONS)),
-    )
+    files: list[Path] = []
+    for name in (PRODUCTS, INSTRUCTIONS):
+        paths = [Path(folder).expanduser() / f"{name}{end}" for end in ("", ".xz")]
+        found = next((path for path in paths if path.is_file()), None)
+        if found is None:
+            raise ConfigError(
+                f"Expected {name} (or {name}.xz) in {paths[0].parent}, got no such file; WebShop's"
+                " repository tells where to download its small data set"
+            )
+        files.append(found)
+    return make_products(*map(_read, files), *map(str, files))
 
 
 def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Product]:
@@ -162,17 +148,15 @@ def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Produ
             f"Expected a JSON object from asin to instruction in {asking}, got"
             f" {type(asked).__name__}"
         )
-    listed = [
-        checked(_Row, row, f"{_fields(_Row)} in {source}", f"product {i}")
-        for i, row in enumerate(cast("list[Any]", rows), 1)
-    ]
+    wanted, unique = f"{', '.join(_Row.model_fields)} in {source}", dict[str, _Row]()
+    for i, row in enumerate(cast("list[Any]", rows), 1):
+        product = checked(_Row, row, wanted, f"product {i}")
+        unique.setdefault(product.asin, product)
+    wanted = f"{', '.join(_Asked.model_fields)} in {asking}"
     wishes = {
-        name: checked(_Asked, row, f"{_fields(_Asked)} in {asking}", f"entry {name!r}")
+        name: checked(_Asked, row, wanted, f"entry {name!r}")
         for name, row in cast("Mapping[str, Any]", asked).items()
     }
-    unique: dict[str, _Row] = {}
-    for one in listed:
-        unique.setdefault(one.asin, one)
     for name, wish in wishes.items():
         if name not in unique and wish.instruction:
             raise ConfigError(
@@ -184,15 +168,20 @@ def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Produ
                 f"Expected instruction_attributes beside the instruction of {name!r} in {asking},"
                 " got none"
             )
-    return [_product(row, wishes.get(row.asin)) for row in unique.values()]
+    nothing = _Asked(attributes=[])
+    return [_product(row, wishes.get(row.asin, nothing)) for row in unique.values()]
 
 
-def _product(row: _Row, wish: _Asked | None) -> Product:
-    bullets = (
-        row.small_description
-        if isinstance(row.small_description, list)
-        else [row.small_description]
-    )
+def _product(row: _Row, wish: _Asked) -> Product:
+    options: list[tuple[str, tuple[str, ...]]] = []
+    known = row.customization_options
+    for name, choices in known.items() if isinstance(known, dict) else ():
+        # values as WebShop spells them, without brackets and lone surrogates
+        spelt = (one.value.strip().replace("/", " | ").lower() for one in choices or ())
+        texts = tuple(_SURROGATE.sub("\ufffd", text.translate(_ROUND)) for text in spelt if text)
+        if choices is not None:
+            options.append((name.lower(), texts))
+    bullets = row.small_description
     return Product(
         asin=row.asin,
         title=row.name,
@@ -200,23 +189,13 @@ def _product(row: _Row, wish: _Asked | None) -> Product:
         query=row.query.lower().strip(),
         path=tuple(level.strip() for level in row.product_category.split("\u203a")),
         description=row.full_description,
-        bullets=tuple(bullets),
-        prices=row.prices(),
-        options=row.options(),
-        attributes=tuple(wish.attributes) if wish else (),
+        bullets=tuple(bullets) if isinstance(bullets, list) else (bullets,),
+        prices=tuple(float(one.replace(",", "")) for one in _PRICE.findall(row.pricing)[:2]),
+        options=tuple(options),
+        attributes=tuple(wish.attributes),
         rating=str(row.average_rating or "N.A."),
-        wish=wish.instruction if wish else None,
-        wished=tuple(wish.instruction_attributes or ()) if wish else (),
-    )
-
-
-def _file(folder: Path, name: str) -> Path:
-    for path in (folder / name, folder / f"{name}.xz"):
-        if path.is_file():
-            return path
-    raise ConfigError(
-        f"Expected {name} (or {name}.xz) in {folder}, got no such file; WebShop's repository tells"
-        " where to download its small data set"
+        wish=wish.instruction,
+        wished=tuple(wish.instruction_attributes or ()),
     )
 
 
@@ -228,7 +207,3 @@ def _read(path: Path) -> Any:
         raise ConfigError(
             f"Expected JSON in {path}, got a file that cannot be read: {error}"
         ) from error
-
-
-def _fields(model: type[BaseModel]) -> str:
-    return ", ".join(model.model_fields)

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 from experiential.bank.text import escape
 from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
-from experiential.envs.webshop.catalogue import Product
 from experiential.envs.webshop.goals import Goal
 from experiential.envs.webshop.pages import (
     BACK,
@@ -26,8 +25,8 @@ from experiential.envs.webshop.pages import (
     one_line,
     page_text,
 )
-from experiential.envs.webshop.score import require_fuzzy, score
-from experiential.envs.webshop.shop import PARTS, Shop, Split, open_shop
+from experiential.envs.webshop.score import fuzzy_ratio, score
+from experiential.envs.webshop.shop import PARTS, Split, open_shop
 from experiential.errors import ConfigError
 
 LONGEST = 100_000
@@ -125,7 +124,7 @@ class WebShopEnv(TextEnv):
         positive(turns=chosen["turns"])
         if not 0 < threshold <= 1:
             raise ConfigError(f"Expected threshold above 0 and at most 1, got {threshold}")
-        require_fuzzy()
+        fuzzy_ratio()  # without it no purchase can be rated
         self._source = data or os.environ.get("WEBSHOP_DATA") or None
         self.split: Split = split
         self.threshold, self.generation = threshold, generation
@@ -134,18 +133,13 @@ class WebShopEnv(TextEnv):
         super().__init__(len(self._goals), render_mode=render_mode)
 
     def _open(self) -> None:
-        shop, goals = open_shop(self.split, self._source, self.generation)
-        self._shop: Shop = shop
-        self._goals = goals
-        self._shares = list(accumulate(goal.weight for goal in goals))
+        self._shop, self._goals = open_shop(self.split, self._source, self.generation)
+        self._shares = list(accumulate(goal.weight for goal in self._goals))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all state but the shop, which another process opens itself."""
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_shop", "_goals", "_shares")
-        }
+        own = ("_shop", "_goals", "_shares")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -173,19 +167,34 @@ class WebShopEnv(TextEnv):
         call = self._legal_call(action)
         self._left -= 1
         if call == Call("click", BUY):
-            return self._buy()
-        if call is not None:
-            self._follow(call)
-        complaint = "" if call is not None else "That cannot be done here."
-        feedback = f"{complaint} {self._rules()}" if complaint else ""
-        observation = f"{complaint}\n{self._page()}" if complaint else self._page()
-        return observation, 0.0, False, self._left == 0, self._info(feedback, invalid=call is None)
+            wanted, asin = self._shop.products[self._goal.asin], self._visit.asin
+            chosen, price = self._visit.chosen.values(), self._shop.prices[asin]
+            bought = self._shop.products[asin]
+            value = score(bought, wanted, self._goal, chosen, price).value
+            success = value >= self.threshold
+            thanks, said = "Thank you for shopping with us!", "Your score (min 0.0, max 1.0)"
+            info = self._info(f"{thanks} {said}: {value:.3f}", success=success)
+            reward = float(success) if self.binary else value
+            return f"{thanks}\n{said}: {value:.3f}", reward, True, False, info
+        over = self._left == 0
+        if call is None:
+            complaint = "That cannot be done here."
+            info = self._info(f"{complaint} {self._rules()}", invalid=True)
+            return f"{complaint}\n{self._page()}", 0.0, False, over, info
+        self._follow(call)
+        return self._page(), 0.0, False, over, self._info("")
 
     def oracle_action(self) -> str:
         """Search for the wanted product, open it, choose its options, buy it."""
         visit, goal = self._visit, self._goal
         if visit.kind == "search":
-            return f"search[{self._best_query()}]"
+            product = self._shop.products[goal.asin]
+            texts = (product.title, product.indexed, goal.wish)
+            queries = [_words(text)[:2000] for text in texts]
+            found = {query: self._shop.search(query) for query in queries}
+            ranks = {one: ids.index(goal.asin) for one, ids in found.items() if goal.asin in ids}
+            best = min(ranks, key=lambda query: ranks[query]) if ranks else queries[0]
+            return f"search[{best}]"
         if visit.kind == "results":
             if goal.asin in visit.listed:
                 return f"click[{goal.asin}]"
@@ -198,18 +207,6 @@ class WebShopEnv(TextEnv):
         missing = [value for _, value in goal.options if value not in visit.chosen.values()]
         return f"click[{missing[0] if missing else BUY}]"
 
-    def _best_query(self) -> str:
-        product = self._shop.products[self._goal.asin]
-        queries = [
-            _words(text)[:2000] for text in (product.title, product.indexed, self._goal.wish)
-        ]
-        ranks = {
-            query: found.index(product.asin)
-            for query in queries
-            if product.asin in (found := self._shop.search(query))
-        }
-        return min(ranks, key=lambda query: ranks[query]) if ranks else queries[0]
-
     def _legal_call(self, action: str) -> Call | None:
         """Return the call with the click as the page spells it, or None if it is not legal here."""
         call = read_call(action)
@@ -217,10 +214,11 @@ class WebShopEnv(TextEnv):
             return None
         if call.kind == "search":
             return call
-        known = {
-            _plain(text): text for text in sorted(self._buttons(), key=lambda text: text in FIXED)
-        }
-        return Call("click", known[_plain(call.text)]) if _plain(call.text) in known else None
+        # a button of the shop itself comes last, so that no option of a product hides it
+        texts = sorted(self._buttons(), key=lambda text: text in FIXED)
+        known = {one_line(text).casefold(): text for text in texts}
+        spelt = known.get(one_line(call.text).casefold())
+        return Call("click", spelt) if spelt is not None else None
 
     def _follow(self, call: Call) -> None:
         visit, text = self._visit, call.text
@@ -239,46 +237,23 @@ class WebShopEnv(TextEnv):
             visit.kind, visit.detail = "detail", text
         else:
             # Where two options have the value, it is chosen of one that is still open.
-            names = [name for name, values in self._product.options if text in values]
-            visit.chosen[next((name for name in names if name not in visit.chosen), names[-1])] = (
-                text
-            )
-
-    def _buy(self) -> Step:
-        wanted, asin = self._shop.products[self._goal.asin], self._visit.asin
-        value = score(
-            self._product, wanted, self._goal, self._visit.chosen.values(), self._shop.prices[asin]
-        ).value
-        success = value >= self.threshold
-        observation = f"Thank you for shopping with us!\nYour score (min 0.0, max 1.0): {value:.3f}"
-        info = self._info(observation.replace("\n", " "), success=success)
-        return observation, float(success) if self.binary else value, True, False, info
-
-    @property
-    def _product(self) -> Product:
-        return self._shop.products[self._visit.asin]
+            options = self._shop.products[visit.asin].options
+            names = [name for name, values in options if text in values]
+            name = next((name for name in names if name not in visit.chosen), names[-1])
+            visit.chosen[name] = text
 
     def _buttons(self) -> list[str]:
         return buttons(self._visit, self._shop.products.get(self._visit.asin))
 
     def _page(self) -> str:
-        tail = (
-            "No turns are left."
-            if self._left == 0
-            else f"Turns left: {self._left}. {self._rules()}"
-        )
-        return (
-            "WebShop\nInstruction:"
-            f" {self.task}\n{page_text(self._visit, self._shop.products)}\n{tail}"
-        )
+        page = page_text(self._visit, self._shop.products)
+        tail = f"Turns left: {self._left}. {self._rules()}" if self._left else "No turns are left."
+        return f"WebShop\nInstruction: {self.task}\n{page}\n{tail}"
 
     def _rules(self) -> str:
-        form = (
-            "search[words]"
-            if self._visit.kind == "search"
-            else "click[text], where text is one that stands in brackets above"
-        )
-        return f"Reply: {form}."
+        if self._visit.kind == "search":
+            return "Reply: search[words]."
+        return "Reply: click[text], where text is one that stands in brackets above."
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         # Clicks of this page; on the search page a search for the words of the instruction.
@@ -286,14 +261,5 @@ class WebShopEnv(TextEnv):
         if not clicks:
             wish = self.task.split(", and price lower than")[0]
             clicks = [f"search[{_words(wish)}]"]
-        return self._report(
-            f"{self._shop.name}-{self._goal.index}",
-            feedback,
-            success=success,
-            invalid=invalid,
-            admissible=clicks,
-        )
-
-
-def _plain(text: str) -> str:
-    return one_line(text).casefold()
+        instance = f"{self._shop.name}-{self._goal.index}"
+        return self._report(instance, feedback, success=success, invalid=invalid, admissible=clicks)

@@ -57,30 +57,24 @@ def make_goals(products: Sequence[Product], prices: Mapping[str, float], seed: i
     WebShop has it; ``seed`` draws the bounds only.
     """
     rng = random.Random(f"bounds:{seed}")
-    goals = [
-        goal
-        for product in products
-        if product.wish is not None
-        for goal in _asked_of(product, prices[product.asin], rng)
-    ]
+    goals: list[Goal] = []
+    for product in products:
+        if product.wish is None:
+            continue
+        above = [bound for bound in _BOUNDS if bound > prices[product.asin]][:4]
+        bound = max(rng.sample(above, 2)) if len(above) >= 2 else NO_BOUND
+        tail = f", and price lower than {bound:.2f} dollars" if bound < NO_BOUND else ""
+        options = sorted(product.options)
+        for values in itertools.product(*(values for _, values in options)):
+            chosen = tuple((name, value) for (name, _), value in zip(options, values, strict=True))
+            listed = ", and ".join(f"{name}: {value}" for name, value in chosen)
+            wish = f"{product.wish} with {listed}" if chosen else product.wish
+            goal = Goal(0, product.asin, wish, wish + tail, product.wished, chosen, bound)
+            goals.append(goal)
     counts = Counter(attribute for goal in goals for attribute in goal.attributes)
     random.Random(ORDER).shuffle(goals)
-    return [replace(goal, index=i, weight=_weight(goal, counts)) for i, goal in enumerate(goals)]
-
-
-def _weight(goal: Goal, counts: Counter[str]) -> float:
-    return sum(1 / counts[attribute] for attribute in goal.attributes) / len(goal.attributes)
-
-
-def _asked_of(product: Product, price: float, rng: random.Random) -> list[Goal]:
-    above = [bound for bound in _BOUNDS if bound > price][:4]
-    bound = max(rng.sample(above, 2)) if len(above) >= 2 else NO_BOUND
-    tail = f", and price lower than {bound:.2f} dollars" if bound < NO_BOUND else ""
-    options = sorted(product.options)
-    goals: list[Goal] = []
-    for values in itertools.product(*(values for _, values in options)):
-        chosen = tuple((name, value) for (name, _), value in zip(options, values, strict=True))
-        listed = ", and ".join(f"{name}: {value}" for name, value in chosen)
-        wish = f"{product.wish} with {listed}" if chosen else str(product.wish)
-        goals.append(Goal(0, product.asin, wish, wish + tail, product.wished, chosen, bound))
-    return goals
+    weights = [sum(1 / counts[one] for one in goal.attributes) for goal in goals]
+    return [
+        replace(goal, index=i, weight=weight / len(goal.attributes))
+        for i, (goal, weight) in enumerate(zip(goals, weights, strict=True))
+    ]

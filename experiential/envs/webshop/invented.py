@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -140,50 +139,38 @@ def invented_rows(
         asin = f"B0{letter}{np.base_repr(number, 36):0>7}"
         kind = _KINDS[i % len(_KINDS)]
         attributes = rng.sample(kind.attributes, 4)
-        rows.append(
-            _row(asin, kind, attributes, f"{rng.choice(_STARTS[part])}{rng.choice(_ENDS)}", rng)
-        )
+        brand = f"{rng.choice(_STARTS[part])}{rng.choice(_ENDS)}"
+        noun = rng.choice(kind.nouns)
+        pricing = f"${(low := rng.randint(600, 9000) / 100)}"
+        if rng.random() >= 0.8:
+            pricing += f" - ${round(low * rng.uniform(1.1, 1.5), 2)}"
+        colours = rng.sample(_COLOURS, rng.randint(2, 3))
+        values = sorted(rng.sample(kind.values, 2), key=kind.values.index)
+        options = {"Color": colours, kind.option.title(): values}
+        title = f"{brand} {noun}, {attributes[0].title()}, {attributes[1].title()}"
+        row = {
+            "asin": asin,
+            "name": f"{title}, Model {rng.randint(100, 999)}",
+            "category": kind.category,
+            "query": kind.query,
+            "product_category": kind.path,
+            "full_description": (
+                f"A {noun.lower()} by {brand}: {attributes[2]}. {rng.choice(_FEATURES)}"
+            ),
+            "small_description": [f"With {attributes[3]}.", rng.choice(_FEATURES)],
+            "pricing": pricing,
+            "average_rating": rng.randint(20, 50) / 10,
+            "customization_options": {
+                name: [{"value": value} for value in texts] for name, texts in options.items()
+            },
+            "images": [],
+            "page": 1,
+        }
+        rows.append(row)
         wished = sorted(rng.sample(attributes, 2))
-        wish = f"Find me {', '.join(wished)} {kind.query}"
         asked[asin] = {
             "attributes": attributes,
-            "instruction": wish,
+            "instruction": f"Find me {', '.join(wished)} {kind.query}",
             "instruction_attributes": wished,
         }
     return rows, asked
-
-
-def _row(
-    asin: str, kind: _Kind, attributes: Sequence[str], brand: str, rng: random.Random
-) -> dict[str, Any]:
-    noun = rng.choice(kind.nouns)
-    low = rng.randint(600, 9000) / 100
-    pricing = (
-        f"${low}" if rng.random() < 0.8 else f"${low} - ${round(low * rng.uniform(1.1, 1.5), 2)}"
-    )
-    colours, values = (
-        rng.sample(_COLOURS, rng.randint(2, 3)),
-        sorted(rng.sample(kind.values, 2), key=kind.values.index),
-    )
-    return {
-        "asin": asin,
-        "name": (
-            f"{brand} {noun}, {attributes[0].title()}, {attributes[1].title()}, Model"
-            f" {rng.randint(100, 999)}"
-        ),
-        "category": kind.category,
-        "query": kind.query,
-        "product_category": kind.path,
-        "full_description": (
-            f"A {noun.lower()} by {brand}: {attributes[2]}. {rng.choice(_FEATURES)}"
-        ),
-        "small_description": [f"With {attributes[3]}.", rng.choice(_FEATURES)],
-        "pricing": pricing,
-        "average_rating": rng.randint(20, 50) / 10,
-        "customization_options": {
-            "Color": [{"value": v} for v in colours],
-            kind.option.title(): [{"value": v} for v in values],
-        },
-        "images": [],
-        "page": 1,
-    }

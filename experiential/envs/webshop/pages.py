@@ -72,48 +72,28 @@ def page_text(visit: Visit, products: Mapping[str, Product]) -> str:
     if visit.kind == "search":
         return "[Search]"
     if visit.kind == "results":
-        return _results(visit, products)
-    product = products[visit.asin]
-    return _detail(visit.detail, product) if visit.kind == "detail" else _item(visit, product)
-
-
-def _results(visit: Visit, products: Mapping[str, Product]) -> str:
-    above = [f"[{button}]" for button in buttons(visit, None) if button not in visit.listed]
-    lines = [f"Page {visit.page} (Total results: {len(visit.found)})"]
-    shown = [
-        f"[{asin}]\n{one_line(products[asin].title)}\n{products[asin].price_tag}"
-        for asin in visit.listed
-    ]
-    return "\n".join([" ".join(above), *lines, *shown])
-
-
-def _item(visit: Visit, product: Product) -> str:
-    options: list[str] = []
+        above = [f"[{button}]" for button in buttons(visit, None) if button not in visit.listed]
+        lines = [" ".join(above), f"Page {visit.page} (Total results: {len(visit.found)})"]
+        for asin in visit.listed:
+            lines += [f"[{asin}]", one_line(products[asin].title), products[asin].price_tag]
+        return "\n".join(lines)
+    product, lines = products[visit.asin], [f"[{BACK}] [{PREVIOUS}]"]
+    if visit.kind == "detail":
+        body = {
+            "Description": escape(product.description),
+            "Features": "\n".join(f"* {one_line(bullet)}" for bullet in product.bullets),
+            "Reviews": "",
+        }[visit.detail]
+        cut = body if len(body) <= _LONG else f"{body[:_LONG]}\u2026"
+        lines += [f"{visit.detail}:", cut.strip() or "There is nothing here."]
+        return "\n".join(lines)
     for name, values in product.options:
-        marks = [" (chosen)" if visit.chosen.get(name) == value else "" for value in values]
-        shown = [f"[{one_line(v)}]{mark}" for v, mark in zip(values, marks, strict=True)]
-        options.append(f"{one_line(name)}: {''.join(shown)}")
-    return "\n".join(
-        [
-            f"[{BACK}] [{PREVIOUS}]",
-            *options,
-            one_line(product.title),
-            f"Price: {product.price_tag}",
-            f"Rating: {one_line(product.rating)}",
-            "".join(f"[{detail}] " for detail in DETAILS).strip(),
-            f"[{BUY}]",
-        ]
-    )
-
-
-def _detail(detail: str, product: Product) -> str:
-    body = {
-        "Description": escape(product.description),
-        "Features": "\n".join(f"* {one_line(bullet)}" for bullet in product.bullets),
-        "Reviews": "",
-    }[detail]
-    cut = body if len(body) <= _LONG else f"{body[:_LONG]}\u2026"
-    return f"[{BACK}] [{PREVIOUS}]\n{detail}:\n{cut.strip() or 'There is nothing here.'}"
+        chosen = visit.chosen.get(name)
+        shown = [f"[{one_line(v)}]{' (chosen)' if v == chosen else ''}" for v in values]
+        lines.append(f"{one_line(name)}: {''.join(shown)}")
+    lines += [one_line(product.title), f"Price: {product.price_tag}"]
+    lines += [f"Rating: {one_line(product.rating)}", " ".join(f"[{one}]" for one in DETAILS)]
+    return "\n".join([*lines, f"[{BUY}]"])
 
 
 @lru_cache(maxsize=32_768)

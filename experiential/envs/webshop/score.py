@@ -45,10 +45,10 @@ _NOT_NOUNS = frozenset(
 
 
 class Score(NamedTuple):
-    """Hold a reward and its parts.
+    """Hold a reward in [0, 1] and its parts.
 
     Attributes:
-        value: the reward, in [0, 1].
+        value: the reward.
         kind: factor for the type of product: 0, 0.1, 0.5 or 1.
         attributes: how many attributes agree.
         options: how many options agree.
@@ -63,21 +63,17 @@ class Score(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _ratio() -> Callable[[str, str], int]:
+def fuzzy_ratio() -> Callable[[str, str], int]:
+    """Return the fuzzy matcher.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         fuzz: Any = import_module("thefuzz.fuzz")
     except ImportError as error:
         raise MissingExtraError("thefuzz", "webshop") from error
     return fuzz.token_set_ratio
-
-
-def require_fuzzy() -> None:
-    """Check at once, not at the end of an episode, that the fuzzy matcher is installed.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    _ratio()
 
 
 def agree(one: str, other: str) -> bool:
@@ -86,7 +82,7 @@ def agree(one: str, other: str) -> bool:
     >>> agree("long lasting", "Lasting, long"), agree("long lasting", "long sleeves")
     (True, False)
     """
-    return _ratio()(one, other) > SIMILAR
+    return fuzzy_ratio()(one, other) > SIMILAR
 
 
 @lru_cache(maxsize=8192)
@@ -111,22 +107,6 @@ def type_factor(bought: Product, wanted: Product) -> float:
         return 0.1 if share else 0.0
     near = bought.query == wanted.query or len({*bought.path} & {*wanted.path}) >= 2 or share > 0.2
     return 1.0 if near else 0.5
-
-
-def matched_attributes(bought: Product, wished: Iterable[str]) -> int:
-    """Return how many wished attributes the product or its texts have."""
-    texts = (bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower())
-    return sum(
-        any(agree(known, wish) for known in bought.attributes)
-        or any(wish in text for text in texts)
-        for wish in wished
-    )
-
-
-def matched_options(chosen: Iterable[str], wished: Iterable[str]) -> int:
-    """Return how many wished option values were chosen; colours compare by their word."""
-    mine = [plain_colour(value) for value in chosen]
-    return sum(any(agree(value, plain_colour(wish)) for value in mine) for wish in wished)
 
 
 @lru_cache(maxsize=8192)
@@ -157,8 +137,14 @@ def score(
         MissingExtraError: the fuzzy matcher is not installed.
     """
     kind = type_factor(bought, wanted)
-    attributes = matched_attributes(bought, goal.attributes)
-    options = matched_options(chosen, [value for _, value in goal.options])
+    texts = (bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower())
+    attributes = sum(
+        any(agree(known, wish) for known in bought.attributes)
+        or any(wish in text for text in texts)
+        for wish in goal.attributes
+    )
+    mine = [plain_colour(value) for value in chosen]  # colours compare by their word
+    options = sum(any(agree(one, plain_colour(wish)) for one in mine) for _, wish in goal.options)
     within = price <= goal.bound
     value = kind * (attributes + options + within) / (len(goal.attributes) + len(goal.options) + 1)
     return Score(value, kind, attributes, options, within)

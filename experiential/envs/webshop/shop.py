@@ -16,7 +16,7 @@ from experiential.envs.webshop.catalogue import (
     read_products,
 )
 from experiential.envs.webshop.goals import Goal, draw_prices, make_goals
-from experiential.envs.webshop.invented import invented_rows
+from experiential.envs.webshop.invented import Part, invented_rows
 from experiential.envs.webshop.lucene import LuceneBM25
 from experiential.errors import ConfigError
 
@@ -70,12 +70,17 @@ def open_shop(split: Split, folder: str | None, generation: int) -> tuple[Shop, 
         MissingExtraError: a package of the extra is missing.
     """
     if folder is None:
-        shop = _invented(split, generation)
+        if split not in ("train", "eval"):
+            raise ConfigError(
+                f"Expected split train or eval of the invented shop, got {split!r}; give data= for"
+                " WebShop's own files"
+            )
+        shop = _opened(split, None, generation, ())
         return shop, shop.goals
     path = Path(folder).expanduser()
     files = [path / f"{name}{end}" for name in (PRODUCTS, INSTRUCTIONS) for end in ("", ".xz")]
     stamp = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
-    shop = _read(path, generation, stamp)
+    shop = _opened(None, path, generation, stamp)
     goals = shop.goals[PARTS[split]]
     if not goals:
         have = f"{len(shop.goals)} goals in all; use split='all' for small files"
@@ -83,33 +88,18 @@ def open_shop(split: Split, folder: str | None, generation: int) -> tuple[Shop, 
     return shop, goals
 
 
-@lru_cache(maxsize=2)
-def _read(folder: Path, generation: int, stamp: tuple[int, ...]) -> Shop:
-    return _shop(f"webshop-{generation}", read_products(folder), generation)
-
-
 @lru_cache(maxsize=4)
-def _invented(split: Split, generation: int) -> Shop:
-    if split not in ("train", "eval"):
-        raise ConfigError(
-            f"Expected split train or eval of the invented shop, got {split!r}; give data= for"
-            " WebShop's own files"
-        )
-    rows, asked = invented_rows(split, generation)
-    return _shop(
-        f"webshop-invented-{split}-{generation}",
-        make_products(rows, asked, "invented", "invented"),
-        generation,
-    )
-
-
-def _shop(name: str, products: list[Product], generation: int) -> Shop:
+def _opened(
+    part: Part | None, folder: Path | None, generation: int, stamp: tuple[int, ...]
+) -> Shop:
+    """Return the shop of a folder, or an invented one of a part."""
+    if folder is not None:
+        name, products = f"webshop-{generation}", read_products(folder)
+    else:
+        rows, asked = invented_rows(part or "train", generation)
+        name = f"webshop-invented-{part}-{generation}"
+        products = make_products(rows, asked, "invented", "invented")
     prices = draw_prices(products, generation)
     engine = LuceneBM25([product.indexed for product in products])
-    return Shop(
-        name,
-        {p.asin: p for p in products},
-        prices,
-        tuple(make_goals(products, prices, generation)),
-        engine,
-    )
+    known = {product.asin: product for product in products}
+    return Shop(name, known, prices, tuple(make_goals(products, prices, generation)), engine)
