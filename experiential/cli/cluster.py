@@ -36,9 +36,8 @@ def examine_cluster(address: str | None = None) -> Iterator[Finding]:
         address: of a Ray cluster; None takes ``RAY_ADDRESS``.
     """
     for package, wanted in WANTED.items():
-        yield Finding(
-            "cluster", f"{package} {wanted}", about_version(package, wanted, found_version(package))
-        )
+        said = about_version(package, wanted, found_version(package))
+        yield Finding("cluster", f"{package} {wanted}", said)
     yield Finding("cluster", "flash-attn", about_flash_attention(version_of("flash-attn")))
     yield Finding("cluster", "GPUs", about_gpus())
     yield Finding("cluster", "NCCL", about_nccl())
@@ -52,11 +51,9 @@ def about_version(package: str, wanted: str, found: str) -> str:
     """Return the version found, and how to get the one wanted if it is another."""
     if found == wanted:
         return found
-    way = (
-        f"pip install --no-deps openrlhf=={wanted}"
-        if package == "openrlhf"
-        else "pip install 'experiential-rl[openrlhf]'"
-    )
+    way = "pip install 'experiential-rl[openrlhf]'"
+    if package == "openrlhf":
+        way = f"pip install --no-deps openrlhf=={wanted}"
     if not found:
         return f"missing: run {way} (see docs/cluster.md)"
     return (
@@ -76,8 +73,7 @@ def about_flash_attention(found: str) -> str:
 
 def about_gpus() -> str:
     """Return name and memory of each GPU, by nvidia-smi or else by torch."""
-    gpus = find_gpus()
-    by = "nvidia-smi"
+    gpus, by = find_gpus(), "nvidia-smi"
     if gpus is None:
         gpus, by = torch_gpus(), "torch"
     if not gpus:
@@ -107,20 +103,22 @@ def about_nccl() -> str:
 def about_ray(address: str | None) -> str:
     """Return whether a Ray cluster answers; ``auto`` is the one started on this machine."""
     own = address in (None, "auto", "local")
-    where = address
+    where = address or ""
     if own:
-        where = None
+        where = ""
         with suppress(OSError):  # Ray wrote its address down when it was started here
-            where = _CURRENT.read_text().strip() or None
-    if where is None or (own and not _reached(where)):
+            where = _CURRENT.read_text().strip()
+    host, _, port = where.removeprefix("ray://").rpartition(":")
+    readable = host != "" and port.isdigit()
+    answers = readable and _answers(host, int(port))
+    if own and not answers:
         return (
             "none running here: a run starts Ray itself (cluster.address=null), or run ray start"
             " --head on the first node"
         )
-    host, port = _split(where)
-    if not (host and port.isdigit()):
+    if not readable:
         return f"unreadable address {where!r}: write HOST:PORT, e.g. 10.0.0.1:6379"
-    if not _reached(where):
+    if not answers:
         return (
             f"nothing answers at {where}: run ray start --head --port={port} there and open the"
             " port in the firewall"
@@ -132,13 +130,16 @@ def about_port(port: int, what: str) -> str:
     """Return whether a port is free, or who took it, as far as this user may see."""
     if not _answers("127.0.0.1", port):
         return f"free ({what})"
-    owner = _listener(port) or "a process of another user"
-    advice = (
-        "it is Ray itself"
-        if "ray" in owner or "gcs" in owner
-        else f"{what} then needs another port (ray start --port, --dashboard-port)"
-    )
-    return f"taken by {owner}: {advice}"
+    owner, sockets = "a process of another user", {f"socket:[{i}]" for i in _listening(port)}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(link) in sockets:
+                process = link.parts[2]
+                owner = f"{Path('/proc', process, 'comm').read_text().strip()} (process {process})"
+                break
+    if "ray" in owner or "gcs" in owner:
+        return f"taken by {owner}: it is Ray itself"
+    return f"taken by {owner}: {what} then needs another port (ray start --port, --dashboard-port)"
 
 
 def about_shared_memory(path: str = "/dev/shm", memory_gb: float | None = None) -> str:
@@ -153,10 +154,8 @@ def about_shared_memory(path: str = "/dev/shm", memory_gb: float | None = None) 
     status = os.statvfs(path)
     size, memory = status.f_blocks * status.f_frsize / 1e9, memory_gb or machine_gb()
     wanted = max(STORE_LEAST_GB, min(STORE_SHARE * memory, STORE_CAP_GB))
-    rule = (
-        f"{STORE_SHARE:.0%} of {memory:.0f} GB, at least {STORE_LEAST_GB:.0f} and at most"
-        f" {STORE_CAP_GB:.0f}"
-    )
+    least, most = f"at least {STORE_LEAST_GB:.0f}", f"at most {STORE_CAP_GB:.0f}"
+    rule = f"{STORE_SHARE:.0%} of {memory:.0f} GB, {least} and {most}"
     if size >= wanted:
         return f"{size:.1f} GB (Ray wants {wanted:.1f}: {rule})"
     ways = f"mount -o remount,size={wanted:.0f}G {path}, or docker run --shm-size={wanted:.0f}g"
@@ -172,31 +171,10 @@ def machine_gb() -> float:
     return size / 1e9
 
 
-def _split(address: str) -> tuple[str, str]:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    return host, port
-
-
-def _reached(address: str) -> bool:
-    host, port = _split(address)
-    return port.isdigit() and _answers(host, int(port))
-
-
 def _answers(host: str, port: int) -> bool:
     with suppress(OSError), socket.create_connection((host, port), timeout=2.0):
         return True
     return False
-
-
-def _listener(port: int) -> str:
-    """Return name and id of the process that listens, or ``""`` when /proc does not show it."""
-    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if os.readlink(link) in sockets:
-                process = link.parts[2]
-                return f"{Path('/proc', process, 'comm').read_text().strip()} (process {process})"
-    return ""
 
 
 def _listening(port: int) -> Iterator[str]:

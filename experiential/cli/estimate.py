@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiential.config import Experiment, ModelSettings
+from experiential.config import Experiment
 
 if TYPE_CHECKING:
     from experiential.training.openrlhf.placement import Placement
@@ -39,22 +39,17 @@ def evaluation_episodes(experiment: Experiment) -> int:
     return (settings.before + between + settings.after) * settings.worlds * settings.visits * arms
 
 
-def parameters(model: ModelSettings) -> float | None:
-    """Count the parameters; None where that needs a download."""
-    if model.name in KNOWN_PARAMETERS:
-        return KNOWN_PARAMETERS[model.name]
-    files = list(Path(model.name).expanduser().glob("*.safetensors"))
-    return sum(file.stat().st_size for file in files) / 2 if files else None
-
-
 def memory_gb(experiment: Experiment) -> float | None:
-    """Estimate the memory of the policies in gigabytes.
+    """Estimate the memory of the policies in gigabytes; None where that needs a download.
 
     It holds weights, gradients, AdamW's moments and KL references; activations are not included.
     """
-    count = parameters(experiment.model)
+    count = KNOWN_PARAMETERS.get(experiment.model.name)
     if count is None:
-        return None
+        files = list(Path(experiment.model.name).expanduser().glob("*.safetensors"))
+        count = sum(file.stat().st_size for file in files) / 2
+        if not files:
+            return None
     width = 4 if experiment.model.dtype == "float32" else 2
     if experiment.model.lora:
         return count * width * 1.05 / 1e9
@@ -65,12 +60,7 @@ def memory_gb(experiment: Experiment) -> float | None:
 
 
 def describe_cost(experiment: Experiment, placement: Placement | None = None) -> Iterator[str]:
-    """Return the lines of `--dry-run`.
-
-    Args:
-        experiment: the run.
-        placement: where it sits on a cluster; None for a run in this process.
-    """
+    """Yield the lines of `--dry-run`; ``placement`` is None for a run in this process."""
     train, evaluate = training_episodes(experiment), evaluation_episodes(experiment)
     again = train if experiment.methods.reflection else 0
     turns = (train + again + evaluate) * experiment.env.max_turns
@@ -81,29 +71,17 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
     yield f"turns: at most {turns:,} ({experiment.env.max_turns} an episode)"
     yield f"tokens sampled by the actor: at most {turns * experiment.actor.max_tokens:,}"
     if experiment.extractor.enabled:
-        yield (
-            f"tokens sampled by the extractor: at most {train * experiment.extractor.max_tokens:,}"
-        )
+        distilled = train * experiment.extractor.max_tokens
+        yield f"tokens sampled by the extractor: at most {distilled:,}"
     if experiment.methods.reflection:
         from experiential.training.roles import REFLECTION_TOKENS
 
         yield f"tokens sampled in reflections: at most {again * REFLECTION_TOKENS:,}"
-    yield from (
-        _describe_memory(experiment)
-        if placement is None
-        else _describe_placement(experiment, placement)
-    )
+    if placement is not None:
+        from experiential.training.openrlhf.placement import describe_placement
 
-
-def _describe_memory(experiment: Experiment) -> Iterator[str]:
-    memory = memory_gb(experiment)
-    yield (
-        "memory of weights and optimisers:"
-        f" {f'about {memory:.2g} GB' if memory else 'unknown until the model is loaded'}"
-    )
-
-
-def _describe_placement(experiment: Experiment, placement: Placement) -> Iterator[str]:
-    from experiential.training.openrlhf.placement import describe_placement
-
-    return describe_placement(experiment, placement)
+        yield from describe_placement(experiment, placement)
+    else:
+        memory = memory_gb(experiment)
+        known = f"about {memory:.2g} GB" if memory else "unknown until the model is loaded"
+        yield f"memory of weights and optimisers: {known}"

@@ -190,7 +190,7 @@ class BankActor:
             import uvicorn  # noqa: F401  # pyright: ignore[reportUnusedImport]
         except ImportError as error:
             raise MissingExtraError(error.name or "uvicorn", "serve") from None
-        self.settings, self._cluster = settings, cluster
+        self.settings, self.cluster = settings, cluster
         self.token, self._port = secrets.token_urlsafe(32), 0
         self._folder = str(Path(folder).resolve())
         self.supervisor = Supervisor("bank actor on an unknown node", self._begin, cluster)
@@ -216,27 +216,20 @@ class BankActor:
 
     def bank(self) -> ActorBank:
         """Return a client that can also be forked; close it before this."""
-        return ActorBank(
-            self,
-            timeout=self._cluster.call_timeout,
-            patience=min(_PATIENCE, self._cluster.start_timeout),
-        )
+        return ActorBank(self)
 
-    def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> None:
-        """Copy the bank into another folder on this node's disk; the copy is closed.
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `BankHost`, after a restart that is under way.
 
         Raises:
-            BankError: the folder holds a bank already, the actor died meanwhile, or gave no answer
-                in time.
+            BankError: the bank refused, or the actor died meanwhile or gave no answer in time.
         """
 
-        async def fork() -> None:
-            actor = await self._started()  # waits for a restart under way
-            where = str(Path(path).resolve())
-            await self.supervisor.ask(actor, "fork", self.settings.namespace, where, keep_queue)
+        async def ask() -> Any:
+            return await self.supervisor.ask(await self._started(), method, *arguments)
 
         try:
-            self._loop.run(fork())
+            return self._loop.run(ask())
         except BackendError as error:
             raise _bank_error(error) from None
 
@@ -277,12 +270,11 @@ class BankActor:
         """Wait for the end of each actor and start the next one, while any restart is left."""
         while self.supervisor.alive and is_joined():
             with suppress(BackendError):  # the supervisor has noted and logged it
-                actor = await self._started()
-                await self._until_lost(actor)
+                await self._until_lost(await self._started())
 
     async def _until_lost(self, actor: Incarnation) -> None:
         """Lose an actor once it died, its server ended, or it does not answer."""
-        seconds, headers = self._cluster.call_timeout, {"Authorization": f"Bearer {self.token}"}
+        seconds, headers = self.cluster.call_timeout, {"Authorization": f"Bearer {self.token}"}
         end = answer(actor.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
         ended = asyncio.ensure_future(end)
         try:
@@ -325,27 +317,21 @@ class ActorConnection(Connection):
             BankError: the actor is gone for good, or as for any server.
         """
         if not self.supervisor.alive:
-            raise BankError(
-                "Expected a bank that is served, got one that is not:"
-                f" {'; '.join(self.supervisor.failures) or 'it was closed'}"
-            )
+            reasons = "; ".join(self.supervisor.failures) or "it was closed"
+            raise BankError(f"Expected a bank that is served, got one that is not: {reasons}")
         return super().call(operation, namespace, body)
 
 
 class ActorBank(RemoteBank, ForkableBank):
     """Use the bank of a `BankActor`, which can also be forked: its folder is on this node's disk.
 
-    Args:
-        actor: writer of the bank.
-        timeout: seconds to wait for one answer.
-        patience: seconds during which a lost connection is tried again; a restart of the actor
-            should fit in.
+    A lost connection is tried again for as long as a restart of the actor should take.
     """
 
-    def __init__(
-        self, actor: BankActor, *, timeout: float = 60.0, patience: float = _PATIENCE
-    ) -> None:
+    def __init__(self, actor: BankActor) -> None:
         self._actor = actor
+        timeout = actor.cluster.call_timeout
+        patience = min(_PATIENCE, actor.cluster.start_timeout)
         super().__init__(
             ActorConnection(actor, timeout, patience),
             namespace=actor.settings.namespace,
@@ -356,5 +342,5 @@ class ActorBank(RemoteBank, ForkableBank):
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
         """Return a writable copy in another folder of this node."""
-        self._actor.fork(path, keep_queue=keep_queue)
+        self._actor.ask("fork", self.namespace, str(Path(path).resolve()), keep_queue)
         return FolderBank(path, namespace=self.namespace, store=CHROMA)

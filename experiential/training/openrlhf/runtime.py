@@ -79,10 +79,8 @@ class OpenRLHFRuntime(PolicyRuntime):
     Engines go on generating while the ranks train; they are held between two tokens while the new
     weights are sent. So a response may begin under one version and end under the next: it is
     recorded with the version that it began under, and the log-probability of each token is that of
-    the weights which drew it.
-
-    Where policies share GPUs, engines do not go on: all requests of a policy end before the ranks
-    or the other policy use the GPUs (`time_slicing`).
+    the weights which drew it. Where policies share GPUs, engines do not go on: all requests of a
+    policy end before the ranks or the other policy use the GPUs (`time_slicing`).
 
     ``json_schema`` is not honoured; ``choices`` are, token by token, exactly as `TransformersLLM`
     does.
@@ -96,7 +94,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         name: role of this policy.
         seed: of engines and ranks.
         reference: keep a frozen copy of the weights on the ranks, for the KL penalty.
-        thread: event loop of all calls to Ray; `generate` may be awaited on any other.
+        thread: event loop of all calls to Ray; methods may be awaited on any other.
         shared: GPUs shared by both policies; None where each engine and rank has its own.
     """
 
@@ -207,7 +205,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         """
         sampling = sampling or SamplingParams()
         if is_token_prompt(prompt):
-            ids = tuple(cast("Sequence[int]", prompt))
+            ids = tuple(prompt)
         else:
             messages = cast("Sequence[Message]", prompt)
             ids = self._render(tuple((m["role"], m["content"]) for m in messages))
@@ -379,19 +377,14 @@ class OpenRLHFRuntime(PolicyRuntime):
 
     async def _broadcast(self) -> None:
         """Send the weights of the ranks; no engine draws a token meanwhile."""
-        if self._shared is None:
-            await self._engines.each("pause_generation")
+        shared, engines = self._shared, self._engines
+        async with nullcontext() if shared is None else shared.sending(self._engine_tenant):
+            # Shared GPUs have no room for the cache beside the weights of ranks and engines.
+            await (engines.wake("weights") if shared else engines.each("pause_generation"))
             try:
                 await self._all("broadcast_to_vllm")
             finally:
-                await self._engines.each("resume_generation")
-            return
-        async with self._shared.sending(self._engine_tenant):
-            await self._engines.wake("weights")  # the cache would leave no room for both
-            try:
-                await self._all("broadcast_to_vllm")
-            finally:
-                await self._engines.wake("kv_cache")
+                await (engines.wake("kv_cache") if shared else engines.each("resume_generation"))
 
     async def _reconnect(self) -> None:
         """Connect the ranks with engines of which some were started again."""
