@@ -351,7 +351,7 @@ class Bed:
 
     def __init__(self, name: str, others: list[Bed], log: list[str]) -> None:
         self.name, self.others, self.log, self.awake, self.broken = name, others, log, False, False
-        self.side = Tenant(name, self.wake, self.sleep)
+        self.side = Tenant(self.wake, self.sleep)
         others.append(self)
 
     async def wake(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -13,18 +12,15 @@ from experiential.config import ClusterSettings
 from experiential.training.openrlhf.supervisor import Incarnation, LostActorError, Supervisor
 
 
-@dataclass(eq=False)
-class Engine:
-    """Hold one engine.
+class Engine(Supervisor):
+    """Supervise one engine.
 
     Attributes:
-        supervisor: starts it, and starts it again.
         running: number of its requests without an answer yet.
         connected: the actor that the ranks are connected with and that has their weights.
     """
 
-    supervisor: Supervisor
-    running: int = 0
+    running = 0
     connected: Incarnation | None = None
 
 
@@ -53,29 +49,28 @@ class Engines:
         fixed: str | None = None,
     ) -> None:
         self._engines = [
-            Engine(Supervisor(f"{name} engine {i}", partial(begin, i), cluster, fixed=fixed))
+            Engine(f"{name} engine {i}", partial(begin, i), cluster, fixed=fixed)
             for i in range(count)
         ]
         self._reconnect = reconnect
         self._mending = asyncio.Lock()
-        self._busy_since: float | None = None
-        self._busy = 0.0
+        self._running, self._busy, self._busy_since = 0, 0.0, 0.0
 
     @property
     def handles(self) -> list[Any]:
         """Return the Ray handles, in order."""
-        return [engine.supervisor.current.handle for engine in self._engines]
+        return [engine.current.handle for engine in self._engines]
 
     @property
     def restarts(self) -> int:
         """Return how often engines were started again."""
-        return sum(engine.supervisor.restarts for engine in self._engines)
+        return sum(engine.restarts for engine in self._engines)
 
     @property
     def busy(self) -> float:
         """Return the seconds in which at least one request was running."""
-        since = self._busy_since
-        return self._busy + (0.0 if since is None else time.perf_counter() - since)
+        running = time.perf_counter() - self._busy_since if self._running else 0.0
+        return self._busy + running
 
     async def ready(self) -> None:
         """Wait until all engines have started.
@@ -83,7 +78,7 @@ class Engines:
         Raises:
             LostActorError: one died or took longer than the start time-out.
         """
-        actors = await asyncio.gather(*(engine.supervisor.started() for engine in self._engines))
+        actors = await asyncio.gather(*(engine.started() for engine in self._engines))
         for engine, actor in zip(self._engines, actors, strict=True):
             engine.connected = actor
 
@@ -97,31 +92,37 @@ class Engines:
         while True:
             await self._connect()
             engine = min(self._engines, key=lambda e: e.running)
-            actor = engine.supervisor.current
-            self._count(engine, +1)
+            actor = engine.current
+            if not self._running:
+                self._busy_since = time.perf_counter()
+            engine.running += 1
+            self._running += 1
             try:
-                found = await engine.supervisor.ask(actor, "generate", list(ids), params)
+                found = await engine.ask(actor, "generate", list(ids), params)
                 return found.outputs[0]
             except LostActorError as error:
-                engine.supervisor.lose(actor, error.reason)
+                engine.lose(actor, error.reason)
             finally:
-                self._count(engine, -1)
+                engine.running -= 1
+                self._running -= 1
+                if not self._running:
+                    self._busy += time.perf_counter() - self._busy_since
 
     async def mend(self) -> None:
         """Start every engine again that is dead."""
         for engine in self._engines:
-            actor = engine.supervisor.current
+            actor = engine.current
             try:
-                await engine.supervisor.ask(actor, "get_num_unfinished_requests")
+                await engine.ask(actor, "get_num_unfinished_requests")
             except LostActorError as error:
-                engine.supervisor.lose(actor, error.reason)
+                engine.lose(actor, error.reason)
         await self._connect()
 
     async def _connect(self) -> None:
         """Give engines that were started again the weights of now; requests wait meanwhile."""
         async with self._mending:
-            if any(engine.connected is not engine.supervisor.current for engine in self._engines):
-                actors = await asyncio.gather(*(e.supervisor.started() for e in self._engines))
+            if any(engine.connected is not engine.current for engine in self._engines):
+                actors = await asyncio.gather(*(e.started() for e in self._engines))
                 await self._reconnect()
                 for engine, actor in zip(self._engines, actors, strict=True):
                     engine.connected = actor
@@ -134,10 +135,10 @@ class Engines:
         be running, because vLLM would abort it.
         """
 
-        async def ask(supervisor: Supervisor) -> None:
-            await supervisor.ask(supervisor.current, method, *arguments)
+        async def ask(engine: Engine) -> None:
+            await engine.ask(engine.current, method, *arguments)
 
-        await asyncio.gather(*(ask(engine.supervisor) for engine in self._engines))
+        await asyncio.gather(*map(ask, self._engines))
 
     async def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Give sleeping engines back the parts named; they answer once they have both.
@@ -152,15 +153,4 @@ class Engines:
     def close(self) -> None:
         """Kill the engines and free their GPUs."""
         for engine in self._engines:
-            engine.supervisor.close()
-
-    def _count(self, engine: Engine, change: int) -> None:
-        """Count a request that begins or ends, and the time in which any is running."""
-        before = any(e.running for e in self._engines)
-        engine.running += change
-        after = any(e.running for e in self._engines)
-        if after and not before:
-            self._busy_since = time.perf_counter()
-        elif before and not after and self._busy_since is not None:
-            self._busy += time.perf_counter() - self._busy_since
-            self._busy_since = None
+            engine.close()

@@ -330,14 +330,12 @@ class RemoteEnv(gym.Env[str, str]):
     ``EnvError`` the next ``reset`` starts anew, elsewhere if need be.
 
     Caveat: attributes of the environment itself are read with ``get_wrapper_attr`` after the first
-    ``reset``, and come as copies.
-
-    No vector version: ``EnvWorkers`` runs many at once.
+    ``reset``, and come as copies. No vector version: ``EnvWorkers`` runs many at once.
 
     Change log: v0.1.0 added.
 
     Args:
-        workers: the pool.
+        workers: the pool that makes it.
         number: of this environment in the pool.
         settings: of the environment to make.
         kwargs: override those of the settings.

@@ -29,11 +29,7 @@ BLANK = Sample(tokens=(0, 0), positions=(), logprobs=(), advantages=())
 class RankStats:
     """Sum up one rank's share of one call of ``learn``; ranks add up to the whole batch.
 
-    Attributes:
-        loss: sum of this rank's parts of the loss, over all updates.
-        metrics: sums over trained tokens, and their numbers.
-        grad_norm: of the last update, before clipping; the same on every rank.
-        updates: optimiser steps.
+    ``grad_norm`` is of the last of the ``updates``, before clipping, and the same on all ranks.
     """
 
     loss: float = 0.0
@@ -46,11 +42,8 @@ class PluggedLoss(torch.nn.Module):
     """Stand in for OpenRLHF's ``PolicyLoss``, with the same arguments and five results.
 
     OpenRLHF and DeepSpeed average what ranks and accumulated micro-batches return; this loss is a
-    sum over the batch, so it is multiplied by the number of both.
-
-    Attributes:
-        settings: loss to minimise; set before each call of ``fit``.
-        accumulated: micro-batches per optimiser step and rank.
+    sum over the batch, so it is multiplied by the number of both. The learner sets ``settings``
+    before each call of ``fit``, and ``members`` and ``reference`` before each training step.
     """
 
     def __init__(self, accumulated: int) -> None:
@@ -220,11 +213,7 @@ class Learner:
     ) -> torch.Tensor:
         """Return the log-probabilities of the trained tokens of ``members``, shape (n,).
 
-        Args:
-            model: returns logits.
-            sequences: token ids, one row a member, shape (b, t).
-            attention_mask: 1 where a token is, same shape.
-            members: samples.
+        ``sequences`` holds token ids, one row a member, shape (b, t).
         """
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         logits = model(sequences, attention_mask=attention_mask, position_ids=positions).logits

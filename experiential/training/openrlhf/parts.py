@@ -1,9 +1,8 @@
 """Touch OpenRLHF here and nowhere else: engines, rank groups, policy actor and their arguments.
 
-OpenRLHF 0.11.2 is written as a program. Its parser exists only while that program runs, its
-trainers are bound to a data set of prompts, and its classes are already Ray actors.
-docs/cluster.md lists the parts used with file and line; `versions.check_versions` refuses any other
-version, since these parts changed between 0.11.0 and 0.11.2.
+OpenRLHF 0.11.2 is written as a program: its parser exists only while that program runs, its
+trainers are bound to a data set of prompts, and its classes are already Ray actors. docs/cluster.md
+lists the parts used with file and line.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Ray's accounts, not a limit.
 def arguments(
     settings: PolicyClusterSettings, optim: OptimSettings, *, seed: int, sleeps: bool
 ) -> Any:
-    """Return the nested namespace that OpenRLHF's parts read, with the values of this policy.
+    """Return the nested namespace that OpenRLHF's parts read, with the values of one policy.
 
     Args:
         settings: sizes of this policy.
@@ -121,8 +120,7 @@ def watch_engine(handle: Any, group: Any = None) -> Incarnation:
 def start_group(gpus: int, *, seconds: float) -> Any:
     """Reserve the GPUs that both policies share: one bundle for each, all on one node.
 
-    OpenRLHF gives a rank and an engine that share a GPU a fifth of it each, and a fifth of a CPU,
-    so a bundle has room for those of two policies.
+    A rank and an engine take `_SHARE` of a bundle each, so it has room for those of two policies.
 
     Raises:
         BackendError: no node had so many GPUs and CPUs free within ``seconds``.
@@ -155,18 +153,11 @@ def start_sleeping_engines(
 ) -> list[Any]:
     """Start all vLLM engines of one policy in a shared group; return once they sleep.
 
-    OpenRLHF waits for them without a time-out, so it does so in a thread that may be left behind.
-
-    Args:
-        model: a folder in Hugging Face format, or a hub name.
-        settings: sizes of this policy.
-        group: from `start_group`; engines take its bundles in order.
-        seed: of the first engine; the others have the ones after it.
-        name: of the policy, for errors.
-        seconds: time-out.
+    Engines take the bundles of ``group`` in order, and seeds from ``seed`` on. OpenRLHF waits for
+    them without a time-out, so it does so in a thread that may be left behind.
 
     Raises:
-        BackendError: one did not start, or took longer.
+        BackendError: one did not start, or took longer than ``seconds``.
     """
     found: SimpleQueue[list[Any] | Exception] = SimpleQueue()
     start = partial(_create_engines, settings.engines, model, settings, seed, group)
@@ -206,14 +197,7 @@ def _create_engines(
 def sampling_params(
     sampling: SamplingParams, limit: int, seed: int | None, allowed: Sequence[int] | None
 ) -> Any:
-    """Return vLLM's sampling parameters, with the log-probability of each drawn token.
-
-    Args:
-        sampling: temperature, top-p, top-k and stop strings.
-        limit: tokens to draw at most.
-        seed: of the request.
-        allowed: token ids to draw from; None allows all.
-    """
+    """Return vLLM's parameters of a request of at most ``limit`` tokens, drawn from ``allowed``."""
     return import_module("vllm").SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -31,8 +31,6 @@ class PolicyPlacement:
 
     Attributes:
         role: ``actor`` or ``extractor``; settings of this policy are under ``cluster.ROLE``.
-        model: its name, as in the settings.
-        settings: its sizes.
         shape: of the model; None, as the two below, when only a download could tell.
         rank: memory of one DeepSpeed rank.
         engine: memory of one GPU of an engine.
@@ -207,15 +205,9 @@ def _check_sharing(*policies: PolicyPlacement) -> None:
 
 
 def check_gpus(placement: Placement, offered: int, source: str) -> None:
-    """Refuse a placement that needs more GPUs than are ``offered``.
+    """Raise `ConfigError` where fewer GPUs are ``offered`` than a placement needs.
 
-    Args:
-        placement: needed GPUs.
-        offered: existing GPUs.
-        source: subject and verb of the message, e.g. ``this machine has``.
-
-    Raises:
-        ConfigError: there are too few.
+    ``source`` is subject and verb of the message, e.g. ``this machine has``.
     """
     if placement.gpus > offered:
         parts = [

@@ -161,14 +161,11 @@ class OpenRLHFRuntime(PolicyRuntime):
             self.close()
             raise
         self._engine_tenant = Tenant(
-            f"{name} engines",
-            partial(self._engines.wake, "weights", "kv_cache"),
-            partial(self._engines.each, "sleep"),
+            wake=partial(self._engines.wake, "weights", "kv_cache"),
+            sleep=partial(self._engines.each, "sleep"),
         )
         self._rank_tenant = Tenant(
-            f"{name} ranks",
-            partial(self._all, "reload_states"),
-            partial(self._all, "offload_states"),
+            wake=partial(self._all, "reload_states"), sleep=partial(self._all, "offload_states")
         )
 
     @_on_cluster_loop

@@ -13,10 +13,7 @@ from experiential.sync import awaited
 
 K = TypeVar("K")
 
-SLICE_S = 30.0
-"""Seconds in which a slice admits newcomers of its own tenant while another tenant waits. A guess;
-nothing was measured.
-"""
+SLICE_S = 30.0  # a guess; nothing was measured
 
 
 @dataclass(eq=False)
@@ -61,12 +58,8 @@ class TimeSlicer(Generic[K]):
     async def slot(self, tenant: K, *, exclusive: bool) -> AsyncGenerator[None]:
         """Hold a place in a slice of ``tenant`` until the block ends; may be cancelled at any time.
 
-        Args:
-            tenant: user of the GPUs.
-            exclusive: run without other requests of the same tenant.
-
-        Raises:
-            Exception: the error of the switch to this tenant.
+        An ``exclusive`` request runs without others of its tenant. An error of the switch to this
+        tenant is raised.
         """
         request = _Request(tenant, exclusive, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
@@ -121,12 +114,10 @@ class Tenant:
     """Wake and put to sleep the engines or the ranks of one policy.
 
     Attributes:
-        name: for people.
         wake: gives them the GPUs; awaited again if it failed.
         sleep: takes the GPUs from them; also awaited where waking failed.
     """
 
-    name: str
     wake: Callable[[], Awaitable[object]]
     sleep: Callable[[], Awaitable[object]]
 
@@ -139,12 +130,11 @@ class SharedGpus:
 
     Args:
         group: Ray's placement group of these GPUs.
-        seconds: see `TimeSlicer`.
     """
 
-    def __init__(self, group: object, *, seconds: float = SLICE_S) -> None:
+    def __init__(self, group: object) -> None:
         self.group = group
-        self._slicer = TimeSlicer[Tenant | None](self._switch, seconds=seconds)
+        self._slicer = TimeSlicer[Tenant | None](self._switch)
         self._awake: Tenant | None = None
         self._whole = True
         self._policies: set[str] = set()

