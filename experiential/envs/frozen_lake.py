@@ -7,20 +7,15 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import MAPS
 
 from experiential.envs.arguments import distinct, ordered, with_preset
 from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording, rows_of
 from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import Split, split_of
+from experiential.envs.text_env import Info
 from experiential.errors import ConfigError
 
-_WORDING: dict[Event, str] = {
-    "won": "The agent reached the goal",
-    "lost": "The agent fell into the hole",
-    "limit": "Hit the max step limit",
-    "moved": "",
-    "blocked": "No valid actions were recorded.",
-}
 _SALT = 0x1CE
 
 
@@ -87,24 +82,11 @@ class LakeRules:
 
 LAKES: dict[str, LakeRules] = {
     "erl": LakeRules(),
-    "4x4": LakeRules(budget=100, symbols="PGHF", rows=("SFFF", "FHFH", "FFFH", "HFFG")),
-    "8x8": LakeRules(
-        budget=200,
-        symbols="PGHF",
-        rows=(
-            "SFFFFFFF",
-            "FFFFFFFF",
-            "FFFHFFFF",
-            "FFFFFHFF",
-            "FFFHFFFF",
-            "FHHFFFHF",
-            "FHFFHFHF",
-            "FFFHFFFG",
-        ),  # fmt: skip
-    ),
+    "4x4": LakeRules(budget=100, symbols="PGHF", rows=tuple(MAPS["4x4"])),
+    "8x8": LakeRules(budget=200, symbols="PGHF", rows=tuple(MAPS["8x8"])),
 }
-"""``erl`` draws layouts as the paper does; the others are Gymnasium's own maps in its letters (P is
-the agent).
+"""``erl`` draws layouts as the paper does; the others are Gymnasium's own, in its letters (P is the
+agent).
 """
 
 
@@ -113,10 +95,7 @@ def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
     """Draw layout ``index`` of a split: its content is of the split, its goal within reach.
 
     Size and share of frozen tiles are drawn once, so that rejection does not favour small or open
-    grids.
-
-    Raises:
-        ConfigError: the rules admit no layout, or so few that none was found.
+    grids. Raise ConfigError where the rules admit no layout, or so few that none was found.
     """
     if rules.rows:
         return Lake.parse(rules.rows)
@@ -150,17 +129,11 @@ class FrozenLakeEnv(GridEnv):
         sizes: smallest and largest side.
         frozen: smallest and largest share of safe tiles.
         budget: moves allowed.
-        symbols: agent, goal, hole, frozen, and optionally agent in a hole, agent on the goal
-            (``X√``).
+        symbols: agent, goal, hole, frozen; optionally agent in a hole and on the goal (``X√``).
         layouts: how many layouts; by default 10,000 in train and 100 in eval.
-        feedback: the paper's messages in the observation (True), neutral ones (``"neutral"``), or
-            none (False).
-        preset: ``erl``, ``4x4`` or ``8x8``; where an argument above is None, the preset's value
-            holds.
+        feedback: the paper's messages in the observation (True), neutral ones, or none (False).
+        preset: ``erl``, ``4x4`` or ``8x8``; other arguments win over it.
         render_mode: ``ansi`` or None.
-
-    Raises:
-        ConfigError: an argument is outside its range.
 
     >>> env = FrozenLakeEnv(preset="4x4")
     >>> print(env.reset(seed=0)[0])
@@ -172,6 +145,14 @@ class FrozenLakeEnv(GridEnv):
     'No valid actions were recorded.'
     """
 
+    name = "frozenlake"
+    wording = {
+        "won": "The agent reached the goal",
+        "lost": "The agent fell into the hole",
+        "limit": "Hit the max step limit",
+        "moved": "",
+        "blocked": "No valid actions were recorded.",
+    }
     presets = {name: asdict(rules) for name, rules in LAKES.items()}
 
     def __init__(
@@ -196,27 +177,18 @@ class FrozenLakeEnv(GridEnv):
             budget=budget,
             symbols=symbols,
         )
-        self.rules = LakeRules(**given)
-        usual = 10_000 if split == "train" else 100
-        count = 1 if self.rules.rows else usual if layouts is None else layouts
-        super().__init__(
-            "frozenlake",
-            split,
-            count,
-            self.rules.budget,
-            symbols=self.rules.symbols[:4],
-            wording=_WORDING,
-            feedback=feedback,
-            render_mode=render_mode,
-        )
+        self.rules = rules = LakeRules(**given)
+        count = 1 if rules.rows else layouts
+        super().__init__(split, count, rules.budget, rules.symbols[:4], feedback, render_mode)
 
     def plan(self) -> list[str] | None:
         """Return a shortest way from here to the goal, or None (the agent is in a hole)."""
         return None if self.agent in self.lake.holes else self.lake.path(self.agent)
 
-    def _load(self, index: int) -> None:
-        self.lake = draw_lake(self.rules, self.split, index)
+    def _begin(self, world: int) -> tuple[str, Info]:
+        self.lake = draw_lake(self.rules, self.split, world)
         self.agent = self.lake.start
+        return super()._begin(world)
 
     def _move(self, delta: Cell) -> Event:
         after = (self.agent[0] + delta[0], self.agent[1] + delta[1])

@@ -42,59 +42,44 @@ class GridEnv(TextEnv):
     symbols are never explained. A spent budget truncates the episode. Every reading failure and
     every move without effect costs one step.
 
-    Args:
-        name: start of ``info["task_id"]`` and ``info["instance"]``.
-        split: ``train`` or ``eval``; which split a layout may belong to is decided by its content.
-        layouts: how many layouts this split has.
-        budget: moves allowed.
-        symbols: the symbols shown, in the order of the task's wording.
-        wording: what each event is called.
-        feedback: True for the wording of the source paper, ``"neutral"`` for one that names no
-            tile, False for none in the observation (``info["feedback"]`` still has the paper's).
-        render_mode: ``ansi`` or None.
-
-    Raises:
-        ConfigError: an argument is outside its range.
+    A subclass passes the moves allowed (``budget``), the symbols shown, in the order of the task's
+    wording, and the number of layouts; the other arguments are the user's.
     """
+
+    name: str
+    """Start of ``info["task_id"]`` and ``info["instance"]``."""
+    wording: dict[Event, str]
+    """What the paper calls each event."""
 
     def __init__(
         self,
-        name: str,
         split: Split,
-        layouts: int,
+        layouts: int | None,
         budget: int,
-        *,
         symbols: str,
-        wording: dict[Event, str],
         feedback: Wording,
         render_mode: str | None,
     ) -> None:
         one_of("split", split, ("train", "eval"))
         one_of("feedback", feedback, (True, False, "neutral"))
+        if layouts is None:
+            layouts = 10_000 if split == "train" else 100
         positive(layouts=layouts, budget=budget)
         super().__init__(layouts, longest=4096, longest_action=4096, render_mode=render_mode)
         self.split: Split = split
         self.layouts, self.budget = layouts, budget
-        self._name, self._symbols = name, symbols
-        self._wording = NEUTRAL if feedback == "neutral" else wording
-        self._show_feedback = bool(feedback)
+        self._symbols, self._feedback = symbols, feedback
 
     @property
     def task(self) -> str:
         """Return the task in words; the agent must find out what the symbols mean."""
-        return (
-            f"Win on a grid of the symbols {' '.join(self._symbols)} within {self.budget} moves"
-            f" ({', '.join(MOVES)})."
-        )
+        symbols, moves = " ".join(self._symbols), ", ".join(MOVES)
+        return f"Win on a grid of the symbols {symbols} within {self.budget} moves ({moves})."
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        """Start an episode on the layout of option ``layout`` (or ``world``), else on a drawn one.
-
-        Raises:
-            ConfigError: there is no such layout.
-        """
+        """Start an episode on the layout of option ``layout`` or ``world``, else on a drawn one."""
         given = options or {}
         if "layout" in given:
             given = {**given, "world": given["layout"]}
@@ -106,7 +91,6 @@ class GridEnv(TextEnv):
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self.layout, self.turn = world, 0
-        self._load(world)
         return self._grid(), self._info("")
 
     def _turn(self, action: str) -> Step:
@@ -117,9 +101,10 @@ class GridEnv(TextEnv):
         over = event in ("won", "lost")
         if not over and self.turn >= self.budget:
             event = "limit"
-        feedback, success = self._wording[event], event == "won"
+        wording = NEUTRAL if self._feedback == "neutral" else self.wording
+        feedback, success = wording[event], event == "won"
         observation = self._grid()
-        if feedback and self._show_feedback:
+        if feedback and self._feedback:
             observation += f"\n\n{feedback}"
         info = self._info(feedback, success=success, invalid=name is None)
         return observation, float(success), over, event == "limit", info
@@ -130,7 +115,7 @@ class GridEnv(TextEnv):
         return plan[0] if plan else next(iter(MOVES))
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        name = f"{self._name}-{self.split}-{self.layout}"
+        name = f"{self.name}-{self.split}-{self.layout}"
         return self._report(name, feedback, success=success, invalid=invalid, admissible=MOVES)
 
     def _grid(self) -> str:
@@ -140,10 +125,6 @@ class GridEnv(TextEnv):
     @abstractmethod
     def plan(self) -> list[str] | None:
         """Return a shortest list of moves that wins from here, or None."""
-
-    @abstractmethod
-    def _load(self, index: int) -> None:
-        """Set the state to the start of a layout."""
 
     @abstractmethod
     def _move(self, delta: Cell) -> Event:

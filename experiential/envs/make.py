@@ -85,9 +85,7 @@ def _spec(name: str, creator: Any) -> EnvSpec:
 def creator_of(spec: EnvSpec) -> Creator:
     """Return the class or function that makes an environment; its module is imported.
 
-    Raises:
-        ConfigError: Gymnasium makes it in another way.
-        ImportError: a package that it needs is missing.
+    Raise ConfigError if Gymnasium makes it in another way, ImportError if a package is missing.
     """
     point = spec.entry_point
     if point is None:

@@ -28,11 +28,9 @@ class Entry:
         extra: the extra of `experiential-rl` that installs them.
         variable: environment variable that names data.
         data_step: the step that gets the data; a command if there is one.
-        data_needed: whether the environment needs the data; otherwise data only replace what is
-            made from a seed.
+        data_needed: False where data only replace what is made from a seed.
         folder: finds the data where the environment does; by default the variable names it.
-        costly: why `experiential envs show` does not start it; empty if a first observation is
-            cheap.
+        costly: why `experiential envs show` does not start it; empty if it does.
     """
 
     about: str
@@ -130,25 +128,21 @@ def rows() -> list[dict[str, str | bool]]:
     A row has the id, whether it is ready, what it is, what would make it ready, and what would give
     it real data.
     """
-    blank: dict[str, str | bool] = {"ready": True, "about": "", "to_do": "", "for_real_data": ""}
-    found: list[dict[str, str | bool]] = []
-    for name, entry in sorted(READINESS.items()):
-        missing = entry.missing()
-        found.append(
-            {
-                "id": name,
-                "ready": not missing,
-                "about": entry.about,
-                "to_do": " && ".join(missing),
-                "for_real_data": entry.optional(),
-            }
-        )
+
+    def row(name: str, about: str = "", to_do: str = "", real: str = "") -> dict[str, str | bool]:
+        known = {"id": name, "ready": not to_do, "about": about, "to_do": to_do}
+        return known | {"for_real_data": real}
+
+    found = [
+        row(name, entry.about, " && ".join(entry.missing()), entry.optional())
+        for name, entry in sorted(READINESS.items())
+    ]
     for name in known_names("envs"):
         try:
             part, ids = resolve("envs", name, NO_BUILTINS), [name]
             if isinstance(part, ModuleType):
                 ids = sorted(i for i in gym.registry if i.partition("/")[0] == name)
-            found += [{"id": i, **blank, "about": readiness(i).about} for i in ids]
+            found += [row(i, readiness(i).about) for i in ids]
         except ConfigError as error:  # one broken package must not hide the others
-            found.append({"id": name, **blank, "ready": False, "to_do": str(error)})
+            found.append(row(name, to_do=str(error)))
     return found

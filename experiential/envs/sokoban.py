@@ -15,12 +15,6 @@ from experiential.envs.split import Split, split_of
 from experiential.envs.text_env import Info
 from experiential.errors import ConfigError
 
-_WORDING: dict[Event, str] = {
-    "won": "The agent solved the puzzle (all boxes on goals).",
-    "limit": "Hit the max step limit",
-    "moved": "The agent moved or pushed a box; puzzle not solved yet.",
-    "blocked": "The agent did not move (likely hit a wall or tried to push into a blocked space).",
-}
 _SALT = 0x50C0
 Boxes = frozenset[Cell]
 State = tuple[Cell, Boxes]
@@ -104,10 +98,8 @@ class RoomRules:
         ordered("walls", (self.walls, self.walls), 0.0, 0.5)
         distinct(self.symbols, 7)
         if not 1 <= self.boxes <= 4 or self.max_solution < 1:
-            raise ConfigError(
-                f"Expected 1 to 4 boxes and a positive max_solution, got {self.boxes} and"
-                f" {self.max_solution}"
-            )
+            got = f"{self.boxes} and {self.max_solution}"
+            raise ConfigError(f"Expected 1 to 4 boxes and a positive max_solution, got {got}")
         if 2 * self.boxes >= (self.sizes[0] - 2) ** 2:
             raise ConfigError(
                 f"Expected rooms that hold {self.boxes} boxes, their goals and the agent, got sizes"
@@ -131,10 +123,8 @@ not name, are Sokoban's usual ones.
 def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
     """Draw room ``index`` of a split: its content is of the split, and it can be solved.
 
-    The size is drawn once, so that rejection does not favour small rooms.
-
-    Raises:
-        ConfigError: the rules admit no room, or so few that none was found.
+    The size is drawn once, so that rejection does not favour small rooms. Raise ConfigError where
+    the rules admit no room, or so few that none was found.
     """
     rng = np.random.default_rng([_SALT, split == "eval", index])
     size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
@@ -189,14 +179,9 @@ class SokobanEnv(GridEnv):
         budget: moves allowed.
         symbols: agent, agent on a goal, box, box on a goal, goal, wall, floor.
         layouts: how many rooms; by default 10,000 in train and 100 in eval.
-        feedback: the paper's messages in the observation (True), neutral ones (``"neutral"``), or
-            none (False).
-        preset: ``erl`` or ``complementary``; where an argument above is None, the preset's value
-            holds.
+        feedback: the paper's messages in the observation (True), neutral ones, or none (False).
+        preset: ``erl`` or ``complementary``; other arguments win over it.
         render_mode: ``ansi`` or None.
-
-    Raises:
-        ConfigError: an argument is outside its range.
 
     >>> env = SokobanEnv()
     >>> observation, info = env.reset(options={"layout": 0})
@@ -206,6 +191,15 @@ class SokobanEnv(GridEnv):
     1.0
     """
 
+    name = "sokoban"
+    wording = {
+        "won": "The agent solved the puzzle (all boxes on goals).",
+        "limit": "Hit the max step limit",
+        "moved": "The agent moved or pushed a box; puzzle not solved yet.",
+        "blocked": (
+            "The agent did not move (likely hit a wall or tried to push into a blocked space)."
+        ),
+    }
     presets = {name: asdict(rules) for name, rules in ROOMS.items()}
 
     def __init__(
@@ -234,18 +228,8 @@ class SokobanEnv(GridEnv):
             budget=budget,
             symbols=symbols,
         )
-        self.rules = RoomRules(**given)
-        count = layouts if layouts is not None else 10_000 if split == "train" else 100
-        super().__init__(
-            "sokoban",
-            split,
-            count,
-            self.rules.budget,
-            symbols=self.rules.symbols,
-            wording=_WORDING,
-            feedback=feedback,
-            render_mode=render_mode,
-        )
+        self.rules = rules = RoomRules(**given)
+        super().__init__(split, layouts, rules.budget, rules.symbols, feedback, render_mode)
 
     @property
     def deadlock(self) -> bool:
@@ -259,9 +243,10 @@ class SokobanEnv(GridEnv):
         """Return a shortest solution from here, or None (a box is stuck)."""
         return None if self.deadlock else self.room.solve(self.state)
 
-    def _load(self, index: int) -> None:
-        self.room = draw_room(self.rules, self.split, index)
+    def _begin(self, world: int) -> tuple[str, Info]:
+        self.room = draw_room(self.rules, self.split, world)
         self.state: State = (self.room.start, self.room.boxes)
+        return super()._begin(world)
 
     def _move(self, delta: Cell) -> Event:
         before, self.state = self.state, self.room.after(self.state, delta)

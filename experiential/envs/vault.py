@@ -79,9 +79,6 @@ class VaultEnv(TextEnv):
         era: era of worlds for which the reset names none.
         render_mode: ``ansi`` or None.
 
-    Raises:
-        ConfigError: an argument is outside its range.
-
     >>> env = VaultEnv(levers=3)
     >>> observation, info = env.reset(seed=1, options={"world": 0})
     >>> info["task"].startswith("Open the vault of")
@@ -112,11 +109,7 @@ class VaultEnv(TextEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        """Start an episode; options ``world`` (index) and ``era`` override the draw.
-
-        Raises:
-            ConfigError: the world does not exist.
-        """
+        """Start an episode; options ``world`` (index) and ``era`` override the draw."""
         self._seed, self._era = seed, int((options or {}).get("era", self.era))
         return super().reset(seed=seed, options=options)
 

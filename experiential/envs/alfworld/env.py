@@ -42,16 +42,13 @@ class ALFWorldEnv(TextEnv):
 
     A game runs in a worker process that is replaced after ``recycle`` games, since TextWorld keeps
     some 4.5 MB of every game. Call ``close()``; a worker also ends with its environment and with
-    this process.
+    this process. `docs/envs/alfworld.md` says more of each argument.
 
     Args:
         split: ``train``, ``eval`` (of files: valid_seen), ``valid_seen`` or ``valid_unseen``.
-        data: ALFWorld's download (the folder with ``json_2.1.1``) or a packed folder
-            (``common.json`` and ``train.jsonl.xz`` ...); by default the folder that
-            ``ALFWORLD_DATA`` names or ``~/.cache/alfworld``, and without games there made ones;
-            ``made`` asks for these in any case.
-        games: how many; the first ones of a file's split, by default all; of made games 600 or 150
-            by default.
+        data: a download or packed folder, by default found in the usual places; ``made`` for made
+            games, which are also played where there are no others.
+        games: how many, the first of a split; all of a file's or 600 or 150 made ones by default.
         task_types: only these, of the six in ``TASK_TYPES``.
         turns: turns after which the episode is truncated; None for no limit.
         failure: reward of the last turn when ``turns`` are spent; 0 by default.
@@ -61,8 +58,7 @@ class ALFWorldEnv(TextEnv):
         in_process: play in this process, for debugging.
         cached: keep translated problems on disk, in the cache folder.
         generation: seed of the made games.
-        preset: ``complementary`` (40 turns, ``failure=-1``); where an argument above is None, the
-            preset's value holds.
+        preset: ``complementary`` (40 turns, ``failure=-1``); other arguments win over it.
         render_mode: ``ansi`` or None.
 
     Raises:

@@ -41,12 +41,8 @@ _SOLVABLE = re.compile(rb'"solvable"\s*:\s*true')
 class Game:
     """Hold one game.
 
-    Attributes:
-        id: stable name.
-        task_type: one of ``TASK_TYPES``.
-        goal: the task in words.
-        walkthrough: commands that win it; empty where none is known.
-        data: ``pddl_domain``, ``grammar`` and ``pddl_problem``, as TextWorld takes them.
+    ``walkthrough`` has commands that win it, if any are known; ``data`` has ``pddl_domain``,
+    ``grammar`` and ``pddl_problem``, as TextWorld takes them.
     """
 
     id: str
@@ -63,11 +59,6 @@ class Entry:
     id: str
     task_type: str
     load: Callable[[], Game]
-
-
-def task_type_of(name: str) -> str:
-    """Return the task type that a task's name begins with."""
-    return name.split("-", 1)[0]
 
 
 def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
@@ -102,7 +93,7 @@ def _downloaded(root: Path) -> tuple[Entry, ...]:
     for path in root.glob("*/*/game.tw-pddl"):
         name = f"{path.parent.parent.name}/{path.parent.name}"
         if "movable" not in name and "Sliced" not in name and _SOLVABLE.search(_bytes(path)):
-            found.append(Entry(name, task_type_of(name), partial(read_game, path, name)))
+            found.append(Entry(name, name.split("-", 1)[0], partial(read_game, path, name)))
     if not found:
         raise ConfigError(
             f"Expected solvable games (task/trial/game.tw-pddl) below {root}, got none; run"
@@ -124,32 +115,29 @@ def read_game(path: Path, name: str) -> Game:
     Raises:
         ConfigError: the file is no game; file and field are named.
     """
-    place = str(path)
-    known = _object(_bytes(path), place)
-    data = {key: _text(known, key, place) for key in ("pddl_domain", "grammar", "pddl_problem")}
-    goal = _GOAL.search(data["grammar"])
+    game = _fields(_bytes(path), str(path), "pddl_domain", "grammar", "pddl_problem")
+    walkthrough: tuple[str, ...] = game.pop("walkthrough")
+    goal = _GOAL.search(game["grammar"])
     if goal is None:
         raise ConfigError(f"Expected 'Your task is to: ...' in field grammar of {path}, got none")
-    task_type = task_type_of(name)
-    beside = path.with_name("traj_data.json")
+    task_type, beside = name.split("-", 1)[0], path.with_name("traj_data.json")
     if beside.is_file():
-        task_type = _text(_object(_bytes(beside), str(beside)), "task_type", str(beside))
-    return Game(name, task_type, goal.group(1), _commands(known, place), data)
+        task_type = _fields(_bytes(beside), str(beside), "task_type")["task_type"]
+    return Game(name, task_type, goal.group(1), walkthrough, game)
 
 
 @lru_cache(maxsize=4)
 def _packed(folder: Path, path: Path, stamp: int) -> tuple[Entry, ...]:
     """Read the games of a packed folder; ``common.json`` holds the parts that they share."""
     source = str(folder / "common.json")
-    common = _object(_bytes(folder / "common.json"), source)
-    domain, grammar = (_text(common, key, source) for key in ("pddl_domain", "grammar"))
-    if _UNKNOWN not in grammar:
+    common = _fields(_bytes(folder / "common.json"), source, "pddl_domain", "grammar")
+    if _UNKNOWN not in common["grammar"]:
         raise ConfigError(f"Expected {_UNKNOWN!r} in field grammar of {source}, got none")
     entries: list[Entry] = []
     try:
         with lzma.open(path) as file:
             for number, line in enumerate(filter(bytes.strip, file), 1):
-                entries.append(_row(line, f"{path}, line {number}", domain, grammar))
+                entries.append(_row(line, f"{path}, line {number}", common))
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ConfigError(
             f"Expected lines of JSON compressed by xz in {path}, got {error}"
@@ -157,19 +145,18 @@ def _packed(folder: Path, path: Path, stamp: int) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _row(line: bytes, place: str, domain: str, grammar: str) -> Entry:
-    row = _object(line, place)
-    name, goal = _text(row, "id", place), _text(row, "goal", place)
-    problem = zlib.compress(_text(row, "problem", place).encode(), 6)
-    walkthrough, task_type = _commands(row, place), task_type_of(name)
+def _row(line: bytes, place: str, common: dict[str, Any]) -> Entry:
+    row = _fields(line, place, "id", "goal", "problem")
+    name, task_type = row["id"], row["id"].split("-", 1)[0]
+    problem = zlib.compress(row.pop("problem").encode(), 6)
 
     def load() -> Game:
         data = {
-            "pddl_domain": domain,
-            "grammar": with_goal(grammar, goal),
+            "pddl_domain": common["pddl_domain"],
+            "grammar": with_goal(common["grammar"], row["goal"]),
             "pddl_problem": zlib.decompress(problem).decode(),
         }
-        return Game(name, task_type, goal, walkthrough, data)
+        return Game(name, task_type, row["goal"], row["walkthrough"], data)
 
     return Entry(name, task_type, load)
 
@@ -179,32 +166,27 @@ def with_goal(grammar: str, goal: str) -> str:
     return grammar.replace(_UNKNOWN, json.dumps(goal)[1:-1])
 
 
-def _object(text: bytes, place: str) -> dict[str, Any]:
+def _fields(text: bytes, place: str, *names: str) -> dict[str, Any]:
+    """Return texts of a JSON object by name, and its walkthrough, where it has one."""
     try:
         found = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"Expected a JSON object in {place}, got {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"Expected a JSON object in {place}, got {type(found).__name__}")
-    return cast("dict[str, Any]", found)
-
-
-def _text(known: dict[str, Any], key: str, place: str) -> str:
-    value = known.get(key)
-    if not isinstance(value, str) or not value.strip():
-        got = type(value).__name__ if key in known else "no such field"
-        raise ConfigError(f"Expected a text in field {key} of {place}, got {got}")
-    return value
-
-
-def _commands(known: dict[str, Any], place: str) -> tuple[str, ...]:
+    known = cast("dict[str, Any]", found)
+    for name in names:
+        value = known.get(name)
+        if not isinstance(value, str) or not value.strip():
+            got = type(value).__name__ if name in known else "no such field"
+            raise ConfigError(f"Expected a text in field {name} of {place}, got {got}")
     value: Any = known.get("walkthrough") or []
-    commands: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [None]
-    if not all(isinstance(command, str) for command in commands):
+    commands = cast("list[Any]", value) if isinstance(value, list) else [None]
+    if not all(isinstance(one, str) for one in commands):
         raise ConfigError(
             f"Expected a list of commands in field walkthrough of {place}, got {value!r}"
         )
-    return tuple(commands)
+    return {name: known[name] for name in names} | {"walkthrough": tuple(commands)}
 
 
 def default_folder() -> str | None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from experiential.envs.alfworld.games import TASK_TYPES, Entry, Game, TaskType, with_goal
 from experiential.envs.split import Split, split_of
@@ -79,28 +80,21 @@ BEDROOM = Room(
 # fmt: on
 
 
-@dataclass(frozen=True)
-class Item:
-    """Name a receptacle or an object by its type and its number within the type, from 1."""
+class Item(NamedTuple):
+    """Name a receptacle or an object: by its kind, in the problem, and in the game."""
 
     kind: str
-    number: int
+    id: str
+    name: str
+    type: str
 
-    @property
-    def id(self) -> str:
-        """Return the name in the problem; ALFWorld numbers names of a type from the last."""
-        basin = "_bar_SinkBasin" if self.kind == "Sink" else ""
-        return f"{self.kind}_bar_{99 - self.number:02d}{basin}"
 
-    @property
-    def name(self) -> str:
-        """Return the name in the game."""
-        return f"{self.kind.lower()}{'basin' if self.kind == 'Sink' else ''} {self.number}"
-
-    @property
-    def type(self) -> str:
-        """Return the type in the problem."""
-        return f"{self.kind}{'Basin' if self.kind == 'Sink' else ''}Type"
+def item(kind: str, number: int) -> Item:
+    """Return the item of a kind with this number, from 1; ALFWorld counts down in the problem."""
+    name = f"{kind}_bar_{99 - number:02d}"
+    if kind == "Sink":
+        return Item(kind, f"{name}_bar_SinkBasin", f"sinkbasin {number}", "SinkBasinType")
+    return Item(kind, name, f"{kind.lower()} {number}", f"{kind}Type")
 
 
 @dataclass
@@ -143,7 +137,7 @@ class Household:
                 return [*commands, f"use {self.lamp.name}"]
             if self.task_type in STATES:
                 verb, kind, _, _ = STATES[self.task_type]
-                station = Item(kind, 1)
+                station = item(kind, 1)
                 go(station, reach=False)
                 commands.append(f"{verb} {thing.name} with {station.name}")
             to = next(place for place in self.places if place.kind == self.goal_place)
@@ -193,7 +187,7 @@ class Household:
                 " (receptacleAtLocation ?r ?l) (atLocation ?a ?l) (inReceptacle ?ot ?r))) (exists"
                 f" (?o - object ?a - agent) (and (objectType ?o {kind}) (holds ?a ?o))))"
             )
-        place = f"(receptacleType ?r {Item(self.goal_place, 1).type})"
+        place = f"(receptacleType ?r {item(self.goal_place, 1).type})"
         if self.task_type == "pick_two_obj_and_place":
             return (
                 "(and (exists (?r - receptacle) (exists (?o1 - object) (and (objectType ?o1"
@@ -213,10 +207,11 @@ def fits(room: Room, place: str, thing: str) -> bool:
 
 def draw(random: Random, task_type: TaskType) -> Household:
     """Draw a household in which the task is not done yet and can be."""
-    kitchen = task_type in STATES or (task_type != "look_at_obj_in_light" and random.random() < 0.5)
+    lit = task_type == "look_at_obj_in_light"
+    kitchen = task_type in STATES or (not lit and random.random() < 0.5)
     room = KITCHEN if kitchen else BEDROOM
     places = [
-        Item(kind, n)
+        item(kind, n)
         for kind, most in room.places.items()
         for n in range(1, random.randint(1, most) + 1)
     ]
@@ -232,24 +227,25 @@ def draw(random: Random, task_type: TaskType) -> Household:
         free = [place for place in places if fits(room, place.kind, kind)]
         if kind == target:  # a wanted object is never where it must go
             free = [place for place in free if place.kind != end]
-        where |= {Item(kind, n): random.choice(free) for n in range(1, amount + 1)}
+        where |= {item(kind, n): random.choice(free) for n in range(1, amount + 1)}
     house = Household(task_type, room, places, where, target, end)
-    if task_type == "look_at_obj_in_light":
-        house.lamp = Item("DeskLamp", 1)
+    if lit:
+        house.lamp = item("DeskLamp", 1)
         tables = [place for place in places if place.kind in ("Desk", "SideTable")]
         where[house.lamp] = random.choice(tables)
-    shown = Item(end, 1).name.rsplit(" ", 1)[0]
+    shown = item(end, 1).name.rsplit(" ", 1)[0]
     house.words = random.choice(_WORDS[task_type]).format(o=target.lower(), r=shown)
     return house
 
 
 def made_games(split: Split, number: int, generation: int = 0) -> tuple[Entry, ...]:
     """Return ``number`` generated games of alternating task types; splits share no game."""
-    kinds: list[TaskType] = [TASK_TYPES[i % len(TASK_TYPES)] for i in range(number)]
-    return tuple(
-        Entry(f"{kind}-made-{generation}-{i}", kind, partial(make_game, split, i, kind, generation))
-        for i, kind in enumerate(kinds)
-    )
+    entries: list[Entry] = []
+    for i in range(number):
+        kind = TASK_TYPES[i % len(TASK_TYPES)]
+        load = partial(make_game, split, i, kind, generation)
+        entries.append(Entry(f"{kind}-made-{generation}-{i}", kind, load))
+    return tuple(entries)
 
 
 def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0) -> Game:
@@ -265,12 +261,8 @@ def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0
     house, problem = next((one, text) for one in drawn if split_of(text := one.problem()) == split)
     domain, grammar = bundled()
     words, plan = house.words, tuple(house.plan())
-    data = {
-        "pddl_domain": domain,
-        "grammar": with_goal(grammar, words),
-        "pddl_problem": problem,
-    }
-    return Game(f"{task_type}-made-{generation}-{index}", task_type, words, plan, data)
+    texts = {"grammar": with_goal(grammar, words), "pddl_domain": domain, "pddl_problem": problem}
+    return Game(f"{task_type}-made-{generation}-{index}", task_type, words, plan, texts)
 
 
 @lru_cache

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +48,7 @@ _CALL = re.compile(
 )
 _CAPITALISED = r"(?:[A-ZÀ-ÖØ-Þ]\.(?= )|[A-ZÀ-ÖØ-Þ][\w'’-]*)"
 _NAME = re.compile(rf"\b{_CAPITALISED}(?: (?:(?:of the|of|de|von|van|&) )?{_CAPITALISED})*")
+_CLOSED = re.compile(r"(?:are|did|do|does|is|was|were)\b", re.IGNORECASE)
 _YEAR = re.compile(r"\b\d{3,4}\b")
 _OPENERS = frozenset(
     """
@@ -76,9 +78,9 @@ def read_call(action: str) -> Call | None:
     if not found:
         return None
     last = found[-1]
-    word = (last["tag"] or last["word"]).lower()
+    word = last["tag"] or last["word"]
     text = (last["inside"] if last["tag"] else last["held"]).strip()
-    return Call("answer" if word == "answer" else "search", text) if text else None
+    return Call("answer" if word.lower() == "answer" else "search", text) if text else None
 
 
 def names_in(text: str) -> list[str]:
@@ -102,36 +104,28 @@ class HotpotQAEnv(TextEnv):
 
     Each step is ``search[words]``, which shows the best paragraphs of the pool, or
     ``answer[text]``, which ends the episode; EvolveR's ``<search_knowledge>`` and ``<answer>`` are
-    read too, and shown as the form to use with ``style="tags"``. The last call in an action counts.
-    An action without one uses up a turn, and the reply names the legal calls. When the turns are
-    spent the episode is truncated. The right answer is never shown, not even at the end; the reply
-    to an answer says only whether it is right.
+    read too. The last call in an action counts. An action without one uses up a turn, and the reply
+    names the legal calls. When the turns are spent the episode is truncated. The right answer is
+    never shown; the reply to an answer says only whether it is right.
 
     The pool holds the paragraphs of all questions of the file. ``info["instance"]`` is the
     question, so a wrapper never shows an entry made from a question while that question is played.
+    `docs/envs/hotpotqa.md` says more of each argument.
 
     Args:
-        split: ``train`` or ``eval``, of a file by a hash of the question (one in four is for
-            evaluation), or ``all`` of it.
-        data: a file in HotpotQA's format (see `load_questions`); by default the one that
-            ``HOTPOTQA_DATA`` names, and without that an invented world.
-        questions: how many; of a file the first ones of the split, by default all; of the invented
-            world 600 or 150 by default.
+        split: ``train`` or ``eval``, of a file by a hash of the question, or ``all`` of it.
+        data: a file for `load_questions`; by default ``HOTPOTQA_DATA``'s, else an invented world.
+        questions: how many, the first of a split; all of a file's or 600 or 150 by default.
         turns: searches and answers allowed; 6 by default.
         k: paragraphs per search.
-        reward: ``em`` (the usual; exact match after SQuAD's normalisation), ``f1`` (of tokens), or
-            ``erl`` (1 for an exact match, F1 from 0.3 on, else 0). Success is always the exact
-            match.
-        style: form of action in the text and in ``choices``: ``brackets`` (the usual)
-            or ``tags``.
-        embedder: search by this embedder's cosine (a callable or name as a bank takes it); None
-            searches by BM25.
-        choices: offer actions in ``info["admissible"]``: searches for names in the question and in
-            what was read, and answers from what was read. They are found in the text alone, so the
+        reward: ``em`` (the usual), ``f1`` or ``erl``. Success is always the exact match.
+        style: form of action in the text and in ``choices``: ``brackets`` (the usual) or ``tags``.
+        embedder: a callable or name as a bank takes it, to search by cosine; None for BM25.
+        choices: offer actions in ``info["admissible"]``, found in what was read alone, so that the
             right answer may be missing among them.
         generation: seed of the invented world.
-        preset: ``erl`` (``reward="erl"``, 5 turns) or ``evolver`` (``style="tags"``); where an
-            argument above is None, the preset's value holds.
+        preset: ``erl`` (``reward="erl"``, 5 turns) or ``evolver`` (``style="tags"``); other
+            arguments win over it.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -171,12 +165,30 @@ class HotpotQAEnv(TextEnv):
         positive(turns=chosen["turns"], k=k, questions=questions)
         self.split, self.k, self.choices = split, k, choices
         self.turns, self.style = int(chosen["turns"]), chosen["style"]
-        self.questions, self._library, self._name = _opened(
-            split, data, questions, generation, embedder
-        )
+        file = data or os.environ.get("HOTPOTQA_DATA") or None
+        if file is not None:
+            known, self._name = load_questions(file), Path(file).stem
+            wanted = (one for one in known.questions if split in ("all", split_of(one.text)))
+            self.questions = tuple(islice(wanted, questions))
+        elif split == "all":
+            raise ConfigError(
+                "Expected split train or eval of the invented world, got 'all'; give data= for a"
+                " file"
+            )
+        else:
+            known = invented_questions(split, questions or INVENTED[split], generation)
+            self.questions, self._name = known.questions, f"invented-{split}"
+        if not self.questions:
+            raise ConfigError(
+                f"Expected a file with questions of split {split}, got none in {file}; use"
+                " split='all' for a small file"
+            )
+        self._library = _library(known, embedder)
         super().__init__(len(self.questions), render_mode=render_mode)
         self._score = SCORES[chosen["reward"]]
         self._search, self._answer = _FORMS[chosen["style"]]
+        calls = f"{self._search.format('words')} or {self._answer.format('text')}"
+        self._legal = f"Reply: {calls}."
 
     @property
     def task(self) -> str:
@@ -188,19 +200,33 @@ class HotpotQAEnv(TextEnv):
         self._left = self.turns
         self._read: list[Passage] = []
         self._asked: list[str] = []
-        return f"Question: {self.task}\n{self._rules()}", self._info("")
+        rules = f"Turns left: {self._left}. {self._legal}"
+        return f"Question: {self.task}\n{rules}", self._info("")
 
     def _turn(self, action: str) -> Step:
         """Search or answer."""
         call = read_call(action)
         self._left -= 1
         if call is not None and call.kind == "answer":
-            return self._end(call.text)
-        shown, feedback = (
-            self._looked_up(call.text) if call is not None else (_NONE, f"{_NONE} {self._legal()}")
-        )
+            golds = self._question.answers
+            success = exact_match(call.text, golds) == 1.0
+            feedback = f"That is {'' if success else 'not '}the right answer."
+            info = self._info(feedback, success=success)
+            return feedback, self._score(call.text, golds), True, False, info
+        if call is None:
+            shown, feedback = _NONE, f"{_NONE} {self._legal}"
+        else:
+            self._asked.append(call.text)
+            found = self._library.search(call.text, self.k)
+            self._read += [passage for passage in found if passage not in self._read]
+            shown = "\n".join(f"[{n}] {_shown(passage)}" for n, passage in enumerate(found, 1))
+            if self.style == "tags":
+                shown = f"<information>\n{shown}\n</information>"
+            feedback = f"Found: {'; '.join(escape(passage.title) for passage in found)}."
+            if not found:
+                shown = feedback = "Nothing was found."
         over = self._left == 0
-        tail = "No turns are left." if over else self._rules()
+        tail = "No turns are left." if over else f"Turns left: {self._left}. {self._legal}"
         return f"{shown}\n{tail}", 0.0, False, over, self._info(feedback, invalid=call is None)
 
     def oracle_action(self) -> str:
@@ -210,69 +236,30 @@ class HotpotQAEnv(TextEnv):
             return self._search.format(missing[0])
         return self._answer.format(self._question.answers[0])
 
-    def _end(self, answer: str) -> Step:
-        golds = self._question.answers
-        success = exact_match(answer, golds) == 1.0
-        feedback = "That is the right answer." if success else "That is not the right answer."
-        info = self._info(feedback, success=success)
-        return feedback, self._score(answer, golds), True, False, info
-
-    def _looked_up(self, query: str) -> tuple[str, str]:
-        """Search; return the text to show, and the feedback in one line."""
-        self._asked.append(query)
-        found = self._library.search(query, self.k)
-        self._read += [passage for passage in found if passage not in self._read]
-        if not found:
-            return "Nothing was found.", "Nothing was found."
-        listed = "\n".join(f"[{n}] {_shown(passage)}" for n, passage in enumerate(found, 1))
-        shown = f"<information>\n{listed}\n</information>" if self.style == "tags" else listed
-        return shown, f"Found: {'; '.join(escape(passage.title) for passage in found)}."
-
-    def _rules(self) -> str:
-        return f"Turns left: {self._left}. {self._legal()}"
-
-    def _legal(self) -> str:
-        return f"Reply: {self._search.format('words')} or {self._answer.format('text')}."
-
-    def _admissible(self) -> list[str]:
-        """Return new searches, and answers from the paragraphs read, in the order they were met."""
-        read = [name for passage in self._read for name in _names(passage)]
-        names = list(dict.fromkeys([*names_in(self.task), *read]))
-        asked = {query.casefold() for query in self._asked}
-        searches = [
-            self._search.format(name)
-            for name in names or [self.task]
-            if name.casefold() not in asked
-        ]
-        answers = [name for passage in self._read for name in (*_names(passage), *_years(passage))]
-        closed = (
-            ["yes", "no"]
-            if self._read
-            and re.match(r"(?:are|did|do|does|is|was|were)\b", self.task, re.IGNORECASE)
-            else []
-        )
-        offered = [
-            *searches,
-            *(self._answer.format(name) for name in dict.fromkeys([*closed, *answers])),
-        ]
-        return [action for action in offered if _is_call(action)] or [
-            self._answer.format("unknown")
-        ]
-
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         name = f"{self._name}-{self._question.id}"
-        offered = self._admissible() if self.choices else None
+        offered: list[str] | None = None
+        if self.choices:  # new searches, and answers from the paragraphs read, as they were met
+            read = [_named(passage) for passage in self._read]
+            words = dict.fromkeys(
+                [*names_in(self.task), *(one for names, _ in read for one in names)]
+            )
+            asked = {query.casefold() for query in self._asked}
+            new = [one for one in words or [self.task] if one.casefold() not in asked]
+            answers = [answer for names, years in read for answer in (*names, *years)]
+            if read and _CLOSED.match(self.task):
+                answers = ["yes", "no", *answers]
+            offered = [self._search.format(one) for one in new]
+            offered += [self._answer.format(one) for one in dict.fromkeys(answers)]
+            offered = [one for one in offered if _is_call(one)] or [self._answer.format("unknown")]
         return self._report(name, feedback, success=success, invalid=invalid, admissible=offered)
 
 
 @lru_cache(maxsize=_KEPT)
-def _names(passage: Passage) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([passage.title.strip(), *names_in(passage.text)]))
-
-
-@lru_cache(maxsize=_KEPT)
-def _years(passage: Passage) -> tuple[str, ...]:
-    return tuple(_YEAR.findall(passage.text))
+def _named(passage: Passage) -> tuple[list[str], list[str]]:
+    """Return the names in a paragraph, its title first, and the years."""
+    names = dict.fromkeys([passage.title.strip(), *names_in(passage.text)])
+    return list(names), _YEAR.findall(passage.text)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -285,31 +272,6 @@ def _shown(passage: Passage) -> str:
     """Return a paragraph on one line, cut to length, without tags that this package reads."""
     text = " ".join(f"{passage.title}: {passage.text}".split())
     return escape(text if len(text) <= _PASSAGE else f"{text[:_PASSAGE]} [...]")
-
-
-def _opened(
-    split: Split, data: str | None, count: int | None, generation: int, embedder: Embedder | None
-) -> tuple[Sequence[Question], Library, str]:
-    """Return the questions of a split, their library, and the start of their task ids."""
-    file = data or os.environ.get("HOTPOTQA_DATA") or None
-    if file is None:
-        if split == "all":
-            raise ConfigError(
-                "Expected split train or eval of the invented world, got 'all'; give data= for a"
-                " file"
-            )
-        known = invented_questions(split, count or INVENTED[split], generation)
-        return known.questions, _library(known, embedder), f"invented-{split}"
-    known = load_questions(file)
-    chosen = [
-        question for question in known.questions if split in ("all", split_of(question.text))
-    ][:count]
-    if not chosen:
-        raise ConfigError(
-            f"Expected a file with questions of split {split}, got none in {file}; use split='all'"
-            " for a small file"
-        )
-    return chosen, _library(known, embedder), Path(file).stem
 
 
 @lru_cache(maxsize=8)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -37,129 +36,88 @@ _TRADES = (
 _HILLS = ("Chalk", "Copper", "Green", "High", "Long", "Stone", "White", "Windy")
 # fmt: on
 _SALT = 0x2B0B
+_Asked = tuple[str, str, tuple[str, str]]
+"""A question, its answer, and the titles of the two paragraphs that lead to it."""
 
 
-@dataclass(frozen=True)
-class _Person:
+class _Person(NamedTuple):
     name: str
     town: str
     year: int
     trade: str
 
 
-@dataclass(frozen=True)
-class _Town:
+class _Town(NamedTuple):
     name: str
     river: str
     founder: str
 
 
-@dataclass(frozen=True)
-class _Company:
+class _Company(NamedTuple):
     name: str
     founder: str
     town: str
     goods: str
 
 
-class _World:
-    """Hold rivers, towns on them, people born there, and the companies they founded."""
+def _world(part: Part, generation: int, size: int) -> tuple[list[_Asked], list[Passage]]:
+    """Draw rivers, towns on them, ``size`` people born there, and the companies they founded.
 
-    def __init__(self, part: Part, generation: int, people: int) -> None:
-        rng = np.random.default_rng([_SALT, generation, part == "eval"])
-        self._rng = rng
-        names = _names(part, generation)
-        self.rivers = [next(names) for _ in range(max(4, -(-people // 8)))]
-        towns = [next(names) for _ in range(max(6, -(-people // 4)))]
-        born = [f"{next(names)} {next(names)}" for _ in range(people)]
-        years = rng.permutation(np.arange(1500, 1500 + 2 * people))[:people]
-        self.people = [
-            _Person(n, self._one(towns), int(y), self._one(_TRADES))
-            for n, y in zip(born, years, strict=True)
-        ]
-        self.towns = [
-            _Town(
-                name,
-                self._one(self.rivers),
-                self._one([p.name for p in self.people if p.town != name]),
-            )
-            for name in towns
-        ]
-        makers = [f"{next(names)} Works" for _ in range(max(6, -(-people // 4)))]
-        self.companies = [
-            _Company(name, self._one(born), self._one(towns), self._one(_GOODS)) for name in makers
-        ]
-
-    def _one(self, things: Sequence[str]) -> str:
-        return things[int(self._rng.integers(len(things)))]
-
-    def passages(self) -> list[Passage]:
-        """Return the paragraphs about this world."""
-        return [
-            *(
-                Passage(r, f"{r} is a river. It rises in the {self._one(_HILLS)} Hills.")
-                for r in self.rivers
-            ),
-            *(
-                Passage(
-                    t.name,
-                    f"{t.name} is a town on the river {t.river}. It was founded by {t.founder}.",
-                )
-                for t in self.towns
-            ),
-            *(
-                Passage(p.name, f"{p.name}, born in {p.town} in {p.year}, was a {p.trade}.")
-                for p in self.people
-            ),
-            *(
-                Passage(
-                    c.name,
-                    f"{c.name} makes {c.goods}. It was founded by {c.founder} and has its seat in"
-                    f" {c.town}.",
-                )
-                for c in self.companies
-            ),
-        ]
-
-    def questions(self) -> Iterator[tuple[str, str, tuple[str, str]]]:
-        """Yield text, answer, and the titles of the two paragraphs that lead to it."""
-        town = {t.name: t for t in self.towns}
-        person = {p.name: p for p in self.people}
-        for p in self.people:
-            yield (
-                f"Which river flows through the town where {p.name} was born?",
-                town[p.town].river,
-                (p.name, p.town),
-            )
-            yield (
-                f"Who founded the town where {p.name} was born?",
-                town[p.town].founder,
-                (p.name, p.town),
-            )
-        for c in self.companies:
-            yield (
-                f"Which river flows through the town where {c.name} has its seat?",
-                town[c.town].river,
-                (c.name, c.town),
-            )
-            yield (
-                f"In which town was the founder of {c.name} born?",
-                person[c.founder].town,
-                (c.name, c.founder),
-            )
-        order = self._rng.permutation(len(self.people))
-        for i, j in zip(order[::2], order[1::2], strict=False):
-            a, b = self.people[int(i)], self.people[int(j)]
-            first = a if a.year < b.year else b
-            yield f"Who was born earlier, {a.name} or {b.name}?", first.name, (a.name, b.name)
-
-
-def _names(part: Part, generation: int) -> Iterator[str]:
-    """Yield invented words in a drawn order; each part has its own half of them."""
+    Returns:
+        all questions and all paragraphs about them.
+    """
     words = [f"{a}{b}{c}" for a in _ONSETS for b in _MIDDLES for c in _ENDINGS]
     order = np.random.default_rng([_SALT, generation]).permutation(len(words))
-    for i in order[part == "eval" :: 2]:
-        yield words[int(i)]
+    names = (words[int(i)] for i in order[part == "eval" :: 2])  # each part has a half of them
+    rng = np.random.default_rng([_SALT, generation, part == "eval"])
+
+    def one(things: Sequence[str]) -> str:
+        return things[int(rng.integers(len(things)))]
+
+    rivers = [next(names) for _ in range(max(4, -(-size // 8)))]
+    places = [next(names) for _ in range(max(6, -(-size // 4)))]
+    born = [f"{next(names)} {next(names)}" for _ in range(size)]
+    years = rng.permutation(np.arange(1500, 1500 + 2 * size))[:size]
+    people = [
+        _Person(name, one(places), int(year), one(_TRADES))
+        for name, year in zip(born, years, strict=True)
+    ]
+    towns = [
+        _Town(name, one(rivers), one([p.name for p in people if p.town != name])) for name in places
+    ]
+    makers = [f"{next(names)} Works" for _ in range(max(6, -(-size // 4)))]
+    companies = [_Company(name, one(born), one(places), one(_GOODS)) for name in makers]
+
+    asked: list[_Asked] = []
+    town_of, person_of = {t.name: t for t in towns}, {p.name: p for p in people}
+    for p in people:
+        home = town_of[p.town]
+        river = f"Which river flows through the town where {p.name} was born?"
+        founder = f"Who founded the town where {p.name} was born?"
+        asked.append((river, home.river, (p.name, p.town)))
+        asked.append((founder, home.founder, (p.name, p.town)))
+    for c in companies:
+        river = f"Which river flows through the town where {c.name} has its seat?"
+        birth = f"In which town was the founder of {c.name} born?"
+        asked.append((river, town_of[c.town].river, (c.name, c.town)))
+        asked.append((birth, person_of[c.founder].town, (c.name, c.founder)))
+    order = rng.permutation(size)
+    for i, j in zip(order[::2], order[1::2], strict=False):
+        a, b = people[int(i)], people[int(j)]
+        earlier = a if a.year < b.year else b
+        question = f"Who was born earlier, {a.name} or {b.name}?"
+        asked.append((question, earlier.name, (a.name, b.name)))
+
+    told = {r: f"{r} is a river. It rises in the {one(_HILLS)} Hills." for r in rivers}
+    for t in towns:
+        told[t.name] = f"{t.name} is a town on the river {t.river}. It was founded by {t.founder}."
+    for p in people:
+        told[p.name] = f"{p.name}, born in {p.town} in {p.year}, was a {p.trade}."
+    for c in companies:
+        told[c.name] = (
+            f"{c.name} makes {c.goods}. It was founded by {c.founder} and has its seat in {c.town}."
+        )
+    return asked, [Passage(title, text) for title, text in told.items()]
 
 
 @lru_cache(maxsize=8)
@@ -178,14 +136,10 @@ def invented_questions(part: Part, count: int, generation: int = 0) -> QuestionS
         raise ConfigError(
             f"Expected questions between 1 and {MOST} of the invented world, got {count}"
         )
-    world = _World(part, generation, people=max(8, -(-count // 3)))
-    asked = list(world.questions())
-    order = np.random.default_rng([_SALT, generation, part == "eval", 1]).permutation(len(asked))[
-        :count
-    ]
-    chosen = [asked[int(i)] for i in order]
-    questions = [
-        Question(f"{generation}-{n}", text, (answer,), hops)
-        for n, (text, answer, hops) in enumerate(chosen)
-    ]
-    return QuestionSet(tuple(questions), tuple(world.passages()))
+    asked, passages = _world(part, generation, max(8, -(-count // 3)))
+    order = np.random.default_rng([_SALT, generation, part == "eval", 1]).permutation(len(asked))
+    questions: list[Question] = []
+    for n, i in enumerate(order[:count]):
+        text, answer, hops = asked[int(i)]
+        questions.append(Question(f"{generation}-{n}", text, (answer,), hops))
+    return QuestionSet(tuple(questions), tuple(passages))

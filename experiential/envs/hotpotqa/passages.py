@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,14 +16,6 @@ class Passage(NamedTuple):
 
     title: str
     text: str
-
-
-class Ranker(Protocol):
-    """Order the texts that it was made from."""
-
-    def best(self, query: str, k: int) -> list[int]:
-        """Return the indices of at most ``k`` texts, best first; of equals the earlier first."""
-        ...
 
 
 class Dense:
@@ -62,7 +54,7 @@ class Library:
     ) -> None:
         self.passages = list(dict.fromkeys(passages))
         texts = [f"{passage.title}\n{passage.text}" for passage in self.passages]
-        self._ranker: Ranker = BM25(texts) if embedder is None else Dense(texts, embedder)
+        self._ranker = BM25(texts) if embedder is None else Dense(texts, embedder)
 
     def search(self, query: str, k: int) -> list[Passage]:
         """Return at most ``k`` passages, best first."""

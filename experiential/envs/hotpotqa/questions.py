@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from experiential.envs.hotpotqa.passages import Passage
 from experiential.envs.rows import checked
 from experiential.errors import ConfigError
+
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
 @dataclass(frozen=True)
 class Question:
     """Hold one question.
 
-    Attributes:
-        id: stable name.
-        text: the question.
-        answers: the right answer first, then other forms of it.
-        hops: titles of the paragraphs that hold the answer, in the order in which they lead to each
-            other where that is known.
+    ``answers`` begins with the right one, other forms of it follow; ``hops`` are titles of the
+    paragraphs that hold it, in the order in which they lead to each other where that is known.
     """
 
     id: str
@@ -49,8 +47,8 @@ class _Row(BaseModel):
     model_config = ConfigDict(populate_by_name=True)
 
     id: str = Field(default="", alias="_id")
-    question: str = Field(min_length=1)
-    answer: str = Field(min_length=1)
+    question: Text
+    answer: Text
     answer_aliases: list[str] = Field(default_factory=list)
     context: list[tuple[str, list[str]]] = Field(min_length=1)
     supporting_facts: list[tuple[str, int]] = Field(default_factory=list[tuple[str, int]])
@@ -62,48 +60,21 @@ class _Row(BaseModel):
         if not isinstance(row, Mapping):
             return row
         fields = dict(cast("Mapping[str, Any]", row))
+        if "_id" not in fields and "id" in fields:
+            fields["_id"] = str(fields["id"])
         if "context" not in fields and isinstance(fields.get("paragraphs"), list):
-            known = [
-                cast("Mapping[str, Any]", one)
-                for one in cast("list[Any]", fields["paragraphs"])
-                if isinstance(one, Mapping)
-            ]
+            every = cast("list[Any]", fields["paragraphs"])
+            known = [cast("Mapping[str, Any]", one) for one in every if isinstance(one, Mapping)]
             fields["context"] = [(one.get("title"), [one.get("paragraph_text")]) for one in known]
-            fields["supporting_facts"] = [
-                (one.get("title"), 0) for one in known if one.get("is_supporting")
-            ]
-        for name, (first, second) in {
-            "context": ("title", "sentences"),
-            "supporting_facts": ("title", "sent_id"),
-        }.items():
+            telling = [one for one in known if one.get("is_supporting")]
+            fields["supporting_facts"] = [(one.get("title"), 0) for one in telling]
+        for name, second in (("context", "sentences"), ("supporting_facts", "sent_id")):
             if isinstance(columns := fields.get(name), Mapping):
-                known = cast("Mapping[str, list[Any]]", columns)
-                pair = [
-                    column if isinstance(column := known.get(key), list) else []
-                    for key in (first, second)
-                ]
-                fields[name] = list(zip(*pair, strict=False))
+                column_of = cast("Mapping[str, Any]", columns)
+                pair: list[Any] = [column_of.get("title"), column_of.get(second)]
+                listed = all(isinstance(column, list) for column in pair)
+                fields[name] = list(zip(*pair, strict=False)) if listed else []
         return fields
-
-    @field_validator("question", "answer")
-    @classmethod
-    def _visible(cls, text: str) -> str:
-        if not text.strip():
-            raise ValueError("Input should hold something visible")
-        return text.strip()
-
-    def asked(self) -> Question:
-        """Return the question without its paragraphs."""
-        name = self.id or hashlib.sha256(self.question.encode()).hexdigest()[:16]
-        hops = tuple(dict.fromkeys(title for title, _ in self.supporting_facts))
-        return Question(
-            name, self.question, tuple(dict.fromkeys((self.answer, *self.answer_aliases))), hops
-        )
-
-    def passages(self) -> Iterator[Passage]:
-        """Yield the paragraphs."""
-        for title, sentences in self.context:
-            yield Passage(title, " ".join(sentence.strip() for sentence in sentences))
 
 
 def load_questions(file: str | Path) -> QuestionSet:
@@ -130,14 +101,24 @@ def load_questions(file: str | Path) -> QuestionSet:
 
 @lru_cache(maxsize=4)
 def _loaded(path: Path, stamp: int) -> QuestionSet:
-    rows = [_checked(row, number, path) for number, row in enumerate(_rows(path), 1)]
-    if not rows:
-        raise ConfigError(f"Expected at least one question in {path}, got none")
-    questions = {question.id: question for row in rows if (question := row.asked())}
-    return QuestionSet(
-        tuple(questions.values()),
-        tuple(dict.fromkeys(passage for row in rows for passage in row.passages())),
+    """Read a file of questions; ``stamp`` is the version of the file that the cache knows."""
+    expected = (
+        f"question, answer and context in each question of {path} (files of a test set, which have"
+        " no answers, cannot be played)"
     )
+    questions: dict[str, Question] = {}
+    passages: dict[Passage, None] = {}
+    for number, row in enumerate(_rows(path), 1):
+        known = checked(_Row, row, expected, f"question {number}")
+        name = known.id or hashlib.sha256(known.question.encode()).hexdigest()[:16]
+        answers = tuple(dict.fromkeys((known.answer, *known.answer_aliases)))
+        hops = tuple(dict.fromkeys(title for title, _ in known.supporting_facts))
+        questions[name] = Question(name, known.question, answers, hops)
+        for title, sentences in known.context:
+            passages[Passage(title, " ".join(sentence.strip() for sentence in sentences))] = None
+    if not questions:
+        raise ConfigError(f"Expected at least one question in {path}, got none")
+    return QuestionSet(tuple(questions.values()), tuple(passages))
 
 
 def _rows(path: Path) -> list[Any]:
@@ -148,28 +129,16 @@ def _rows(path: Path) -> list[Any]:
     try:
         whole = json.loads(text)
     except ValueError as error:
-        return _lines(text, path, error)
-    return cast("list[Any]", whole) if isinstance(whole, list) else [whole]
-
-
-def _lines(text: str, path: Path, whole: ValueError) -> list[Any]:
+        cause = str(error)
+    else:
+        return cast("list[Any]", whole) if isinstance(whole, list) else [whole]
     rows: list[Any] = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            cause = f"line {number}: {error}" if rows else str(whole)
+            got = f"line {number}: {error}" if rows else cause
             raise ConfigError(
-                f"Expected a JSON list of questions, or one a line, in {path}, got {cause}"
+                f"Expected a JSON list of questions, or one a line, in {path}, got {got}"
             ) from error
     return rows
-
-
-def _checked(row: Any, number: int, path: Path) -> _Row:
-    if isinstance(row, dict) and "_id" not in row and "id" in row:
-        row = cast("dict[str, Any]", row) | {"_id": str(cast("dict[str, Any]", row)["id"])}
-    expected = (
-        f"question, answer and context in each question of {path} (files of a test set, which have"
-        " no answers, cannot be played)"
-    )
-    return checked(_Row, row, expected, f"question {number}")

@@ -7,6 +7,7 @@ from typing import Any
 from experiential.envs.action_text import parse_action
 from experiential.envs.arguments import inside, one_of, positive
 from experiential.envs.minihack.game import Game, Screen
+from experiential.envs.minihack.solver import walkthrough
 from experiential.envs.minihack.words import spoken
 from experiential.envs.split import Split
 from experiential.envs.text_env import Info, Step, TextEnv
@@ -39,8 +40,7 @@ _WORLDS = {"train": 10_000, "eval": 100}
 _EVAL = 1_000_000
 """Game seeds from here on belong to the evaluation split."""
 _LISTED = 24
-"""Words of an action set that the text lists; of more it lists so many and says how many there are.
-"""
+"""Words of an action set that the text lists; of more it also says how many there are."""
 
 
 class MiniHackEnv(TextEnv):
@@ -63,8 +63,7 @@ class MiniHackEnv(TextEnv):
         prompts: answer NetHack's questions; False declines them as MiniHack's navigation levels do,
             and lets ``apply`` beside a locked door do all of KeyRoom's unlocking.
         max_steps: turns of an episode; None for the limit of the id.
-        instruction: the task in words; by default to reach the stairs, or to complete the
-            task of that name.
+        instruction: the task in words; by default made of the level's goal and name.
         render_mode: ``ansi`` or None.
 
     Raises:
@@ -99,18 +98,23 @@ class MiniHackEnv(TextEnv):
         super().__init__(count, longest=100_000, render_mode=render_mode)
         self.split: Split = split
         self.env_id = env_id or PRESETS[preset or "room"]
-        self.crop = _checked(crop)
+        self.name = self.env_id.removeprefix("MiniHack-").rpartition("-v")[0]
+        """The id without ``MiniHack-`` and version."""
+        sides: Any = (crop, crop) if isinstance(crop, int) else crop and tuple(crop)
+        if sides is not None and (
+            len(sides) != 2 or not all(isinstance(n, int) and n > 0 and n % 2 for n in sides)
+        ):
+            raise ConfigError(
+                "Expected crop to be a pair of odd positive numbers (rows, columns) or None, got"
+                f" {crop!r}"
+            )
+        self.crop: tuple[int, int] | None = sides
         self.prompts, self.max_steps, self._instruction = prompts, max_steps, instruction
         self._game = self._new_game()
         self._copy: Game | None = None
         self._keys: list[int] = []
         self._plan: list[int] = []
         self._planned: list[int] | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the id without ``MiniHack-`` and version."""
-        return self.env_id.removeprefix("MiniHack-").rpartition("-v")[0]
 
     @property
     def task(self) -> str:
@@ -122,26 +126,27 @@ class MiniHackEnv(TextEnv):
         self.world, self.turn = world, 0
         self._keys = []
         self._planned = None
+        self._seed = world + (_EVAL if self.split == "eval" else 0)
         self._screen: Screen = self._game.start(self._seed)
-        return f"{self.task}\n{self._view()}", self._info(self._said())
+        return f"{self.task}\n{self._view()}", self._info(self._screen.message)
 
     def _turn(self, action: str) -> Step:
         """Say a word: an action of the id, or an answer where NetHack asks."""
-        key = self._key(action)
+        ways = spoken(self._words())
+        word = parse_action(action, ways)
         self.turn += 1
-        if key is not None:
-            self._keys.append(key)
-            self._screen = self._game.press(key)
+        if word is not None:
+            self._keys.append(ways[word])
+            self._screen = self._game.press(ways[word])
         ending = self._screen.ending
-        success = ending == "won"
         late = ending == "limit" or (ending is None and self.turn >= self._game.limit)
-        feedback = self._said() if key is not None else f"{_NONE} {self._legal()}"
-        observation = (
-            f"{self._said()}\n{_CLOSING[ending or 'limit']}".strip()
-            if late or ending is not None
-            else self._view("" if key is not None else _NONE)
-        )
-        info = self._info(feedback, success=success, invalid=key is None)
+        feedback = self._screen.message if word is not None else f"{_NONE} {self._legal()}"
+        if late or ending is not None:
+            observation = f"{self._screen.message}\n{_CLOSING[ending or 'limit']}".strip()
+        else:
+            observation = self._view("" if word is not None else _NONE)
+        success = ending == "won"
+        info = self._info(feedback, success=success, invalid=word is None)
         return observation, float(success), ending is not None and not late, late, info
 
     def oracle_action(self) -> str:
@@ -150,22 +155,16 @@ class MiniHackEnv(TextEnv):
         Raises:
             ConfigError: there is no solver for this id.
         """
-        from experiential.envs.minihack.solver import walkthrough
-
         if not self.env_id.startswith(SOLVED):
             raise ConfigError(
                 f"Expected an id that the solver knows ({', '.join(SOLVED)}), got {self.env_id}"
             )
-        if (
-            self._planned is None
-            or self._keys[: len(self._planned)] != self._planned
-            or self._plan[: len(self._keys) - len(self._planned)]
-            != self._keys[len(self._planned) :]
-        ):
+        keys, planned = self._keys, self._planned
+        if planned is None or [*planned, *self._plan][: len(keys)] != keys:
             self._copy = self._copy or self._new_game()
-            self._planned = list(self._keys)
-            self._plan = walkthrough(self._copy, self._seed, self._planned) or []
-        done = len(self._keys) - len(self._planned)
+            planned = self._planned = list(keys)
+            self._plan = walkthrough(self._copy, self._seed, planned) or []
+        done = len(keys) - len(planned)
         words = self._words()
         wanted = self._plan[done] if done < len(self._plan) else None
         return next((word for word, key in words.items() if key == wanted), next(iter(words)))
@@ -177,8 +176,7 @@ class MiniHackEnv(TextEnv):
                 game.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all state but the games, which are replayed on unpickling."""
-        return {**self.__dict__, "_game": None, "_copy": None}
+        return {**vars(self), "_game": None, "_copy": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -188,45 +186,27 @@ class MiniHackEnv(TextEnv):
             for key in self._keys:
                 self._game.press(key)
 
-    @property
-    def _seed(self) -> int:
-        return self.world + (_EVAL if self.split == "eval" else 0)
-
     def _new_game(self) -> Game:
         return Game(self.env_id, prompts=self.prompts, limit=self.max_steps)
 
     def _words(self) -> dict[str, int]:
         return self._screen.words if self._screen.words is not None else self._game.words
 
-    def _key(self, action: str) -> int | None:
-        ways = spoken(self._words())
-        word = parse_action(action, ways)
-        return None if word is None else ways[word]
-
     def _legal(self) -> str:
         words = list(self._words())
         more = f", ... ({len(words)} words)" if len(words) > _LISTED else ""
         return f"Reply with one of: {', '.join(words[:_LISTED])}{more}."
 
-    def _said(self) -> str:
-        return " ".join(self._screen.messages)
-
     def _view(self, complaint: str = "") -> str:
-        screen = self._screen
-        rows, legend = window(screen, self.crop)
-        held = (
-            "; ".join(f"{letter} - {name}" for letter, name in screen.inventory.items())
-            or "nothing"
-        )
+        screen, (rows, legend) = self._screen, window(self._screen, self.crop)
+        held = "; ".join(f"{letter} - {name}" for letter, name in screen.inventory.items())
+        place = f"HP: {screen.hp}/{screen.max_hp}. Position: x {screen.x}, y {screen.y}."
         lines = [
             "Map:",
             *rows,
             f"Legend: {legend}.",
-            f"Message: {self._said() or 'none'}",
-            (
-                f"HP: {screen.hp}/{screen.max_hp}. Position: x {screen.x}, y {screen.y}. Inventory:"
-                f" {held}."
-            ),
+            f"Message: {self._screen.message or 'none'}",
+            f"{place} Inventory: {held or 'nothing'}.",
             f"{complaint} Steps left: {self._game.limit - self.turn}. {self._legal()}".lstrip(),
         ]
         return "\n".join(lines)
@@ -243,43 +223,16 @@ def window(screen: Screen, crop: tuple[int, int] | None) -> tuple[list[str], str
     What lies outside the map is blank. With ``crop`` None the whole map is shown without empty
     rows.
     """
-    height, width = screen.chars.shape
-    if crop is None:
-        top, bottom, left, right = 0, height, 0, width
-        above, before = 0, 0
-    else:
-        top, left = screen.y - crop[0] // 2, screen.x - crop[1] // 2
-        bottom, right = top + crop[0], left + crop[1]
-        above, before = max(0, -top), max(0, -left)
+    height, width = crop or screen.chars.shape
+    top, left = (screen.y - height // 2, screen.x - width // 2) if crop else (0, 0)
+    bottom, right = top + height, left + width
     part = (slice(max(0, top), max(0, bottom)), slice(max(0, left), max(0, right)))
-    chars = screen.chars[part]
-    text, side = chars.tobytes().decode("latin-1"), chars.shape[1]
-    rows = [
-        (" " * before + text[start : start + side]).rstrip()
-        for start in range(0, len(text), side or 1)
-    ]
-    if crop is None:
-        rows = [row for row in rows if row]
-    else:
-        rows = [""] * above + rows
-        rows += [""] * (crop[0] - len(rows))
+    chars, before = screen.chars[part], " " * max(0, -left)
+    seen = [(before + row.tobytes().decode("latin-1")).rstrip() for row in chars]
+    rows = [""] * max(0, -top) + seen
+    rows = rows + [""] * (height - len(rows)) if crop else [row for row in rows if row]
     drawn = chars != 32
     pairs = set(zip(chars[drawn].tolist(), screen.descriptions[part][drawn].tolist(), strict=True))
     meant = sorted((chr(char), text.decode("latin-1")) for char, text in pairs)
-    return rows, "; ".join(
-        f"{char} {'you' if 'called Agent' in text else text}" for char, text in meant
-    )
-
-
-def _checked(crop: Any) -> tuple[int, int] | None:
-    if crop is None:
-        return None
-    sides: Any = (crop, crop) if isinstance(crop, int) else tuple(crop)
-    if len(sides) != 2 or any(
-        not isinstance(side, int) or side < 1 or side % 2 == 0 for side in sides
-    ):
-        raise ConfigError(
-            "Expected crop to be a pair of odd positive numbers (rows, columns) or None, got"
-            f" {crop!r}"
-        )
-    return sides
+    told = (f"{char} {'you' if 'called Agent' in text else text}" for char, text in meant)
+    return rows, "; ".join(told)

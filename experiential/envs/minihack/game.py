@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, cast
@@ -20,22 +19,14 @@ Array = np.ndarray[Any, Any]
 Ending = Literal["won", "lost", "limit"] | None
 
 _KEYS = (
-    "chars",
-    "message",
-    "blstats",
-    "screen_descriptions",
-    "inv_strs",
-    "inv_letters",
-    "tty_chars",
-    "internal",
-)
+    "chars", "message", "blstats", "screen_descriptions", "inv_strs", "inv_letters",
+    "tty_chars", "internal",
+)  # fmt: skip
 _SPACE, _RETURN = 32, 13
 _ASKS, _WAITS = 1, 3  # places in NLE's ``internal``: a question for one key, a wait for a blank
 _MENU_END = re.compile(rb"\(end\)|\(\d+ of \d+\)")
 _REPEATS = ("MiniHack-MazeWalk-", "MiniHack-KeyRoom-", "MiniHack-River-")
-"""Ids whose episodes are the same in a used game as in a new one; all others get a new game for
-each episode.
-"""
+"""Ids whose episodes are the same in a used game as in a new one; others get a new game each."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,7 @@ class Screen:
 
     chars: Array
     descriptions: Array
-    messages: tuple[str, ...]
+    message: str
     inventory: dict[str, str]
     hp: int
     max_hp: int
@@ -78,16 +69,49 @@ class Game:
 
     def __init__(self, env_id: str, *, prompts: bool = True, limit: int | None = None) -> None:
         self.env_id, self.prompts = env_id, prompts
-        self._options: dict[str, Any] = {
-            "observation_keys": _KEYS[:6],
-            "fix_moon_phase": True,
-            "penalty_step": 0.0,
-        }
-        if prompts:
-            self._options["allow_all_yn_questions"] = True
         self._limit = limit
         self._used = False
         self._open()
+
+    def _open(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pkg_resources, which MiniHack still uses
+            try:
+                base: Any = cast("Any", import_module("minihack")).MiniHack
+            except ImportError as error:
+                raise MissingExtraError(error.name or "minihack", "minihack") from error
+            if not self.env_id.startswith("MiniHack-") or self.env_id not in gym.registry:
+                raise ConfigError(
+                    "Expected env_id to be an id that MiniHack registers, such as"
+                    f" MiniHack-River-v0, got {self.env_id!r}"
+                )
+            options: dict[str, Any] = {"allow_all_yn_questions": True} if self.prompts else {}
+            try:
+                self._core: Any = make(
+                    self.env_id,
+                    observation_keys=_KEYS[:6],
+                    fix_moon_phase=True,
+                    penalty_step=0.0,
+                    **options,
+                ).unwrapped
+            except (SystemExit, TypeError, FileNotFoundError, ImportError) as error:
+                raise ConfigError(
+                    f"Expected {self.env_id} to start, got: {error}; MiniHack's own documentation"
+                    " says what this level needs"
+                ) from error
+        core = self._core
+        self.words = action_words(core.actions)
+        if self._limit is not None:
+            core._max_episode_steps = self._limit
+        self.limit = int(core._max_episode_steps)
+        self.stairs = core.reward_manager is None
+        core.actions = tuple(range(256))  # so that the index of an action is its key
+        self._step: Any = base.step if self.prompts else cast("Any", type(core)).step
+        self._places = {name: place for place, name in enumerate(core._observation_keys)}
+        self._log: list[str] = []
+        self._choosing = False
+        self._decline = core._perform_known_steps
+        core._perform_known_steps = self._wait_out
 
     def start(self, seed: int) -> Screen:
         """Begin the episode of a seed."""
@@ -102,138 +126,80 @@ class Game:
 
     def press(self, key: int) -> Screen:
         """Press one key; answer the waits of NetHack for a blank, and keep their messages."""
+        core = self._core
         self._log.clear()
-        self._choosing = self._menu is not None
-        status = self._short_step(key) if self.prompts and self.stairs else self._full_step(key)
+        self._choosing = self._menu(core.last_observation) is not None
+        if self.prompts and self.stairs:
+            # The step of MiniHack without reward and without the copies that only rewards need.
+            observation, done = core.nethack.step(key)
+            if self._part(observation, "program_state")[0] == 1 or not core._allow_all_modes:
+                observation, done = core._perform_known_steps(observation, done, exceptions=True)
+            core._steps += 1
+            core.last_observation = observation
+            status = core._get_end_status(observation, done)
+            if status and not done:
+                core._quit_game(observation, done)
+        else:
+            status = self._step(core, key)[-1]["end_status"]
         kinds: dict[Any, Ending] = {
-            self._core.StepStatus.RUNNING: None,
-            self._core.StepStatus.TASK_SUCCESSFUL: "won",
-            self._core.StepStatus.ABORTED: "limit",
+            core.StepStatus.RUNNING: None,
+            core.StepStatus.TASK_SUCCESSFUL: "won",
+            core.StepStatus.ABORTED: "limit",
         }
         return self._screen(kinds.get(status, "lost"))
-
-    def _full_step(self, key: int) -> Any:
-        """Make a step of MiniHack's own; return the status of the episode."""
-        play = self._step if self.prompts else cast("Any", type(self._core)).step
-        return play(self._core, key)[-1]["end_status"]
-
-    def _short_step(self, key: int) -> Any:
-        """Make the same step without reward and without the copies that only rewards need."""
-        core = self._core
-        observation, done = core.nethack.step(key)
-        if self._part(observation, "program_state")[0] == 1 or not core._allow_all_modes:
-            observation, done = core._perform_known_steps(observation, done, exceptions=True)
-        core._steps += 1
-        core.last_observation = observation
-        status = core._get_end_status(observation, done)
-        if status and not done:
-            core._quit_game(observation, done)
-        return status
 
     def close(self) -> None:
         """Free the game's memory and files."""
         self._core.close()
 
-    def _open(self) -> None:
-        base: Any = _installed()
-        self._core: Any = _made(self.env_id, self._options)
-        self.words = action_words(self._core.actions)
-        if self._limit is not None:
-            self._core._max_episode_steps = self._limit
-        self.limit = int(self._core._max_episode_steps)
-        self.stairs = self._core.reward_manager is None
-        self._core.actions = tuple(range(256))  # so that the index of an action is its key
-        self._step: Any = base.step
-        self._places = {name: place for place, name in enumerate(self._core._observation_keys)}
-        self._log: list[str] = []
-        self._choosing = False
-        self._decline = self._core._perform_known_steps
-        self._core._perform_known_steps = self._wait_out
-
     def _wait_out(self, observation: Any, done: bool, exceptions: bool = True) -> tuple[Any, bool]:
         """Handle waits as NLE does, but keep each message and leave menus open for an answer."""
         chosen = self._choosing
         while exceptions and not done and self._part(observation, "internal")[_WAITS]:
-            if self.prompts and self._menu_on(observation) and not chosen:
+            if not chosen and self._menu(observation) is not None:
                 return observation, done
             self._log.append(_text(self._part(observation, "message")))
             observation, done = self._core.nethack.step(_RETURN if chosen else _SPACE)
             chosen = False
         return self._decline(observation, done, exceptions)
 
-    @property
-    def _menu(self) -> dict[str, int] | None:
-        last = self._core.last_observation
-        waits = self.prompts and bool(last) and bool(self._part(last, "internal")[_WAITS])
-        return (
-            menu_entries(_lines(self._part(last, "tty_chars")))
-            if waits and self._menu_on(last)
-            else None
-        )
-
-    def _menu_on(self, observation: Any) -> bool:
-        return _MENU_END.search(self._part(observation, "tty_chars").tobytes()) is not None
+    def _menu(self, observation: Any) -> dict[str, int] | None:
+        """Return the entries of the menu that is open and their keys, or None."""
+        if not self.prompts or not observation or not self._part(observation, "internal")[_WAITS]:
+            return None
+        rows = self._part(observation, "tty_chars")
+        if not _MENU_END.search(rows.tobytes()):
+            return None
+        return menu_entries(row.tobytes().decode("latin-1") for row in rows)
 
     def _part(self, observation: Any, name: str) -> Any:
         return observation[self._places[name]]
 
     def _screen(self, ending: Ending) -> Screen:
-        now = {name: self._part(self._core.last_observation, name) for name in _KEYS}
+        last = self._core.last_observation
+        now = {name: self._part(last, name) for name in _KEYS}
         letters = now["inv_letters"].tobytes().rstrip(b"\0").decode("latin-1")
-        inventory = {
-            letter: _text(row) for letter, row in zip(letters, now["inv_strs"], strict=False)
-        }
-        messages = (*self._log, _text(now["message"]))
-        stats = now["blstats"]
-        described = now["screen_descriptions"]
+        items = zip(letters, now["inv_strs"], strict=False)
+        inventory = {letter: _text(row) for letter, row in items}
+        message = _text(now["message"])
+        stats, described = now["blstats"], now["screen_descriptions"]
+        words: dict[str, int] | None = None
+        if not ending:
+            asks = now["internal"][_ASKS]
+            words = answers(message, inventory) if asks else self._menu(last)
         return Screen(
             chars=now["chars"],
             descriptions=described.view(f"S{described.shape[-1]}")[..., 0],
-            messages=tuple(dict.fromkeys(message for message in messages if message)),
+            message=" ".join(dict.fromkeys(filter(None, (*self._log, message)))),
             inventory=inventory,
             hp=int(stats[10]),
             max_hp=int(stats[11]),
             x=int(stats[0]),
             y=int(stats[1]),
-            words=None if ending else self._asked(now, inventory),
+            words=words,
             ending=ending,
         )
-
-    def _asked(self, now: Mapping[str, Any], inventory: dict[str, str]) -> dict[str, int] | None:
-        if now["internal"][_ASKS]:
-            return answers(_text(now["message"]), inventory)
-        return self._menu
-
-
-def _installed() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pkg_resources, which MiniHack still uses
-        try:
-            return cast("Any", import_module("minihack")).MiniHack
-        except ImportError as error:
-            raise MissingExtraError(error.name or "minihack", "minihack") from error
-
-
-def _made(env_id: str, options: dict[str, Any]) -> Any:
-    if not env_id.startswith("MiniHack-") or env_id not in gym.registry:
-        raise ConfigError(
-            "Expected env_id to be an id that MiniHack registers, such as MiniHack-River-v0, got"
-            f" {env_id!r}"
-        )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return make(env_id, **options).unwrapped
-    except (SystemExit, TypeError, FileNotFoundError, ImportError) as error:
-        raise ConfigError(
-            f"Expected {env_id} to start, got: {error}; MiniHack's own documentation says what this"
-            " level needs"
-        ) from error
 
 
 def _text(raw: Array) -> str:
     return raw.tobytes().partition(b"\0")[0].decode("latin-1").strip()
-
-
-def _lines(screen: Array) -> list[str]:
-    return [row.tobytes().decode("latin-1") for row in screen]
