@@ -295,12 +295,11 @@ def test_filters_stay_true_while_entries_come_change_and_go(
         id = str(number)
         if kind is None:
             live.pop(id, None)
-            nearest.remove(id)
+            nearest.publish([(id, None, seq)])
         else:
             stored = Stored(Experience(id=id, text="-", kind=kind), unit(seq), frozenset())
             live[id], vectors[id] = Live(stored.experience, stored.origins), stored.vector
-            nearest.put(stored, seq)
-        nearest.publish()
+            nearest.publish([(id, stored, seq)])
         members.change(id, live.get(id))
         if ask:
             query = unit(12345)

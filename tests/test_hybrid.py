@@ -341,14 +341,13 @@ def test_every_live_entry_is_found_once_with_its_own_share(
         id = str(number)
         if text is None:
             table.pop(id, None)
-            nearest.remove(id)
+            nearest.publish([(id, None, seq)])
         else:
             stored = Stored(
                 Experience(id=id, text=text), rng.standard_normal(4).astype(np.float32), frozenset()
             )
             table[id] = Live(stored.experience, stored.origins)
-            nearest.put(stored, seq)
-        nearest.publish()
+            nearest.publish([(id, stored, seq)])
         if ask and table:
             row = nearest.search(
                 np.ones((1, 4), dtype=np.float32), 2, lambda: table, [Scope()], ["red lamp"]

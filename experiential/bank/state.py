@@ -83,22 +83,19 @@ class State:
     def publish(self, changes: Sequence[Change], statistics: Mapping[str, Statistics]) -> None:
         """Show a commit to readers: one change in place, several by replacing the table at once."""
         entries = self.entries if len(changes) < 2 else dict(self.entries)
-        for id, stored, seq in changes:
+        for id, stored, _ in changes:
             old = entries.pop(id, None) if stored is None else entries.get(id)
             if old is not None:
                 content = content_of(old.experience)
                 self._contents[content].pop(id, None)
                 if not self._contents[content]:
                     del self._contents[content]
-            if stored is None:
-                self.nearest.remove(id)
-            else:
+            if stored is not None:
                 self._enter(entries, stored)
-                self.nearest.put(stored, seq)
         self.statistics.update(statistics)
         self.entries = entries
         if changes:
-            self.nearest.publish()
+            self.nearest.publish(changes)
 
     def _enter(self, entries: dict[str, Live], stored: Stored) -> None:
         entries[stored.experience.id] = Live(stored.experience, stored.origins)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -137,11 +138,9 @@ def folder_store(folder: Path, name: str) -> ChromaStore:
     from chromadb.config import Settings
 
     settings = Settings(anonymized_telemetry=False)
+    start: Any = partial(chromadb.PersistentClient, str(folder), settings)
 
     def connect() -> Any:
-        def start() -> Any:
-            return chromadb.PersistentClient(path=str(folder), settings=settings)
-
         try:
             return start()
         except Exception:

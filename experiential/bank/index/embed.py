@@ -51,31 +51,21 @@ class HashingEmbedder:
 
     def __call__(self, texts: list[str]) -> Vector:
         """Return vectors of unit length, shape (n, dim), float32."""
-        return (
-            np.stack([self._embed(text) for text in texts])
-            if texts
-            else np.zeros((0, self.dim), dtype=np.float32)
-        )
-
-    def _embed(self, text: str) -> Vector:
-        words = _WORD.findall(text.lower()) or [f"\0{text}"]
-        padded = [f"<{word}>" for word in words]
-        grams = [
-            word[i : i + n] for word in padded for n in (3, 4) for i in range(len(word) - n + 1)
-        ]
-        vector = 2.0 * self._bag([f"w:{word}" for word in words]) + self._bag(grams)
-        return normalise(vector[None])[0]
-
-    def _bag(self, features: list[str]) -> npt.NDArray[np.float64]:
-        hashes = np.fromiter(
-            (zlib.crc32(feature.encode()) for feature in features),
-            dtype=np.int64,
-            count=len(features),
-        )
-        signs = 1.0 - 2.0 * (hashes >> 31 & 1)
-        bag = np.bincount(hashes % self.dim, weights=signs, minlength=self.dim).astype(np.float64)
-        length = float(np.linalg.norm(bag))
-        return bag / length if length else bag
+        vectors = np.zeros((len(texts), self.dim))
+        for row, text in enumerate(texts):
+            words = _WORD.findall(text.lower()) or [f"\0{text}"]
+            grams = [
+                word[i : i + n]
+                for word in (f"<{word}>" for word in words)
+                for n in (3, 4)
+                for i in range(len(word) - n + 1)
+            ]
+            for weight, features in ((2.0, [f"w:{word}" for word in words]), (1.0, grams)):
+                hashes = np.array([zlib.crc32(one.encode()) for one in features], dtype=np.int64)
+                signs = 1.0 - 2.0 * (hashes >> 31 & 1)
+                bag = np.bincount(hashes % self.dim, weights=signs, minlength=self.dim)
+                vectors[row] += weight * bag / (np.linalg.norm(bag) or 1.0)
+        return normalise(vectors)
 
 
 class SentenceEmbedder:
@@ -104,15 +94,13 @@ class SentenceEmbedder:
         return self._batcher.run([texts])[0]
 
     def _encode(self, calls: list[list[str]]) -> list[Vector]:
-        """Encode the texts of several callers together; on the thread of the model."""
         if self._model is None:
             from sentence_transformers import SentenceTransformer
 
             offline = Path(self.name).is_dir()
             try:
-                self._model = SentenceTransformer(
-                    self.name, device="cpu", local_files_only=offline
-                ).float()
+                model = SentenceTransformer(self.name, device="cpu", local_files_only=offline)
+                self._model = model.float()
             except OSError as error:
                 known = known_names("embedders", _BUILTINS)
                 raise ModelNotFoundError(
@@ -129,7 +117,7 @@ class SentenceEmbedder:
         return np.split(vectors, np.cumsum([len(texts) for texts in calls])[:-1])
 
 
-_BUILTINS: dict[str, type[HashingEmbedder]] = {"hashing": HashingEmbedder}
+_BUILTINS = {"hashing": HashingEmbedder}
 
 
 class UnknownEmbedder:

@@ -50,7 +50,7 @@ class Replica:
             self._open()
 
     def _open(self) -> None:
-        with self._answering(), self._seal:
+        with self._answering(), self._seal.changing():
             self._store: IndexStore = self._site.open()
             head, _, self.stamp = self._store.mark().partition(" ")
             self.head = int(head or 0)
@@ -83,7 +83,7 @@ class Replica:
 
     def clear(self) -> None:
         """Remove everything."""
-        with self._answering(), self._seal:
+        with self._answering(), self._seal.changing():
             self._store.clear()
             self.head, self.stamp = 0, ""
 
@@ -93,7 +93,7 @@ class Replica:
         put = [stored for stored in last.values() if stored is not None]
         removed = [id for id, stored in last.items() if stored is None]
         head = changes[-1][0]
-        with self._answering(), self._seal:
+        with self._answering(), self._seal.changing():
             self._store.write(put, removed, f"{head} {stamp}")
         self.head, self.stamp = head, stamp
 
@@ -111,7 +111,7 @@ class Replica:
 
     def close(self) -> None:
         """Release the store and its folder."""
-        with self._seal:
+        with self._seal.changing():
             self._store.close()
         self._seal.leave()
 
@@ -145,7 +145,7 @@ class IndexFollower:
         self._pending = 0
         self._pause = PAUSES[0]
         self._is_lost = False
-        self._held = int(history.meta(site.mark) or 0)
+        self._held = int(history.meta(site.mark) or 0)  # position that the store was said to hold
 
     def is_behind(self) -> bool:
         """Return whether the journal holds more, as far as is known without opening the store."""
@@ -163,18 +163,13 @@ class IndexFollower:
         """Catch up soon, in the background."""
         self._pending = 0
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._follow, name="experiential-index", daemon=True
-            )
+            name = "experiential-index"
+            self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
             self._thread.start()
         self._wake.set()
 
     def flush(self) -> None:
-        """Catch up now.
-
-        Raises:
-            IndexLostError: the store does not answer.
-        """
+        """Catch up now; raise IndexLostError if the store does not answer."""
         with self._work:
             self._catch_up()
 
@@ -186,11 +181,7 @@ class IndexFollower:
             return len(self.opened())
 
     def opened(self) -> Replica:
-        """Return the store, opened on first use and cleared if it belongs to another journal.
-
-        Raises:
-            IndexLostError: it does not answer.
-        """
+        """Return the store, opened on first use and cleared if it belongs to another journal."""
         if (replica := self._replica) is not None:
             return replica
         with self._work:
@@ -199,22 +190,19 @@ class IndexFollower:
                 last, head = self._history.last_seq(), replica.head
                 if head == 0:
                     is_ours = len(replica) == 0
-                else:
-                    is_ours = head <= last and replica.stamp == self._history.stamp(head)
-                    # At the journal's end the numbers are known, and loss shows.
-                    complete = head < last or len(replica) == self._history.live_count()
-                    is_ours = is_ours and complete
+                else:  # at the journal's end the number of entries is known, and loss shows
+                    is_ours = (
+                        head <= last
+                        and replica.stamp == self._history.stamp(head)
+                        and (head < last or len(replica) == self._history.live_count())
+                    )
                 if not is_ours:
                     replica.clear()
                 self._replica = replica
             return self._replica
 
     def searchable(self) -> Replica:
-        """Return the store if it holds all that it was said to hold.
-
-        Raises:
-            IndexLostError: it does not, or does not answer.
-        """
+        """Return the store if it holds all that it was said to hold, else raise IndexLostError."""
         replica = self.opened()
         if replica.head < self._held:
             raise IndexLostError(
@@ -280,20 +268,20 @@ class IndexFollower:
             self._drop()
         replica = self.opened()
         written = 0
-        while changes := self._history.changes_after(replica.head, BATCH):
-            if written == batches:
+        while True:
+            changes = self._history.changes_after(replica.head, BATCH)
+            if changes and written == batches:
                 return True
-            replica.apply(changes, self._history.stamp(changes[-1][0]))
-            self._advance(replica.head)
+            if changes:
+                replica.apply(changes, self._history.stamp(changes[-1][0]))
+            self._held = replica.head
+            if self.on_advance is not None:
+                self.on_advance(replica.head)
+            if not changes:
+                break
             written += 1
-        self._advance(replica.head)
         self._history.set_meta(self._site.mark, str(replica.head))
         if self.failure is not None:
             _log.warning("The index has caught up with the journal again")
             self.failure = None
         return False
-
-    def _advance(self, seq: int) -> None:
-        self._held = seq
-        if self.on_advance is not None:
-            self.on_advance(seq)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.search.where import Scope, Where
@@ -23,101 +21,74 @@ _AT_ONCE = 2000
 Row = list[Scored[Experience]]
 
 
-class IndexedSearch:
-    """Search a store and the recent writes that it does not hold yet.
+def search_indexed(
+    replica: Replica,
+    live: Mapping[str, Live],
+    passing: Callable[[Where], list[str]],
+    queries: Vector,
+    n: int,
+    scopes: Sequence[Scope],
+    recent: Sequence[Row],
+) -> list[Row]:
+    """Return the ``n`` nearest entries of each query, best first.
 
     Args:
         replica: the store.
         live: the entries as they stand.
         passing: returns the ids of the entries that pass a filter.
+        queries: unit vectors, shape (m, d), float32.
+        n: how many for each query.
+        scopes: what each query may find.
+        recent: for each query the nearest of the recent writes, which the store may lack.
     """
-
-    def __init__(
-        self, replica: Replica, live: Mapping[str, Live], passing: Callable[[Where], list[str]]
-    ) -> None:
-        self._replica = replica
-        self._live = live
-        self._passing = passing
-
-    def search(
-        self, queries: Vector, n: int, scopes: Sequence[Scope], recent: Sequence[Row]
-    ) -> list[Row]:
-        """Return the ``n`` nearest entries of each query, best first.
-
-        Args:
-            queries: unit vectors, shape (m, d), float32.
-            n: how many for each query.
-            scopes: what each query may find.
-            recent: for each query the nearest entries that are held in memory.
-        """
-        rows: list[Row] = [[] for _ in queries]
-        for where in dict.fromkeys(scope.where for scope in scopes):
-            places = [place for place, scope in enumerate(scopes) if scope.where == where]
-            part = [(queries[place], scopes[place], recent[place]) for place in places]
-            for place, row in zip(places, self._search_filtered(part, n, where), strict=True):
-                rows[place] = row
-        return rows
-
-    def _search_filtered(
-        self, part: Sequence[tuple[Vector, Scope, Row]], n: int, where: Where | None
-    ) -> list[Row]:
-        total = len(self._live)
-        ids = None if where is None else self._passing(where)
-        size = total if ids is None else len(ids)
-        if ids is not None and size <= _FEW:
-            return [self._compare_all(query, scope, row, n, ids) for query, scope, row in part]
+    rows = list(recent)
+    for where in dict.fromkeys(scope.where for scope in scopes):
+        short = [place for place, scope in enumerate(scopes) if scope.where == where]
+        ids = None if where is None else passing(where)
+        size = len(live) if ids is None else len(ids)
         # Ask for more if the store cannot check the whole filter, and again while a row is short:
         # some of the answers are old versions, or out of the query's scope.
-        scale = 1 if where is None or where.is_indexed else math.ceil(total / size)
+        scale = 1 if where is None or where.is_indexed else math.ceil(len(live) / max(1, size))
         asked = 2 * n * scale + _SPARE
-        rows = [row for _, _, row in part]
-        short: list[int] = list(range(len(part)))
-        while short:
-            count = min(asked, total, _MOST)
-            vectors = np.stack([part[i][0] for i in short])
-            found = self._replica.search(vectors, count, {} if where is None else where.indexed)
+        while short and (ids is None or size > _FEW):
+            count = min(asked, len(live), _MOST)
+            found = replica.search(queries[short], count, {} if where is None else where.indexed)
             still_short: list[int] = []
-            for i, hits in zip(short, found, strict=True):
-                _, scope, recent = part[i]
+            for place, hits in zip(short, found, strict=True):
                 current = [
-                    Scored(live.experience, hit.cosine)
+                    Scored(entry.experience, hit.cosine)
                     for hit in hits
-                    if (live := self._live.get(hit.id)) is not None
-                    and live.experience.version == hit.version
-                    and scope.admits(live)
+                    if (entry := live.get(hit.id)) is not None
+                    and entry.experience.version == hit.version
+                    and scopes[place].admits(entry)
                 ]
-                row = rows[i] = merged(recent, current, n)
+                row = rows[place] = _merged(recent[place], current, n)
                 # A row that ends below the last answer may lack an entry between the two.
                 ends_below = bool(row and hits) and row[-1].score < hits[-1].cosine
                 if len(row) < min(n, size) or ends_below:
-                    still_short.append(i)
+                    still_short.append(place)
             short = still_short
-            if count < asked or count in (total, _MOST):
+            if count < asked or count in (len(live), _MOST):
                 break
             asked *= 4
-        for i in short:
-            rows[i] = self._compare_all(*part[i], n, list(self._live) if ids is None else ids)
-        return rows
-
-    def _compare_all(
-        self, query: Vector, scope: Scope, recent: Row, n: int, ids: Sequence[str]
-    ) -> Row:
-        """Return the exact answer among some entries."""
-        row = recent
-        for start in range(0, len(ids), _AT_ONCE):
-            found = [
-                live.experience
-                for id in ids[start : start + _AT_ONCE]
-                if (live := self._live.get(id)) is not None and scope.admits(live)
-            ]
-            row = merged(row, cosines(self._replica, query, found), n)
-        return row
+        compared = list(live) if short and ids is None else ids or []
+        for place in short:  # compare every entry that passes
+            rows[place] = recent[place]
+            for start in range(0, len(compared), _AT_ONCE):
+                items = [
+                    entry.experience
+                    for id in compared[start : start + _AT_ONCE]
+                    if (entry := live.get(id)) is not None and scopes[place].admits(entry)
+                ]
+                rows[place] = _merged(rows[place], cosines(replica, queries[place], items), n)
+    return rows
 
 
 def cosines(replica: Replica, query: Vector, items: Sequence[Experience]) -> Row:
     """Return the entries that the store has at the same version, each with its cosine."""
-    held: Mapping[str, tuple[int, Vector]]
-    held = replica.fetch([item.id for item in items]) if items else {}
+    held: Mapping[str, tuple[int, Vector]] = {}
+    if items:
+        held = replica.fetch([item.id for item in items])
     return [
         Scored(item, float(held[item.id][1] @ query))
         for item in items
@@ -125,7 +96,7 @@ def cosines(replica: Replica, query: Vector, items: Sequence[Experience]) -> Row
     ]
 
 
-def merged(recent: Row, indexed: Row, n: int) -> Row:
+def _merged(recent: Row, indexed: Row, n: int) -> Row:
     """Return the ``n`` best of both; of an entry in both, the recent version."""
     best = {hit.item.id: hit for hit in [*indexed, *recent]}
     return sorted(best.values(), key=lambda hit: -hit.score)[:n]

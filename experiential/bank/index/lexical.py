@@ -57,7 +57,7 @@ class Weights(dict[str, float]):
         whole = sum(self.values())
         if not whole:
             return 0.0
-        held = set(words_of(searched(entry)))
+        held = set(words_of(_searched(entry)))
         return sum(weight for word, weight in self.items() if word in held) / whole
 
 
@@ -104,10 +104,8 @@ class Lexical:
                     del self._live[old]
                 if live is not None:
                     self._last += 1
-                    body = " ".join(words_of(searched(live.experience)))
-                    run.execute(
-                        "INSERT INTO entries (rowid, body) VALUES (?, ?)", (self._last, body)
-                    )
+                    row = self._last, " ".join(words_of(_searched(live.experience)))
+                    run.execute("INSERT INTO entries (rowid, body) VALUES (?, ?)", row)
                     self._rows[id], self._live[self._last] = self._last, live
         finally:
             run.execute("COMMIT")
@@ -126,7 +124,13 @@ class Lexical:
             holders = counts.get(word, 1)
             odds = max(0.0, len(self._live) - holders + 0.5) / (holders + 0.5)
             weights[word] = math.log1p(odds) ** 2
-        words = _rarest(counts)
+        words: list[str] = []
+        postings = 0
+        for word, count in sorted(counts.items(), key=lambda pair: pair[1]):
+            postings += count
+            if words and postings > _POSTINGS:
+                break
+            words.append(word)
         if not words:
             return Found(weights, [])
         # Words are letters and digits only: quoted, none can be read as an operator of the query
@@ -142,18 +146,6 @@ class Lexical:
         return Found(weights, found)
 
 
-def _rarest(counts: Mapping[str, int]) -> list[str]:
-    """Return the rarest words that are in at most ``_POSTINGS`` entries together; one at least."""
-    taken: list[str] = []
-    postings = 0
-    for word, count in sorted(counts.items(), key=lambda pair: pair[1]):
-        postings += count
-        if taken and postings > _POSTINGS:
-            break
-        taken.append(word)
-    return taken
-
-
-def searched(entry: Experience) -> str:
+def _searched(entry: Experience) -> str:
     """Return the text whose words are indexed: the entry's own and its task's, like its vector."""
     return f"{entry.text}\n{entry.task or ''}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from experiential.bank.index.follower import Replica
-from experiential.bank.index.indexed import IndexedSearch, cosines
+from experiential.bank.index.indexed import cosines, search_indexed
 from experiential.bank.index.lexical import Found, Lexical
 from experiential.bank.index.store import IndexLostError
 from experiential.bank.index.vectors import Scored, Snapshot, Vector, VectorIndex
@@ -21,13 +20,6 @@ _QUIET = 0.5
 Table = Callable[[], Mapping[str, Live]]
 """Returns the live entries as they are when it is called."""
 Row = list[Scored[Experience]]
-
-
-class Published(NamedTuple):
-    """Hold what searches see: the entries in memory, and whether the store holds others."""
-
-    resident: Snapshot[Experience] | None
-    is_large: bool
 
 
 class Nearest:
@@ -43,6 +35,9 @@ class Nearest:
         replica: returns the store; None holds all entries in memory.
         lost: called when the store does not answer; it has to call ``hold_all``.
         behind: the last journal position, if the store does not hold everything up to it yet.
+
+    Attributes:
+        is_large: whether the store answers, and not memory alone.
     """
 
     def __init__(
@@ -57,82 +52,73 @@ class Nearest:
         self._limit = limit
         self._replica = replica
         self._lost = lost
-        self._large = replica is not None and behind is None and len(entries) > limit
+        self.is_large = replica is not None and behind is None and len(entries) > limit
         self._tail: dict[str, int] = {}  # entries in memory, with the position of their last write
-        self._index: VectorIndex[Experience] | None = None
-        self._changes: dict[str, tuple[Stored, int] | None] = {}
+        self._index: VectorIndex | None = None
         self._lock = threading.Lock()
         self._lexical: Lexical | None = None
         self._members = Members()
-        self._used = -_QUIET
-        for stored in () if self._large else entries:
+        self._used = time.monotonic()
+        for stored in () if self.is_large else entries:
             self._enter(stored, behind or 0)
-        self.publish()
-
-    @property
-    def is_large(self) -> bool:
-        """Return whether the store answers, and not memory alone."""
-        return self._large
+        self._show()
 
     def patience(self) -> float:
         """Return the seconds that writing the store should wait: until the bank is unused.
 
         There is nothing to wait for once the store is needed to answer searches.
         """
-        if self._large or len(self._tail) > self._limit or self._replica is None:
+        if self.is_large or len(self._tail) > self._limit or self._replica is None:
             return 0.0
         return max(0.0, self._used + _QUIET - time.monotonic())
 
-    def put(self, stored: Stored, seq: int) -> None:
-        """Let an entry stand at a new version since journal position ``seq``."""
-        self._changes.pop(stored.experience.id, None)
-        self._changes[stored.experience.id] = (stored, seq)
+    def publish(self, changes: Iterable[tuple[str, Stored | None, int]]) -> None:
+        """Let searches see changes, all at once.
 
-    def remove(self, id: str) -> None:
-        """Take an entry out."""
-        self._changes.pop(id, None)
-        self._changes[id] = None
-
-    def publish(self) -> None:
-        """Let searches see what was written since the last call, all at once."""
-        changes, self._changes = self._changes, {}
-        self._used = time.monotonic()
+        Args:
+            changes: id of the entry, its new version (None takes it out), journal position.
+        """
+        latest: dict[str, tuple[Stored | None, int]] = {}
+        for id, stored, seq in changes:
+            latest.pop(id, None)
+            latest[id] = stored, seq
         live = {
-            id: None if change is None else Live(change[0].experience, change[0].origins)
-            for id, change in changes.items()
+            id: None if stored is None else Live(stored.experience, stored.origins)
+            for id, (stored, _) in latest.items()
         }
+        self._used = time.monotonic()
         with self._lock:
             if self._lexical is not None:
                 self._lexical.apply(live)
-            for id, change in changes.items():
+            for id, (stored, seq) in latest.items():
                 self._members.change(id, live[id])
-                self._leave(id) if change is None else self._enter(*change)
+                if stored is None:
+                    self._leave(id)
+                else:
+                    self._enter(stored, seq)
             self._show()
 
     def drop_indexed(self, seq: int) -> None:
-        """Drop entries from memory that the store holds, which is at journal position ``seq``.
-
-        A small bank keeps all of them.
-        """
-        if self._large or len(self._tail) > self._limit:
+        """Drop what the store, at journal position ``seq``, holds; a small bank keeps it all."""
+        if self.is_large or len(self._tail) > self._limit:
             indexed = [id for id, position in self._tail.items() if position <= seq]
             with self._lock:
                 for id in indexed:
                     self._leave(id)
-                self._large = self._large or bool(indexed)
+                self.is_large = self.is_large or bool(indexed)
                 self._show()
 
     def hold_all(self, entries: Sequence[Stored], seq: int) -> None:
         """Hold all live entries in memory until the store is at journal position ``seq``."""
         with self._lock:
-            self._index, self._tail, self._large = None, {}, False
+            self._index, self._tail, self.is_large = None, {}, False
             for stored in entries:
                 self._enter(stored, seq)
             self._show()
 
     def _show(self) -> None:
         resident = None if self._index is None else self._index.snapshot()
-        self._published = Published(resident, self._large)
+        self._published: tuple[Snapshot | None, bool] = resident, self.is_large
 
     def _enter(self, stored: Stored, seq: int) -> None:
         if self._index is None:
@@ -180,40 +166,51 @@ class Nearest:
         scopes: Sequence[Scope],
         texts: Sequence[str],
     ) -> list[Row]:
-        published = self._published
+        resident, is_large = self._published
         asked = list(zip(texts, scopes, strict=True)) if texts else []
         by_words: dict[tuple[str, Scope], tuple[Found, list[int | None]]] = {}
         if asked:
             self.index_words(table)
             with self._lock:
                 assert self._lexical is not None
-                published, index = self._published, self._index
+                (resident, is_large), index = self._published, self._index
                 for text, scope in dict.fromkeys(asked):  # a group asks the same several times
                     found = self._lexical.search(text, n, scope)
                     ids = [live.experience.id for live in found.entries]
-                    at = [None if index is None else index.row(id) for id in ids]
+                    at = [None if index is None else index.rows.get(id) for id in ids]
                     by_words[text, scope] = found, at
-        resident = published.resident
         rows: list[Row] = [[] for _ in queries]
         if resident is not None:
-            exclude = [scope.exclude for scope in scopes]
-            rows = resident.search(queries, n, exclude, [scope.where for scope in scopes])
-        if published.is_large and self._replica is not None:
+            rows = resident.search(queries, n, scopes)
+        replica = self._replica if is_large else None
+        if replica is not None:
 
             def passing(where: Where) -> list[str]:
                 with self._lock:
                     return self._members.of(where, lambda: list(table().values()))
 
-            searched = IndexedSearch(self._replica(), table(), passing)
-            rows = searched.search(queries, n, scopes, rows)
-        return (
-            [
-                self._joined(published, query, row, *by_words[one])
-                for query, row, one in zip(queries, rows, asked, strict=True)
+            rows = search_indexed(replica(), table(), passing, queries, n, scopes, rows)
+        for place, one in enumerate(asked):  # add the entries found by words, and shares of words
+            (found, at), query, hits = by_words[one], queries[place], [*rows[place]]
+            known = {hit.item.id for hit in hits}
+            more = [
+                (live.experience, row)
+                for live, row in zip(found.entries, at, strict=True)
+                if live.experience.id not in known
             ]
-            if asked
-            else rows
-        )
+            if resident is not None:
+                here = [(item, row) for item, row in more if row is not None]
+                scores = resident.matrix[[row for _, row in here]] @ query
+                hits += [
+                    Scored(item, float(score))
+                    for (item, _), score in zip(here, scores, strict=True)
+                ]
+            far = [item for item, row in more if row is None]
+            if far and replica is not None:
+                hits += cosines(replica(), query, far)
+            worded = [hit._replace(words=found.weights.share(hit.item)) for hit in hits]
+            rows[place] = sorted(worded, key=lambda hit: -hit.score)
+        return rows
 
     def index_words(self, table: Table) -> None:
         """Index the words of all entries, at the first call; writes keep the index up to date."""
@@ -221,37 +218,3 @@ class Nearest:
             with self._lock:
                 if self._lexical is None:
                     self._lexical = Lexical(list(table().values()))
-
-    def _joined(
-        self,
-        published: Published,
-        query: Vector,
-        near: Row,
-        found: Found,
-        at: Sequence[int | None],
-    ) -> Row:
-        """Return the nearest entries and those found by words, with cosines and shares of words.
-
-        Args:
-            published: what the search saw.
-            query: unit vector, shape (d,).
-            near: the nearest entries.
-            found: the entries found by words.
-            at: their rows in memory; None for those that only the store holds.
-        """
-        known = {hit.item.id for hit in near}
-        more = [
-            (live.experience, row)
-            for live, row in zip(found.entries, at, strict=True)
-            if live.experience.id not in known
-        ]
-        hits = [*near]
-        if published.resident is not None:
-            placed = [(item, row) for item, row in more if row is not None]
-            scores = published.resident.cosines(query, [row for _, row in placed])
-            hits += [Scored(item, score) for (item, _), score in zip(placed, scores, strict=True)]
-        far = [item for item, row in more if row is None]
-        if far and published.is_large and self._replica is not None:
-            hits += cosines(self._replica(), query, far)
-        worded = [hit._replace(words=found.weights.share(hit.item)) for hit in hits]
-        return sorted(worded, key=lambda hit: -hit.score)

@@ -12,8 +12,9 @@ import os
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 SEAL_NAME = "seal.json"
 _BLOCK = 1 << 20
@@ -22,7 +23,7 @@ _users: Counter[str] = Counter()
 
 
 class Seal:
-    """Seal the files of one folder at the end of each ``with`` block, in which they may change.
+    """Seal the files of one folder at the end of each block in which they may change.
 
     Blocks of one process exclude each other, because the namespaces of a bank share the folder. A
     kill inside leaves a broken seal. Files one folder below are sealed, where Chroma has its
@@ -48,27 +49,19 @@ class Seal:
             found = self._fingerprint(self._folder)
             return bool(found) and found != _sealed(self._folder)
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def changing(self) -> Generator[None]:
+        """Let the files change inside the block, and seal them unless it fails."""
         if self._folder is None:
+            yield
             return
-        _lock.acquire()
-        if not self._is_used:
-            self._is_used = True
-            _users[str(self._folder)] += 1
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._folder is None:
-            return
-        try:
-            if kind is None and self._folder.is_dir():
+        with _lock:
+            if not self._is_used:
+                self._is_used = True
+                _users[str(self._folder)] += 1
+            yield
+            if self._folder.is_dir():
                 self._write(self._folder)
-        finally:
-            _lock.release()
 
     def leave(self) -> None:
         """Say that the folder is closed."""
@@ -78,12 +71,10 @@ class Seal:
                 _users[str(self._folder)] -= 1
 
     def _write(self, folder: Path) -> None:
-        found = self._fingerprint(folder)
-        if found == _sealed(folder):
-            return
-        part = folder / f"{SEAL_NAME}.part"
-        part.write_text(json.dumps(found))
-        os.replace(part, folder / SEAL_NAME)
+        if (found := self._fingerprint(folder)) != _sealed(folder):
+            part = folder / f"{SEAL_NAME}.part"
+            part.write_text(json.dumps(found))
+            os.replace(part, folder / SEAL_NAME)
 
     def _fingerprint(self, folder: Path) -> dict[str, list[int]]:
         """Return size and checksum of every file; an unchanged one is not read again."""
@@ -92,11 +83,13 @@ class Seal:
             name, status = file.relative_to(folder).as_posix(), file.stat()
             state = (status.st_mtime_ns, status.st_size)
             known = self._known.get(name)
-            now[name] = (
-                known
-                if known is not None and known[0] == state
-                else (state, [status.st_size, _checksum(file)])
-            )
+            if known is None or known[0] != state:
+                checksum = 0
+                with file.open("rb") as stream:
+                    while block := stream.read(_BLOCK):
+                        checksum = zlib.crc32(block, checksum)
+                known = state, [status.st_size, checksum]
+            now[name] = known
         self._known = now
         return {name: sums for name, (_, sums) in now.items()}
 
@@ -106,11 +99,3 @@ def _sealed(folder: Path) -> dict[str, list[int]]:
         return json.loads((folder / SEAL_NAME).read_text())
     except (OSError, ValueError):
         return {}
-
-
-def _checksum(file: Path) -> int:
-    value = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return value

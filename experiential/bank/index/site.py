@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from pathlib import Path
@@ -53,23 +54,18 @@ class Site(NamedTuple):
 
 
 def checked_store(store: str | None) -> str | None:
-    """Return the store that a user named, an address without a slash at the end.
-
-    Raises:
-        ConfigError: there is no such store, or it is no address.
-    """
+    """Return the store that a user named, an address without its last slash, else ConfigError."""
     if store is None or store in (EXACT, CHROMA):
         return store
     if _REFERENCE.fullmatch(store) or store in known_names("stores"):
         resolve("stores", store, STORES)
         return store
     known = known_names("stores", (EXACT, CHROMA))
-    try:
+    is_address = False
+    with contextlib.suppress(ValueError):  # a port that is no number
         parts = urlsplit(store)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
         is_address = is_address and parts.port != 0 and parts.path in ("", "/")
-    except ValueError:  # a port that is no number
-        is_address = False
     if not is_address:
         raise ConfigError(
             f"Expected store to be one of {', '.join(known)}, the address of a Chroma server like"
@@ -80,7 +76,7 @@ def checked_store(store: str | None) -> str | None:
 
 
 def chosen_site(folder: Path, namespace: str, history: History, store: str | None) -> Site | None:
-    """Return where the index of a bank is from now on, which the journal remembers.
+    """Return where the index of a bank is from now on, and let the journal remember it.
 
     Args:
         folder: of the bank.
@@ -88,9 +84,6 @@ def chosen_site(folder: Path, namespace: str, history: History, store: str | Non
         history: of the namespace; it is written.
         store: name of a store or address of a Chroma server; None keeps what was chosen before, at
             first Chroma in the bank's folder.
-
-    Raises:
-        ConfigError: there is no such store.
     """
     if (chosen := checked_store(store)) is not None and chosen != _recorded(history):
         history.set_meta("store", chosen)

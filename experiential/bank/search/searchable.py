@@ -94,37 +94,22 @@ class Searchable(Protocol):
                 others are of its metadata; several values are alternatives (see
                 ``experiential.bank.search.where.Where``). If ``k`` entries pass, there are ``k``
                 hits.
-
-        Raises:
-            ValueError: an argument is something else.
         """
-        queries = checked_queries(query, k)
-        rows = self._hits(
-            queries, k, checked_weight(hybrid), Scope(exclude_instance, Where.of(where))
-        )
-        return rows[0] if isinstance(query, str) else rows
-
-    def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
-        wanted = candidates_for(k, _POOL) if hybrid else k
-        rows = self.nearest(
-            queries,
-            wanted,
-            [scope.exclude] * len(queries),
-            [scope.where] * len(queries),
-            words=hybrid > 0.0,
-        )
+        queries, weight = checked_queries(query, k), checked_weight(hybrid)
+        wanted = candidates_for(k, _POOL) if weight else k
+        exclude, filters = [exclude_instance] * len(queries), [Where.of(where)] * len(queries)
         answers: list[list[Hit]] = []
-        for row in rows:
+        for row in self.nearest(queries, wanted, exclude, filters, words=weight > 0.0):
             found = {scored.item.id: scored.item for scored in row}
             candidates = [Candidate(one.item.id, one.score, one.words) for one in row]
-            best = above_floor(candidates, -math.inf, hybrid)[:k]
+            best = above_floor(candidates, -math.inf, weight)[:k]
             answers.append(
                 [
-                    Hit(experience=self.read(found[one.id]), score=one.relevance(hybrid), rank=rank)
+                    Hit(experience=self.read(found[one.id]), score=one.relevance(weight), rank=rank)
                     for rank, one in enumerate(best)
                 ]
             )
-        return answers
+        return answers[0] if isinstance(query, str) else answers
 
 
 def scopes_of(

@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from experiential.bank.evidence.trust import Probation
@@ -46,16 +47,16 @@ class Request(NamedTuple):
     since: float
 
 
+@dataclass
 class SearchCounts:
     """Count what a searcher has done; the last 4,096 latencies are kept, in seconds."""
 
-    def __init__(self) -> None:
-        self.queries = 0
-        self.batches = 0
-        self.retrievals = 0
-        self.abstentions = 0
-        self.timeouts = 0
-        self.seconds: deque[float] = deque(maxlen=4096)
+    queries: int = 0
+    batches: int = 0
+    retrievals: int = 0
+    abstentions: int = 0
+    timeouts: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=4096))
 
 
 class Searcher:
@@ -83,9 +84,10 @@ class Searcher:
         # A writable bank knows all counts; beside a read-only one they are kept here, and are
         # forgotten with the searcher.
         self._seen = Retrievals(
-            settings.recency, self._earlier, lambda id: self._counters(id).score
+            settings.recency,
+            earlier=lambda id: self._counters(id).retrievals,
+            utility=lambda id: self._counters(id).score,
         )
-        self._journalled: dict[str, int] = {}
         self._found: dict[str, Scored[Experience]] = {}  # candidates of the query being answered
         self._batcher: Batcher[Request, list[Hit]] = Batcher(
             self._candidates,
@@ -98,12 +100,6 @@ class Searcher:
         )
         if settings.hybrid:
             bank.nearest([], 1, [], words=True)  # indexes the words now, before somebody waits
-
-    def _earlier(self, id: str) -> int:
-        """Return the retrievals of an entry before this searcher was made."""
-        if id not in self._journalled:
-            self._journalled[id] = self._counters(id).retrievals
-        return self._journalled[id]
 
     def _counters(self, id: str) -> Statistics:
         found = self._found.get(id)
@@ -171,7 +167,7 @@ class Searcher:
         )
 
     def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:
-        """Return the entries near each query; several batches at a time."""
+        """Return the entries near each query; runs for several batches at a time."""
         if self._probation is not None:
             self._probation.wake()
         wanted = candidates_for(max(request.k for request in batch), self._settings.pool)
@@ -188,13 +184,12 @@ class Searcher:
         return rows
 
     def _nearest(self, batch: list[Request], wanted: int) -> list[list[Scored[Experience]]]:
-        """Return candidates of each query; a query that a group asks several times is run once."""
+        # A query that a group asks several times is run once.
         asked = [(one.query, one.exclude, one.where) for one in batch]
         distinct = {one: place for place, one in enumerate(dict.fromkeys(asked))}
         queries, exclude, where = zip(*distinct, strict=True)
-        rows = self._bank.nearest(
-            queries, wanted, exclude, where, words=self._settings.hybrid > 0.0
-        )
+        words = self._settings.hybrid > 0.0
+        rows = self._bank.nearest(queries, wanted, exclude, where, words=words)
         return [list(rows[distinct[one]]) for one in asked]
 
     def _answer(

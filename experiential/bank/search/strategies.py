@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -67,7 +66,7 @@ class Retrievals:
 
     Args:
         window: retrievals that count as recent.
-        earlier: retrievals of an entry before this session.
+        earlier: retrievals of an entry before this session; asked once for each entry.
         utility: Laplace score of an entry, for strategies that ask for it.
 
     >>> seen = Retrievals(window=2)
@@ -87,18 +86,20 @@ class Retrievals:
         self.utility = utility
         self._window = window
         self._earlier = earlier
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, int] = {}
         self._last: dict[str, int] = {}
 
     def note(self, id: str) -> None:
         """Count one more retrieval of entry ``id``."""
         self.total += 1
-        self._counts[id] += 1
+        self._counts[id] = self.count(id) + 1
         self._last[id] = self.total
 
     def count(self, id: str) -> int:
         """Return c(m): retrievals so far, those of earlier sessions included."""
-        return self._earlier(id) + self._counts[id]
+        if id not in self._counts:
+            self._counts[id] = self._earlier(id)
+        return self._counts[id]
 
     def is_recent(self, id: str) -> bool:
         """Return whether the entry was among the last ``window`` retrievals."""
@@ -215,11 +216,7 @@ def strategy(name: str) -> Callable[[Strategy], Strategy]:
 
 
 def find_strategy(name: str) -> Strategy:
-    """Return the strategy that a name stands for: registered, an entry point or module:attribute.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the strategy that a name stands for, see `plugins.resolve`."""
     return resolve("strategies", name, STRATEGIES)
 
 
@@ -261,19 +258,15 @@ def diverse(
     k: int,
 ) -> list[tuple[Candidate, float]]:
     """Choose by eq. 6 among the ``pool * k`` most relevant candidates."""
-    pool = cut_pool(
-        candidates, seen, settings.pool * k, settings.floor, settings.tie, settings.hybrid
-    )
-    ranks = shared_ranks([candidate.relevance(settings.hybrid) for candidate in pool], settings.tie)
+    size, hybrid = settings.pool * k, settings.hybrid
+    pool = cut_pool(candidates, seen, size, settings.floor, settings.tie, hybrid)
+    ranks = shared_ranks([candidate.relevance(hybrid) for candidate in pool], settings.tie)
     scores = [
-        diversity_score(
-            rank, seen.count(candidate.id), seen.is_recent(candidate.id), settings.diversity
-        )
-        for rank, candidate in zip(ranks, pool, strict=True)
+        diversity_score(rank, seen.count(one.id), seen.is_recent(one.id), settings.diversity)
+        for rank, one in zip(ranks, pool, strict=True)
     ]
-    return [
-        (pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)
-    ]
+    picks = draw(scores, k, settings.exploration, rng)
+    return [(pool[place], propensity) for place, propensity in picks]
 
 
 @strategy("nearest")
@@ -298,12 +291,9 @@ def by_utility(
 ) -> list[tuple[Candidate, float]]:
     """Choose by relevance times EvolveR's Laplace score (s + 1)/(u + 2) among ``pool * k``."""
     pool = candidates[: settings.pool * k]
-    scores = [
-        candidate.relevance(settings.hybrid) * seen.utility(candidate.id) for candidate in pool
-    ]
-    return [
-        (pool[pick.place], pick.propensity) for pick in draw(scores, k, settings.exploration, rng)
-    ]
+    scores = [one.relevance(settings.hybrid) * seen.utility(one.id) for one in pool]
+    picks = draw(scores, k, settings.exploration, rng)
+    return [(pool[place], propensity) for place, propensity in picks]
 
 
 @strategy("random")
@@ -316,7 +306,5 @@ def at_random(
 ) -> list[tuple[Candidate, float]]:
     """Draw ``k`` of the nearest ``pool * k`` uniformly: the control of experiments on retrieval."""
     pool = candidates[: settings.pool * k]
-    return [
-        (pool[place], min(k, len(pool)) / len(pool))
-        for place in rng.sample(range(len(pool)), min(k, len(pool)))
-    ]
+    count = min(k, len(pool))
+    return [(candidate, count / len(pool)) for candidate in rng.sample(pool, count)]

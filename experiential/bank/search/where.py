@@ -14,10 +14,7 @@ from experiential.types import Experience
 
 Value = str | int | float | bool | None
 """One value that a filter may ask for; None stands for an entry that has none."""
-Key = tuple[str, object]
-"""A value with its sort, so that True is not 1; 1 is 1.0."""
 _MOST_FILTERS = 32
-_EMPTY: tuple[object, ...] = (None,)
 
 
 class Where:
@@ -45,7 +42,39 @@ class Where:
     __slots__ = ("_clauses", "_fields")
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = {name: _values(name, value) for name, value in _named(fields).items()}
+        if not isinstance(fields, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
+            raise ValueError(
+                f"Expected where to be a mapping of fields to values, got {fields!r}; for example"
+                " {'kind': 'lesson'}"
+            )
+        self._fields: dict[str, tuple[Value, ...]] = {}
+        for field, given in fields.items():
+            if not isinstance(field, str) or not field.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(
+                    "Expected the fields of where to be kind, task or names of metadata fields, got"
+                    f" {field!r}"
+                )
+            name, forms = disarm(canonical(field)), list[Value]()
+            several = isinstance(given, list | tuple | set | frozenset)
+            values = tuple(cast("Iterable[Any]", given)) if several else (given,)
+            for value in values:
+                is_finite = isinstance(value, int) or (
+                    isinstance(value, float) and math.isfinite(value)
+                )
+                if not (value is None or isinstance(value, str) or is_finite):
+                    raise ValueError(
+                        f"Expected where[{name!r}] to be text, a finite number, a bool, None or a"
+                        f" list of them, got {value!r}"
+                    )
+                forms.append(value)
+                if isinstance(value, str) and (kept := disarm(canonical(value))) != value:
+                    forms.append(kept)  # the form in which a bank keeps the text
+            if not forms:
+                raise ValueError(
+                    f"Expected where[{name!r}] to have a value, got {given!r}, which no entry has;"
+                    f" leave {name!r} out to find all"
+                )
+            self._fields[name] = tuple(forms)
         self._clauses = tuple(
             sorted((name, frozenset(map(_key, values))) for name, values in self._fields.items())
         )
@@ -73,10 +102,15 @@ class Where:
 
     def matches(self, item: Experience) -> bool:
         """Return whether an entry passes."""
-        return all(
-            any(_key(value) in wanted for value in _held(item, name))
-            for name, wanted in self._clauses
-        )
+        for name, wanted in self._clauses:
+            held: object = item.kind if name == "kind" else item.task
+            if name not in ("kind", "task"):
+                held = item.metadata.get(name)
+            several = isinstance(held, list | tuple | set | frozenset)
+            values = (cast("Iterable[object]", held) or (None,)) if several else (held,)
+            if not any(_key(value) in wanted for value in values):
+                return False
+        return True
 
     @property
     def indexed(self) -> dict[str, list[str]]:
@@ -140,70 +174,16 @@ class Members:
         """
         known = self._known.pop(where, None)
         if known is None:
-            known = {
-                live.experience.id: None for live in entries() if where.matches(live.experience)
-            }
+            items = (live.experience for live in entries())
+            known = {item.id: None for item in items if where.matches(item)}
             while len(self._known) >= _MOST_FILTERS:
                 del self._known[next(iter(self._known))]
         self._known[where] = known
         return list(known)
 
 
-def _named(fields: object) -> dict[str, Any]:
-    if not isinstance(fields, Mapping):
-        raise ValueError(
-            f"Expected where to be a mapping of fields to values, got {fields!r}; for example"
-            " {'kind': 'lesson'}"
-        )
-    named = dict(cast("Mapping[object, Any]", fields))
-    for name in named:
-        if not isinstance(name, str) or not name.strip():
-            raise ValueError(
-                "Expected the fields of where to be kind, task or names of metadata fields, got"
-                f" {name!r}"
-            )
-    return {disarm(canonical(cast("str", name))): value for name, value in named.items()}
-
-
-def _values(name: str, given: object) -> tuple[Value, ...]:
-    several = isinstance(given, list | tuple | set | frozenset)
-    values = tuple(cast("Iterable[object]", given)) if several else (given,)
-    if not values:
-        raise ValueError(
-            f"Expected where[{name!r}] to have a value, got {given!r}, which no entry has; leave"
-            f" {name!r} out to find all"
-        )
-    return tuple(form for value in values for form in _forms(name, value))
-
-
-def _forms(name: str, value: object) -> tuple[Value, ...]:
-    """Return a value, and the form in which a bank keeps a text."""
-    if isinstance(value, str):
-        return tuple(dict.fromkeys((value, disarm(canonical(value)))))
-    if (
-        value is not None
-        and not isinstance(value, bool | int)
-        and not (isinstance(value, float) and math.isfinite(value))
-    ):
-        raise ValueError(
-            f"Expected where[{name!r}] to be text, a finite number, a bool, None or a list of them,"
-            f" got {value!r}"
-        )
-    return (value,)
-
-
-def _held(item: Experience, name: str) -> Iterable[object]:
-    if name == "kind":
-        return (item.kind,)
-    if name == "task":
-        return (item.task,)
-    value = item.metadata.get(name)
-    if isinstance(value, list | tuple | set | frozenset):
-        return cast("Iterable[object]", value) or _EMPTY
-    return (value,)
-
-
-def _key(value: object) -> Key:
+def _key(value: object) -> tuple[str, object]:
+    """Return a value with its sort, so that True is not 1; 1 is 1.0."""
     if value is None or isinstance(value, bool):
         return ("fixed", value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -214,8 +194,5 @@ def _key(value: object) -> Key:
         return ("text", value)
     # As in the journal: an entry is the same before and after its bank is opened again.
     plain: object = to_jsonable_python(value)
-    return (
-        _key(plain)
-        if plain is None or isinstance(plain, str | int | float)
-        else ("other", repr(plain))
-    )
+    is_scalar = plain is None or isinstance(plain, str | int | float)
+    return _key(plain) if is_scalar else ("other", repr(plain))

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from experiential.bank.evidence.credit import Ancestor
-from experiential.bank.index.vectors import Vector
 from experiential.bank.records import Changed, Commit, Difference, LogEntry
 from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Generation
@@ -20,7 +20,7 @@ class Stored(NamedTuple):
     """Hold one journalled entry version and the task instances that its text was made from."""
 
     experience: Experience
-    vector: Vector
+    vector: npt.NDArray[np.float32]
     origins: frozenset[str]
 
 
