@@ -64,8 +64,8 @@ def checked_store(store: str | None) -> str | None:
     is_address = False
     with contextlib.suppress(ValueError):  # a port that is no number
         parts = urlsplit(store)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_address = is_address and parts.port != 0 and parts.path in ("", "/")
+        has_host = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_address = has_host and parts.port != 0 and parts.path in ("", "/")
     if not is_address:
         raise ConfigError(
             f"Expected store to be one of {', '.join(known)}, the address of a Chroma server like"
