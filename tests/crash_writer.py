@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import chromadb  # noqa: F401  (imported once, in the process that every writer is forked from)
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.folder import FolderBank
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.seal import Seal
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.state import State
 from experiential.bank.storage.journal import Journal
 from experiential.types import (
     Add,
@@ -98,7 +98,7 @@ class Fuse:
                 lambda sql: self.pass_by(watched if sql.lstrip().startswith(watched) else None)
             )
         before = {
-            "show": (FolderBank, "_show"),
+            "show": (State, "publish"),
             "apply": (Replica, "apply"),
             "clear": (Replica, "clear"),
         }

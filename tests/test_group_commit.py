@@ -174,7 +174,6 @@ def test_no_reader_sees_part_of_a_transaction(bank):
 
     def write(group):
         with group.draft("human", "add") as draft:
-            bank._keep(None)
             entered.set()
             until(lambda: answers)
             return draft.commit

@@ -20,7 +20,7 @@ from experiential.bank.consolidation import dedupe, forget
 from experiential.bank.evidence import credit
 from experiential.bank.evidence.explain import explain
 from experiential.bank.evidence.trust import Book, judge
-from experiential.bank.evidence.uplift import Evidence
+from experiential.bank.evidence.uplift import ALWAYS, Evidence
 from experiential.bank.index.embed import (
     CachedEmbedder,
     Embedder,
@@ -250,7 +250,7 @@ class FolderBank(StateReader, Bank):
         if words:
             state.nearest.index_words(lambda: state.entries)
         if not state.entries or not queries:
-            self._journal_must_be_open()
+            self._check_open()
             return [[] for _ in queries]
         return state.nearest.search(
             self._embed(queries), n, lambda: state.entries, scopes, queries if words else ()
@@ -263,9 +263,8 @@ class FolderBank(StateReader, Bank):
         return self._history.commits()
 
     def history(self, id: str | None = None) -> list[LogEntry]:
-        if id is None:
-            return self._history.log()
-        if not (found := self._history.log(id)):
+        found = self._history.log(id)
+        if id is not None and not found:
             raise BankError(
                 f"Expected the id of an entry that this bank ever had, got {id!r}; list them with"
                 " bank.entries()"
@@ -295,8 +294,8 @@ class FolderBank(StateReader, Bank):
 
     def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
         def parents(id: str, version: int) -> tuple[tuple[str, int], ...]:
-            experience = self.version(id, version)
-            return () if experience is None else experience.provenance.parents
+            entry = self.version(id, version)
+            return () if entry is None else entry.provenance.parents
 
         return credit.lineage(id, version, parents)
 
@@ -337,7 +336,7 @@ class FolderBank(StateReader, Bank):
         if (entry := self.get(id)) is None:
             raise unknown_entry(id)
         after = self.trust_after if after is None else after
-        evidence = Evidence(self._journal, self.namespace)
+        evidence = Evidence(self._journal, self.namespace)  # with the merges known now
         by_task = evidence.by_task(evidence.ancestors(id, entry.version))
         return judge(id, entry.version, by_task, after)
 
@@ -346,7 +345,7 @@ class FolderBank(StateReader, Bank):
         entries = list(self.entries() if at is None else self.at(at).entries())
         if not after:
             return entries
-        book = Book(self._journal, self.namespace, after, *(() if at is None else (at,)))
+        book = Book(self._journal, self.namespace, after, ALWAYS if at is None else at)
         book.refresh()
         return [entry for entry in entries if book.is_trusted(entry)]
 
@@ -365,14 +364,13 @@ class FolderBank(StateReader, Bank):
         self._check_writable()
         if not entries:
             return []
-        vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
-        pairs = list(zip(entries, vectors, strict=True))
-        return self._commit(
-            "human",
-            "add",
-            lambda draft: [draft.put(entry, vector, frozenset()) for entry, vector in pairs],
-            gate=gate,
-        )
+        keys = [EntryKey(entry.text, entry.task) for entry in entries]
+        pairs = list(zip(entries, embed_entries(self._embed, keys), strict=True))
+
+        def put(draft: Draft) -> list[Experience]:
+            return [draft.put(entry, vector, frozenset()) for entry, vector in pairs]
+
+        return self._commit("human", "add", put, gate=gate)
 
     def update(self, id: str, text: str) -> Experience:
         gate = Gate(self._text_limit)
@@ -381,13 +379,12 @@ class FolderBank(StateReader, Bank):
         known = self.get(id)
         if known is None:
             raise unknown_entry(id)
-        vector = self._embed_entries([EntryKey(text, known.task)])[0]
-        source = Provenance(cause="update")
-        return self.read(
-            self._commit(
-                "human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate
-            )
-        )
+        vector = embed_entries(self._embed, [EntryKey(text, known.task)])[0]
+
+        def revise(draft: Draft) -> Experience:
+            return draft.revise(id, text, Provenance(cause="update"), vector)
+
+        return self.read(self._commit("human", "update", revise, id, gate))
 
     def remove(self, id: str) -> None:
         checked_text(id, "id")
@@ -455,7 +452,8 @@ class FolderBank(StateReader, Bank):
             if item is not None and not self.queue.finish(item):
                 return []
             with group.draft("extractor", "trajectory", trajectory.id, gate) as draft:
-                self._keep(distillation.generation)
+                if distillation.generation is not None:
+                    self._history.keep_generation(distillation.generation)
                 return distil(draft, distillation, vectors, source, task, shown)
 
         return [self.read(entry) for entry in self._writes.run(write)]
@@ -474,18 +472,15 @@ class FolderBank(StateReader, Bank):
         source = source_of(distillation, None, extractor_version)
 
         def merge(draft: Draft) -> list[Experience]:
-            self._keep(distillation.generation)
+            if distillation.generation is not None:
+                self._history.keep_generation(distillation.generation)
             return consolidate(draft, distillation, vectors, source, shown)
 
         return [self.read(entry) for entry in self._commit("extractor", "merge", merge, gate=gate)]
 
     def keep_generation(self, generation: Generation) -> None:
         self._check_writable()
-        self._writes.run(lambda group: self._keep(generation))
-
-    def _keep(self, generation: Generation | None) -> None:
-        if generation is not None:
-            self._history.keep_generation(generation)
+        self._writes.run(lambda group: self._history.keep_generation(generation))
 
     def note_retrievals(self, ids: Iterable[str]) -> None:
         if self.read_only:
@@ -510,7 +505,8 @@ class FolderBank(StateReader, Bank):
         dry_run: bool = False,
         author: str = "human",
     ) -> list[Experience]:
-        self._may_change("prune", dry_run)
+        if not dry_run:
+            self._check_writable(" for prune()", ", or pass dry_run=True")
         doomed = forget.prunable(
             list(self.entries()),
             self._evidence.uplift,
@@ -520,7 +516,7 @@ class FolderBank(StateReader, Bank):
         )
         bounds = {"score": score, "uplift": uplift_below}
         given = [f"{name} < {bound:g}" for name, bound in bounds.items() if bound is not None]
-        ref = f"{', '.join(given)}, uses >= {min_uses}"
+        ref = ", ".join([*given, f"uses >= {min_uses}"])
         return doomed if dry_run else self._remove_all(doomed, author, "prune", ref)
 
     def evict(
@@ -532,7 +528,8 @@ class FolderBank(StateReader, Bank):
         dry_run: bool = False,
         author: str = "human",
     ) -> list[Experience]:
-        self._may_change("evict", dry_run)
+        if not dry_run:
+            self._check_writable(" for evict()", ", or pass dry_run=True")
         doomed = forget.evictable(
             list(self.entries()),
             cap,
@@ -560,7 +557,8 @@ class FolderBank(StateReader, Bank):
         among: Iterable[str] | None = None,
         dry_run: bool = False,
     ) -> list[Duplicates]:
-        self._may_change("deduplicate", dry_run)
+        if not dry_run:
+            self._check_writable(" for deduplicate()", ", or pass dry_run=True")
         return dedupe.deduplicate(
             self, threshold, judge, across_tasks=across_tasks, among=among, dry_run=dry_run
         )
@@ -568,21 +566,13 @@ class FolderBank(StateReader, Bank):
     def merge_duplicates(
         self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"
     ) -> list[Duplicates]:
-        self._may_change("merge_duplicates", dry_run=False)
+        self._check_writable(" for merge_duplicates()", "")
         if not found:
             return []
         vectors = dedupe.vectors_needed(found, self.embedder)
         with self._draft(author, "dedupe", ref) as draft:
             merge = partial(dedupe.merge, draft, self._state, self._history, vectors)
             return [merged for group in found if (merged := merge(group)) is not None]
-
-    def _may_change(self, name: str, dry_run: bool) -> None:
-        if self.read_only and not dry_run:
-            hint = "" if name == "merge_duplicates" else ", or pass dry_run=True"
-            raise ReadOnlyBankError(
-                f"Expected a writable bank for {name}(), got one opened with read_only=True; open"
-                f" it without{hint}"
-            )
 
     # Moving
 
@@ -592,7 +582,8 @@ class FolderBank(StateReader, Bank):
         entries = gate.imported(entries, ref)
         if not entries:
             return 0
-        vectors = self._embed_entries([EntryKey(entry.text, entry.task) for entry in entries])
+        keys = [EntryKey(entry.text, entry.task) for entry in entries]
+        vectors = embed_entries(self._embed, keys)
         added = 0
         with self._draft("human", "import", ref=ref, gate=gate) as draft:
             for entry, vector in zip(entries, vectors, strict=True):
@@ -679,15 +670,12 @@ class FolderBank(StateReader, Bank):
                 yield group
             # Readers see a commit only now, when it is durable.
             for draft in group.drafts:
-                self._show(draft)
-
-    def _show(self, draft: Draft) -> None:
-        self._state.publish(draft.changes, draft.statistics)
-        self._head = draft.commit
-        self.refused.update(draft.refused)
-        self._redacted.update(draft.redacted)
-        if self._follower is not None:
-            self._follower.note(len(draft.changes))
+                self._state.publish(draft.changes, draft.statistics.maps[0])
+                self._head = draft.commit
+                self.refused.update(draft.refused)
+                self._redacted.update(draft.redacted)
+                if self._follower is not None:
+                    self._follower.note(len(draft.changes))
 
     def _reside(self) -> None:
         """Search a large bank in memory until the index store holds the whole journal."""
@@ -703,13 +691,10 @@ class FolderBank(StateReader, Bank):
             self._state.nearest.drop_indexed(seq)
 
     def _vectors(self, keys: Sequence[EntryKey]) -> dict[EntryKey, Vector]:
-        return dict(zip(keys, self._embed_entries(keys), strict=True)) if keys else {}
-
-    def _embed_entries(self, keys: Sequence[EntryKey]) -> Vector:
-        return embed_entries(self._embed, keys)
+        return dict(zip(keys, embed_entries(self._embed, keys), strict=True)) if keys else {}
 
     def _embed(self, texts: Sequence[str]) -> Vector:
-        self._journal_must_be_open()
+        self._check_open()
         vectors = self._embedder(texts)
         if not self._dimension and not self.read_only:
             self._history.set_meta("dimension", str(vectors.shape[1]))
@@ -729,13 +714,13 @@ class FolderBank(StateReader, Bank):
                 " with bank.commits()"
             )
 
-    def _check_writable(self) -> None:
+    def _check_writable(self, what: str = "", hint: str = ", or bank.fork(path)") -> None:
         if self.read_only:
             raise ReadOnlyBankError(
-                "Expected a writable bank, got one opened with read_only=True; open it without, or"
-                " bank.fork(path)"
+                f"Expected a writable bank{what}, got one opened with read_only=True; open it"
+                f" without{hint}"
             )
-        self._journal_must_be_open()
+        self._check_open()
         # A forked process shares the parent's SQLite connection and file lock: it must not write.
         if os.getpid() != self._pid:
             raise BankError(
@@ -743,7 +728,7 @@ class FolderBank(StateReader, Bank):
                 " forking, in one process only"
             )
 
-    def _journal_must_be_open(self) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise BankError(
                 "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
