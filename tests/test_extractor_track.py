@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 import experiential as xp
-from experiential.config import ExtractorSettings, OptimSettings
+from experiential.config import ExtractorOptions, ExtractorSettings, OptimSettings
 from experiential.llm.transformers import TransformersLLM
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.local import LocalRuntime
@@ -226,7 +226,8 @@ async def test_an_entry_that_is_used_again_is_trained_on_again_after_its_cooldow
         (entry,) = bank.apply(
             written.model_copy(update={"generation": generation}), trajectory=told, shown=[]
         )
-        track = ExtractorTrack(policy, bank, ExtractorSettings(batch_size=1), cooldown=2, decay=1.0)
+        options = ExtractorOptions(cooldown=2, decay=1.0)
+        track = ExtractorTrack(policy, bank, ExtractorSettings(batch_size=1, options=options))
         weights: list[float] = []
         for step in range(5):
             await track.credit([episode(entry)])

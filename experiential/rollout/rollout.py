@@ -41,8 +41,8 @@ class Task:
 class Job:
     """Describe one episode to play: a task, its condition and the seed of its sampling.
 
-    ``advice`` is a block that the actor sees from the start in place of what the bank would give;
-    ``attempt`` counts the tries at one instance, from 1.
+    ``advice`` is a block that the actor sees in place of what the bank would give; ``attempt``
+    counts the tries at one instance, from 1.
     """
 
     task: Task
@@ -137,11 +137,9 @@ class Rollout:
     """Play episodes concurrently in slots of environment and actor.
 
     Environment calls run in threads, so a slow environment or a bank query never holds up the
-    others; the backend batches the actors' requests. An environment with ``areset`` and ``astep``
-    is awaited instead and holds no thread, so that episodes at once are not bounded by threads.
-
-    An episode that its environment or the backend fails is data: it comes back with the reason.
-    After an environment failed it is closed, and the next episode of its slot gets a new one.
+    others. An environment with ``areset`` and ``astep`` is awaited instead and holds no thread.
+    An episode that its environment or the backend fails is data: it comes back with the reason,
+    and the next episode of its slot gets a new environment.
 
     Args:
         settings: which environment.
@@ -150,8 +148,7 @@ class Rollout:
         make_actor: builds one actor per slot.
         slots: episodes played at once.
         search_and_ask: calls allowed per guided episode; 0 leaves the tool out.
-        search_experience: the same for EvolveR's action; nothing is retrieved at the start of an
-            episode then.
+        search_experience: the same for EvolveR's action; nothing is retrieved at the start then.
         make_env: builds the innermost environments, on the event loop; in this process by default.
         critic: reviews retrieved experience before an episode begins.
 
@@ -265,13 +262,9 @@ class Rollout:
         feedback = self._settings.feedback
         base = inner if feedback == "as_is" else FeedbackWrapper(inner, feedback)
         if self._lookups:
-            asking: dict[str, Any] = {
-                "max_calls": self._lookups,
-                "tag": "search_experience",
-                "refine": False,
-                "offer": True,
-            }
-            return Stack(SearchAndAskWrapper(base, bank=self._manager, **asking), inner)
+            asking: dict[str, Any] = {"tag": "search_experience", "refine": False, "offer": True}
+            tool = SearchAndAskWrapper(base, bank=self._manager, max_calls=self._lookups, **asking)
+            return Stack(tool, inner)
         env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, inject="system")
         return Stack(SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner)
 
@@ -308,9 +301,8 @@ def refuse_broken(episodes: Sequence[Episode]) -> None:
     """
     if not episodes or not all(episode.broken for episode in episodes):
         return
-    reasons = "; ".join(
-        f"{reason} ({count} times)" for reason, count in list(failures(episodes).items())[:3]
-    )
+    frequent = list(failures(episodes).items())[:3]
+    reasons = "; ".join(f"{reason} ({count} times)" for reason, count in frequent)
     raise ExperientialError(
         f"Expected an environment that can be played, got {len(episodes)} of {len(episodes)}"
         f" episodes that it failed: {reasons}; try it alone: gymnasium.make, reset and step"

@@ -46,8 +46,6 @@ class _Waiting(Record):
 
 
 class _History(Record):
-    """Record how often and when an experience version was last trained on."""
-
     count: int = Field(ge=1)
     last: int
 
@@ -80,8 +78,7 @@ class ExtractorBuffer:
         max_staleness: extractor updates after which a generation is too old to train on.
         cooldown: delta of eq. 7, in training steps.
         decay: alpha of eq. 7.
-        malformed_share: share of a batch that malformed responses may fill; a batch of nothing else
-            would have no advantage.
+        malformed_share: share of a batch that malformed responses may fill.
 
     Raises:
         ConfigError: an argument is outside its range.
@@ -107,7 +104,7 @@ class ExtractorBuffer:
             raise ConfigError(
                 f"Expected a batch size between 1 and the capacity {capacity}, got {batch_size}"
             )
-        if max_staleness < 0 or cooldown < 0 or decay < 0:
+        if min(max_staleness, cooldown, decay) < 0:
             raise ConfigError(
                 f"Expected max_staleness, cooldown and decay of at least 0, got {max_staleness},"
                 f" {cooldown}, {decay}"

@@ -28,58 +28,27 @@ class ExtractorTrack:
     ancestors, a reward of -1 or +1; malformed answers are samples with the lowest reward. When the
     buffer holds a batch, CISPO updates run as a task beside the rollouts.
 
-    Args:
-        runtime: the extractor's policy.
-        bank: where entries, lineage and generations are kept.
-        settings: batch size and staleness.
-        buffer_size: samples that may wait.
-        cooldown: delta of eq. 7, in training steps.
-        decay: alpha of eq. 7.
-        malformed_share: share of a batch that malformed responses may fill.
-        malformed_reward: reward of a malformed response.
-        eps_low: the importance ratio is clipped to [1 - eps_low, 1 + eps_high].
-        eps_high: see ``eps_low``.
-
     Attributes:
         malformed: answers of which no operation could be read.
         uncredited: uses without a reward, for want of a free member to compare with (``reward:
             relative``).
-        weight: mean weight of eq. 7 over the last batch; 1 while no sample of it was trained on
-            before.
+        weight: mean weight of eq. 7 over the last batch.
     """
 
-    def __init__(
-        self,
-        runtime: PolicyRuntime,
-        bank: Bank,
-        settings: ExtractorSettings,
-        *,
-        buffer_size: int = 512,
-        cooldown: int = 1,
-        decay: float = 0.5,
-        malformed_share: float = 0.25,
-        malformed_reward: float = -1.0,
-        eps_low: float = 0.1,
-        eps_high: float = 0.1,
-    ) -> None:
+    def __init__(self, runtime: PolicyRuntime, bank: Bank, settings: ExtractorSettings) -> None:
         self._runtime, self._bank, self._settings = runtime, bank, settings
+        options = settings.options
         self.buffer = ExtractorBuffer(
-            buffer_size,
+            options.buffer_size,
             batch_size=settings.batch_size,
             max_staleness=settings.max_staleness,
-            cooldown=cooldown,
-            decay=decay,
-            malformed_share=malformed_share,
+            cooldown=options.cooldown,
+            decay=options.decay,
+            malformed_share=options.malformed_share,
         )
-        self._malformed_reward = malformed_reward
-        self._clip = (eps_low, eps_high)
-        self.updates = 0
-        self.malformed = 0
-        self.uncredited = 0
+        self.updates = self.malformed = self.uncredited = 0
         self.last = TrainStats()
-        self.mean_reward = 0.0
-        self.staleness = 0.0
-        self.weight = 1.0
+        self.mean_reward, self.staleness, self.weight = 0.0, 0.0, 1.0
         self._running: asyncio.Task[None] | None = None
         self._refused: deque[Generation] = deque()  # of the manager's thread, for credit()
 
@@ -103,7 +72,7 @@ class ExtractorTrack:
             generation = self._refused.popleft()
             self.malformed += 1
             if self._settings.train:
-                self.buffer.add_malformed(generation, self._malformed_reward)
+                self.buffer.add_malformed(generation, self._settings.options.malformed_reward)
         if not self._settings.train:
             return 0
         played = [t for t in trajectories if t.error is None]
@@ -205,7 +174,7 @@ class ExtractorTrack:
                 for item in batch
                 if item.generation.response_ids
             ]
-            low, high = self._clip
+            low, high = self._settings.options.eps_low, self._settings.options.eps_high
             loss = LossSettings(kind="cispo", low=low, high=high, kl=self._settings.kl, seed=step)
             self.last = await self._runtime.train(samples, loss)
             await self._runtime.sync()
@@ -234,8 +203,8 @@ def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: A
     """Mark the response tokens of the operation at ``span``; all if it is the only one.
 
     A response with several operations gives each its own advantage, so a token counts for an
-    operation when its characters overlap the span. The first operation of an answer also answers
-    for nothing before it: brackets and tags are shared by all and are left out.
+    operation when its characters overlap the span. Brackets and tags, which all operations share,
+    are left out.
 
     Args:
         generation: the response, with token ids.

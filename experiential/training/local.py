@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from inspect import signature
 from itertools import islice, pairwise
 from pathlib import Path
@@ -50,17 +51,14 @@ class LocalRuntime(PolicyRuntime):
     """Hold weights, optimiser and generation in one process.
 
     Generation and training run on one `DeviceExecutor`, so a training step is atomic for generation
-    and there is nothing to synchronise. With LoRA, several runtimes share one frozen base, each
-    with its own adapter.
+    and there is nothing to synchronise.
 
     Args:
         llm: generates from the weights that are trained.
         optim: AdamW settings.
         name: role of this policy, stored in its generations.
-        reference: keep the reference of the KL penalty (the frozen base under LoRA, else a frozen
-            copy of the weights).
-        priority: of training on the executor; 1 lets rollouts and the other policy's updates go
-            first.
+        reference: keep the reference of the KL penalty: the frozen base under LoRA, else a copy.
+        priority: of training on the executor; 1 lets rollouts and the other policy go first.
         owns_executor: close the executor with this policy.
     """
 
@@ -77,13 +75,10 @@ class LocalRuntime(PolicyRuntime):
         self.llm, self.optim, self.name = llm, optim, name
         self._priority, self._owns_executor = priority, owns_executor
         self._model: Any = llm.model
+        trained = "" if llm.adapter is None else f".{llm.adapter}."
         self._parameters: list[torch.nn.Parameter] = [
-            parameter
-            for name, parameter in self._model.named_parameters()
-            if llm.adapter is None or f".{llm.adapter}." in name
+            p.requires_grad_(True) for n, p in self._model.named_parameters() if trained in n
         ]
-        for parameter in self._parameters:
-            parameter.requires_grad_(True)
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
@@ -119,14 +114,12 @@ class LocalRuntime(PolicyRuntime):
             check_sample(sample)
         if not usable:
             return TrainStats(version=self.version)
+        work = partial(self._train, usable, loss)
         try:
-            return await self.llm.executor.run(
-                lambda: self._train(usable, loss), priority=self._priority
-            )
+            return await self.llm.executor.run(work, priority=self._priority)
         except torch.OutOfMemoryError as error:
-            raise MemoryError(
-                f"{error}; lower optim.tokens_per_micro_batch of the {self.name}"
-            ) from error
+            hint = f"lower optim.tokens_per_micro_batch of the {self.name}"
+            raise MemoryError(f"{error}; {hint}") from error
 
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Return the log-probability of each trained token, per sample, in nats."""
@@ -183,10 +176,7 @@ class LocalRuntime(PolicyRuntime):
         await self.llm.executor.run(read, priority=0)
 
     async def anchor(self) -> None:
-        """Make the current weights the reference of the KL penalty, if a copy is kept for it.
-
-        A checkpoint then holds them, too.
-        """
+        """Make the current weights the reference of the KL penalty, if a copy is kept for it."""
         reference = self._reference
         if reference is not None:
             await self.llm.executor.run(lambda: _copy(self._parameters, reference), priority=0)
@@ -197,10 +187,8 @@ class LocalRuntime(PolicyRuntime):
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            adapter = self.llm.adapter
-            self._model.save_pretrained(
-                folder, **({} if adapter is None else {"selected_adapters": [adapter]})
-            )
+            adapter = {} if self.llm.adapter is None else {"selected_adapters": [self.llm.adapter]}
+            self._model.save_pretrained(folder, **adapter)
             self.tokenizer.save_pretrained(folder)
 
         await self.llm.executor.run(write, priority=0)
@@ -313,10 +301,7 @@ class LocalRuntime(PolicyRuntime):
     def _logprobs(
         self, rows: list[Row], samples: list[Sample], measure: Measure = token_logprobs
     ) -> torch.Tensor:
-        """Compute the log-probability (or another measure) of every trained token, shape (n,).
-
-        Samples follow the order of ``rows``.
-        """
+        """Measure every trained token of the samples in the order of ``rows``, shape (n,)."""
         base, device = _base(self._model), next(self._model.parameters()).device
         unique: dict[tuple[int, int], int] = {}
         where = [
@@ -347,9 +332,7 @@ class LocalRuntime(PolicyRuntime):
 class InProcessRuntime:
     """Train both policies, write the bank and hold the environments in this process.
 
-    Args:
-        experiment: everything that defines the run.
-        policies: actor and extractor, which stay open; None loads those of the experiment.
+    Policies that are passed stay open; None loads those of the experiment.
 
     Raises:
         ModelNotFoundError: a model cannot be resolved.
@@ -408,10 +391,6 @@ def build_runtimes(
         references: whether each needs the reference of a KL penalty.
         shared: both are one policy, with the actor's optimiser.
         max_batch: sequences decoded together.
-
-    Raises:
-        ModelNotFoundError: a model cannot be resolved.
-        MissingExtraError: torch, transformers or peft is missing.
     """
     from experiential.llm.models import load_model
 
@@ -420,20 +399,13 @@ def build_runtimes(
         torch.set_num_threads(actor.threads)
     executor = DeviceExecutor(patience=BACKGROUND_PATIENCE)
     paired = actor.lora is not None and second == actor and not shared
-    loaded = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
-    other = loaded if paired or shared else load_model(second, adapters=("extractor",))
+    first = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
+    other = first if paired or shared else load_model(second, adapters=("extractor",))
 
-    def runtime(
-        role: str,
-        settings: ModelSettings,
-        model: Any,
-        tokenizer: Any,
-        priority: int,
-        reference: bool,
-    ) -> LocalRuntime:
+    def runtime(role: str, settings: ModelSettings, loaded: Any, reference: bool) -> LocalRuntime:
+        priority = 0 if role == "actor" else 1
         llm = TransformersLLM(
-            model,
-            tokenizer,
+            *loaded,
             max_batch=max_batch,
             prefix_cache_tokens=settings.prefix_cache_tokens,
             executor=executor,
@@ -450,11 +422,11 @@ def build_runtimes(
         )
 
     if shared:
-        both = runtime("actor", actor, *loaded, 0, any(references))
+        both = runtime("actor", actor, first, any(references))
         return both, both
     return (
-        runtime("actor", actor, *loaded, 0, references[0]),
-        runtime("extractor", second, *other, 1, references[1]),
+        runtime("actor", actor, first, references[0]),
+        runtime("extractor", second, other, references[1]),
     )
 
 
@@ -493,8 +465,7 @@ def _inputs(
 def _branches(model: Any) -> bool:
     """Test whether the model computes branched rows and plain ones alike.
 
-    Not all do: some attention kernels take no mask of their own, and some models make positions
-    themselves.
+    Some attention kernels take no mask of their own, and some models make positions themselves.
     """
     base = _base(model)
     if (

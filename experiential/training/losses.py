@@ -29,19 +29,11 @@ MAX_LOG_RATIO = 20.0
 def token_logprobs(logits: Tensor, members: Sequence[Sample], blocked: Tensor | None) -> Tensor:
     """Compute the log-probability of every trained token under its temperature and constraint.
 
-    Args:
-        logits: float32, shape (n, vocabulary): one row per trained token of ``members``, in their
-            order.
-        members: the samples.
-        blocked: marks the excluded tokens, shape (n, vocabulary), on the device of ``logits``;
-            None when there are none.
-
-    Returns:
-        shape (n,), in nats.
+    ``logits`` (float32) has shape (n, vocabulary), a row per trained token of ``members`` in their
+    order, and ``blocked`` marks its excluded tokens. The result has shape (n,), in nats.
     """
-    tokens = torch.tensor(
-        [s.tokens[p] for s in members for p in s.positions], device=logits.device, dtype=torch.long
-    )
+    drawn = [s.tokens[p] for s in members for p in s.positions]
+    tokens = torch.tensor(drawn, device=logits.device, dtype=torch.long)
     return _log_softmax(logits, members, blocked).gather(1, tokens[:, None])[:, 0]
 
 
@@ -68,11 +60,7 @@ def blocked_tokens(
 ) -> Tensor | None:
     """Mark the tokens excluded at each trained position, shape (n, vocabulary); None if none is.
 
-    Args:
-        members: the samples.
-        vocabulary: columns of the logits.
-        schemas: gives what restricts responses to a JSON schema; only called for samples that have
-            one.
+    ``schemas`` is only called for samples restricted to a JSON schema.
     """
     sets = [a for s in members for a in s.allowed or ((),) * len(s.positions)]
     if not any(sets) and not any(s.json_schema for s in members):
@@ -180,22 +168,20 @@ def batch_loss(
     """
     device = logp.device
     kinds = [s.kind or loss.kind for s in members]
-    owner = torch.tensor(
-        [i for i, s in enumerate(members) for _ in s.positions], device=device, dtype=torch.long
-    )
+    owners = [i for i, s in enumerate(members) for _ in s.positions]
+    owner = torch.tensor(owners, device=device, dtype=torch.long)
     value, sums = logp.sum() * 0.0, Sums()
     for kind in dict.fromkeys([loss.kind, *kinds]):
         chosen = [i for i, k in enumerate(kinds) if k == kind]
         mine = torch.isin(owner, torch.tensor(chosen, device=device, dtype=torch.long))
         own, count = [members[i] for i in chosen], int(mine.sum())
+        segment = [i for i, s in enumerate(own) for _ in s.positions]
         terms = Terms(
             logp=logp[mine],
             old_logp=torch.tensor([x for s in own for x in s.logprobs], device=device),
             advantages=torch.tensor([x for s in own for x in s.advantages], device=device),
             teacher=torch.tensor([x for s in own for x in s.teacher], device=device),
-            segment=torch.tensor(
-                [i for i, s in enumerate(own) for _ in s.positions], device=device, dtype=torch.long
-            ),
+            segment=torch.tensor(segment, device=device, dtype=torch.long),
             weights=torch.tensor([s.weight for s in own], device=device),
             share=count / total if total else 0.0,
             settings=loss,
@@ -353,17 +339,14 @@ def reverse_kl_loss(
     loss = sum_s w_s * mean over t in s of sg(log pi(t) - log teacher(t)) log pi(t), for tokens
     drawn from pi (sg: stop-gradient). In expectation its gradient is that of the divergence: the
     term that is left out, the gradient of log pi itself, has mean zero under pi. The value is not
-    the divergence; ``kl_teacher`` estimates that.
+    the divergence; ``kl_teacher`` estimates that (k3, per token).
 
     Args:
         logp: log-probability of each token under the policy that drew it, without the context that
             the teacher has, shape (n,), float.
         teacher_logp: the same token under the teacher, shape (n,).
-        segment: index of each token's sequence in [0, m), shape (n,), long.
-        weights: weight of each sequence, shape (m,).
-
-    Returns:
-        the loss, a scalar, and ``kl_teacher``, the k3 estimate of the divergence per token.
+        segment: see ``ppo_clip_loss``.
+        weights: see ``ppo_clip_loss``.
 
     Raises:
         ValueError: the token tensors have different shapes.

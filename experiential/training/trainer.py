@@ -2,13 +2,14 @@
 
 Primary track: retrieve, act, update the actor. Background track: distil, write, merge, update the
 extractor. The primary track waits for the background one only when distillation lags by more than
-``extractor.max_lag`` steps, or where an experiment asks for repeatable runs (``run.drain``).
+``extractor.max_lag`` steps, or after every step with ``run.drain``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 import time
 from pathlib import Path
@@ -52,8 +53,7 @@ class Trainer:
         output: folder for metrics, bank and checkpoints; created.
         resume: continue from the newest checkpoint in ``output``.
         observer: receives every event as a dict (see docs/quickstart.md).
-        runtimes: actor and extractor policies, which stay open; built from the experiment, and
-            closed at the end, when None.
+        runtimes: actor and extractor policies, which stay open; None builds and closes its own.
 
     Raises:
         CheckpointError: ``resume`` and there is nothing to resume from.
@@ -100,24 +100,34 @@ class Trainer:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._open(stack)
-                steps = await self._train()
+                run, evaluation = self.experiment.run, self.experiment.eval
+                self._begin, step = time.perf_counter(), self._start
+                limit = math.inf if run.minutes is None else self._begin + 60 * run.minutes
+                while step < run.steps and time.perf_counter() <= limit:
+                    await self._step(step)
+                    step += 1
+                    if run.checkpoint_every and step % run.checkpoint_every == 0:
+                        await self._checkpoint(step)
+                    if evaluation.every and step % evaluation.every == 0 and step < run.steps:
+                        await self._evaluate(step)
+                await self._ahead.close()
                 await self._settle()
-                if self.experiment.eval.after:
-                    await self._evaluate(steps)
-                await self._checkpoint(steps)
+                if evaluation.after:
+                    await self._evaluate(step)
+                await self._checkpoint(step)
                 actor, extractor = self.experiment.actor, self.experiment.extractor
                 if actor.train:
                     await self.actor.export(self.output / "actor")
                 if extractor.enabled and extractor.train and self.extractor is not self.actor:
                     await self.extractor.export(self.output / "extractor")
                 seconds, memory = time.perf_counter() - begin, peak_memory_gb()
-                self._emit("end", steps, seconds=seconds, peak_memory_gb=memory)
+                self._emit("end", step, seconds=seconds, peak_memory_gb=memory)
         except (OSError, MemoryError) as error:
             raise ExperientialError(
                 f"Expected room to train in {self.output}, got {type(error).__name__}: {error};"
                 " free some disk or memory, then go on with --resume"
             ) from error
-        return self._summary(steps, time.perf_counter() - begin)
+        return self._summary(step, time.perf_counter() - begin)
 
     async def aevaluate(self, checkpoint: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
         """Evaluate a checkpoint in this run's folder without training; return the eval events.
@@ -204,34 +214,12 @@ class Trainer:
             ExperienceManager(self._bank, self._roles.extractor(), seed=settings.seed, **options)
         )
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
-        self._track = ExtractorTrack(
-            self.extractor,
-            self._bank,
-            settings.extractor,
-            **settings.extractor.options.model_dump(exclude={"top_p"}),
-        )
+        self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
         self._manager.on_distillation = self._track.on_distillation
 
     def _reviewer(self, llm: LLM | None = None) -> Reviewer | None:
         """Return the judge of retrieved experience, where a method has one."""
         return next(filter(None, (method.reviewer(llm) for method in self._methods)), None)
-
-    async def _train(self) -> int:
-        """Run all steps; return the last one done."""
-        run, evaluation = self.experiment.run, self.experiment.eval
-        self._begin = time.perf_counter()
-        step = self._start
-        while step < run.steps:
-            if run.minutes is not None and time.perf_counter() - self._begin > 60 * run.minutes:
-                break
-            await self._step(step)
-            step += 1
-            if run.checkpoint_every and step % run.checkpoint_every == 0:
-                await self._checkpoint(step)
-            if evaluation.every and step % evaluation.every == 0 and step < run.steps:
-                await self._evaluate(step)
-        await self._ahead.close()
-        return step
 
     async def _step(self, step: int) -> None:
         """Play, credit the extractor, update the actor, and keep the bank in order."""
