@@ -42,8 +42,6 @@ class ActorAgent:
     >>> len(agent.generations)
     2
 
-    Change log: v0.1.0 added.
-
     Args:
         llm: the backend; when it shows its tokenizer, the conversation is kept as token ids.
         prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
@@ -137,7 +135,9 @@ class ActorAgent:
         except BaseException:  # the turn can be asked for again
             self.dialogue.withdraw()
             raise
-        self._take(generation, advice)
+        self.dialogue.append(generation)
+        self.generations.append(generation)
+        self._experience = advice
         return generation.text if generation.text in choices else extract_action(generation.text)
 
     def replay(
@@ -170,7 +170,10 @@ class ActorAgent:
             chosen = generation.finish_reason is FinishReason.CHOICE
             shown = self._observe(observation, advice, chosen)
             prompt = {"prompt_ids": tuple(self.dialogue.prompt())}
-            self._take(generation.model_copy(update=prompt), shown)
+            replayed = generation.model_copy(update=prompt)
+            self.dialogue.append(replayed)
+            self.generations.append(replayed)
+            self._experience = shown
         return self.generations
 
     def opening(
@@ -192,11 +195,6 @@ class ActorAgent:
         self.dialogue.add({"role": "user", "content": escape_control(observation)})
         _, tokens, kinds = self.dialogue.stage()
         return tokens, kinds
-
-    def _take(self, generation: Generation, advice: str | None) -> None:
-        self.dialogue.append(generation)
-        self.generations.append(generation)
-        self._experience = advice
 
     def _observe(self, observation: str, advice: str | None, constrained: bool) -> str | None:
         """Add the observation, and advice that is new; return the advice in force.

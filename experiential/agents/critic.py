@@ -18,15 +18,10 @@ _WORD = re.compile(r"\b(accept|refine|reject)", re.IGNORECASE)
 
 
 class Critique(Record):
-    """Hold the actor's verdict on one entry.
+    """Hold the actor's verdict on one entry."""
 
-    Attributes:
-        verdict: None when the answer named none; the entry is then shown unchanged.
-        text: the text to show, the entry's own or a refined one; None for a rejected entry.
-    """
-
-    verdict: Verdict | None
-    text: str | None
+    verdict: Verdict | None  # None when the answer named none; the entry is then shown unchanged
+    text: str | None  # the text to show, the entry's own or a refined one; None for a rejected one
 
 
 class CriticAgent:
@@ -41,8 +36,6 @@ class CriticAgent:
     >>> from experiential.llm.scripted import ScriptedLLM
     >>> CriticAgent(ScriptedLLM(["reject"])).judge("Open the door.", "Doors open inwards.", 0.9)
     Critique(verdict='reject', text=None)
-
-    Change log: v0.1.0 added.
 
     Args:
         llm: the actor's backend.

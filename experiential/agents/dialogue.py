@@ -37,18 +37,14 @@ class Span:
 class TokenSequence:
     """Hold one sequence to train on; the lists have one item per token.
 
-    Attributes:
-        tokens: token ids.
-        mask: 1 where the token was sampled here, else 0.
-        logprobs: behaviour log-probability in nats where ``mask`` is 1, else 0.
-        allowed: token ids that a constraint allowed; an empty tuple means unconstrained.
-        spans: the kinds of the tokens, in order and without gaps; a chat template's own tokens
-            belong to the message they surround.
+    The spans come in order and without gaps; a chat template's own tokens belong to the message
+    that they surround.
     """
 
     tokens: list[int] = field(default_factory=list[int])
-    mask: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
+    mask: list[int] = field(default_factory=list[int])  # 1 where the token was sampled here
+    logprobs: list[float] = field(default_factory=list[float])  # in nats where mask is 1, else 0
+    # token ids that a constraint allowed; an empty tuple means unconstrained
     allowed: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     spans: list[Span] = field(default_factory=list[Span])
 
@@ -349,9 +345,9 @@ class ChatTemplate:
 
     def _defused(self, content: str) -> str:
         """Return ``content`` with the special tokens of this tokenizer broken up."""
-
-        def broken(token: re.Match[str]) -> str:
-            first, rest = token[0][0], token[0][1:]
-            return f"&lt;{rest}" if first == "<" else f"{first} {rest}"
-
-        return content if self._specials is None else self._specials.sub(broken, content)
+        if self._specials is None:
+            return content
+        return self._specials.sub(
+            lambda token: ("&lt;" if token[0][0] == "<" else f"{token[0][0]} ") + token[0][1:],
+            content,
+        )

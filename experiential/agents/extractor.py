@@ -91,8 +91,6 @@ class ExtractorAgent:
     >>> distillation.parsed.operations[0].text
     'Look under mats.'
 
-    Change log: v0.1.0 added; v0.2.0 ``principles``.
-
     Args:
         llm: the backend.
         prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.

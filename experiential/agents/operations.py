@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
 
-from experiential.agents.scanner import ScannedObject, scan_objects
 from experiential.bank.text import TEXT_LIMIT as TEXT_LIMIT  # the bank's own default
 from experiential.bank.text import canonical
 from experiential.types import (
@@ -28,10 +28,8 @@ from experiential.types import (
 DISTILLATION = ("add", "update", "return")
 PRINCIPLES = ("add", "return")
 CONSOLIDATION = ("keep", "merge", "discard")
-MOST_TRIPLES = 8
-"""Triples that one principle may have."""
-LONGEST = 120
-"""Characters that each part of a triple may have."""
+MOST_TRIPLES = 8  # triples that one principle may have
+LONGEST = 120  # characters that each part of a triple may have
 
 Triple = tuple[str, str, str]
 
@@ -53,6 +51,23 @@ _TRIPLE_KEYS = ("triples", "structure", "triplets")
 _ENTRY_KEYS = ("entry", "index", "idx", "target_idx", "target", "number", "id")
 _ENTRIES_KEYS = ("entries", "indices", "idxs", "targets", "ids", *_ENTRY_KEYS)
 _PARTS = (("subject", "head", "s"), ("predicate", "relation", "verb", "p"), ("object", "tail", "o"))
+
+MAX_DEPTH = 6
+
+_BRACE = re.compile(r"""\{(?=\s*["'}A-Za-z_])""")
+_SPACE = re.compile(r"\s*")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_LITERAL = re.compile(r"""[^\s,{}\[\]"':<>]+""")
+_CHUNK = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.)|$)", re.DOTALL)
+_ESCAPED = dict(zip("ntrbf/\\\"'", "\n\t\r\b\f/\\\"'", strict=True))
+_CLOSING = r"</?\s*answer\b"
+_KEY = r"""(?:"[^"\\]{0,40}"|'[^'\\]{0,40}'|[A-Za-z_]\w{0,40})\s*:"""
+_CLOSES = {
+    "key": re.compile(r"\s*:"),
+    "member": re.compile(rf"(?i)\s*(?:[}}\]]|{_CLOSING}|\Z|,\s*(?:[}}\]]|\Z|{_KEY})|{_KEY})"),
+    "item": re.compile(rf"(?i)\s*(?:[,\]]|{_CLOSING}|\Z)"),
+}
 
 
 class Reason(StrEnum):
@@ -119,7 +134,7 @@ def parse_operations(
     for one in objects:
         try:
             if one.fault is not None:
-                raise _Refused(Reason(one.fault))
+                raise _Refused(one.fault)
             operation, wrong_triples = _operation(one, shown, kinds)
             for _ in range(wrong_triples):
                 refuse(Reason.WRONG_TRIPLE, one.start, one.end)
@@ -138,7 +153,7 @@ def parse_operations(
             if len(operations) >= max_operations:
                 raise _Refused(Reason.TOO_MANY)
         except _Refused as refusal:
-            refuse(refusal.reason, one.start, one.end)
+            refuse(refusal.args[0], one.start, one.end)
         else:
             claimed |= claims
             operations.append(operation)
@@ -197,11 +212,11 @@ def operations_schema(
         add = {"text": text, "triples": _TRIPLES} if triples else {"text": text}
         fields = {"add": add, **update, "return": {}}
     variants = [
-        _object({"op": {"type": "string", "enum": [op]}, **given}) for op, given in fields.items()
+        _closed({"op": {"type": "string", "enum": [op]}, **given}) for op, given in fields.items()
     ]
     items = {"anyOf": variants}
     listed = {"type": "array", "items": items, "minItems": 1, "maxItems": max_operations}
-    return _object({"operations": listed})
+    return _closed({"operations": listed})
 
 
 _PART = {"type": "string", "minLength": 1, "maxLength": LONGEST}
@@ -209,7 +224,7 @@ _TRIPLE: dict[str, Any] = {"type": "array", "items": _PART, "minItems": 3, "maxI
 _TRIPLES: dict[str, Any] = {"type": "array", "items": _TRIPLE, "maxItems": MOST_TRIPLES}
 
 
-def _object(fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _closed(fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
     required = {"required": list(fields), "additionalProperties": False}
     return {"type": "object", "properties": fields, **required}
 
@@ -259,8 +274,7 @@ def read_triples(value: Any) -> tuple[tuple[Triple, ...], int]:
 
 
 class _Refused(Exception):
-    def __init__(self, reason: Reason) -> None:
-        self.reason = reason
+    """Refuse an operation for a `Reason`."""
 
 
 def _operation(
@@ -337,3 +351,142 @@ def _numbers(value: Any) -> list[int]:
     if re.search(r"(?<!\w)-\s*\d|\.\d|\d{10}", whole):
         return [0]
     return [int(number) for number in _NUMBER.findall(whole)]
+
+
+@dataclass(frozen=True)
+class ScannedObject:
+    """Hold one object at ``text[start:end]``: its fields, or the fault that stopped the scanner."""
+
+    start: int
+    end: int
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    fault: Reason | None = None
+
+
+class _Stop(Exception):
+    """Stop reading an object that cannot be completed: the reason, and where scanning goes on."""
+
+
+def scan_objects(
+    text: str, start: int = 0, *, until: re.Pattern[str] | None = None
+) -> tuple[list[ScannedObject], int]:
+    """Return the outermost objects of ``text[start:]`` up to a match of ``until`` outside them.
+
+    It walks left to right once: a failure resumes at or after the place that failed, so the time is
+    linear in the length. Beyond strict JSON it accepts raw newlines and unescaped quotes in
+    strings, single quotes, bare keys, missing and trailing commas. Numbers stay text: nothing here
+    computes with them, and an absurdly long one must not raise.
+
+    Returns:
+        the objects in order, and the position where the walk ended.
+
+    >>> found, _ = scan_objects('Sure: [{"op": "return",}, {"op": "ad')
+    >>> [(one.fields, one.fault) for one in found]
+    [({'op': 'return'}, None), ({}, <Reason.TRUNCATED: 'truncated'>)]
+    """
+    found: list[ScannedObject] = []
+    position = start
+    stops = iter(()) if until is None else (match.start() for match in until.finditer(text, start))
+    stop = next(stops, len(text))
+    while (opening := _BRACE.search(text, position, stop)) is not None:
+        begin = opening.start()
+        try:
+            fields, end = _read_object(text, begin, 0)
+            one = ScannedObject(begin, end, fields)
+        except _Stop as stopped:
+            fault, end = stopped.args
+            one = ScannedObject(begin, max(end, begin + 1), fault=fault)
+        found.append(one)
+        position = one.end
+        while stop < position:  # this one stood inside the object
+            stop = next(stops, len(text))
+    return found, stop
+
+
+def _skip(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    position = match.end() if match else position
+    if position >= len(text):
+        raise _Stop(Reason.TRUNCATED, len(text))
+    return position
+
+
+def _read_object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
+    if depth >= MAX_DEPTH:
+        raise _Stop(Reason.MALFORMED, position)
+    fields: dict[str, Any] = {}
+    position = _skip(text, position + 1)
+    while text[position] != "}":
+        if text[position] in "\"'":
+            key, position = _read_string(text, position, "key")
+        elif (word := _WORD.match(text, position)) is not None:
+            key, position = word.group(), word.end()
+        else:
+            raise _Stop(Reason.MALFORMED, position)
+        position = _skip(text, position)
+        if text[position] != ":":
+            raise _Stop(Reason.MALFORMED, position)
+        fields[key], position = _read_value(text, _skip(text, position + 1), depth, "member")
+        position = _skip(text, position)
+        if text[position] in "]<":  # the closing brace was forgotten, every field is complete
+            return fields, position
+        if text[position] == ",":
+            position = _skip(text, position + 1)
+    return fields, position + 1
+
+
+def _read_value(text: str, position: int, depth: int, place: str) -> tuple[Any, int]:
+    """Read the value at ``position`` of an object (``member``) or a list (``item``)."""
+    opening = text[position]
+    if opening in "\"'":
+        return _read_string(text, position, place)
+    if opening == "{":
+        return _read_object(text, position, depth + 1)
+    if opening == "[":
+        if depth + 1 >= MAX_DEPTH:
+            raise _Stop(Reason.MALFORMED, position)
+        items: list[Any] = []
+        position = _skip(text, position + 1)
+        while text[position] != "]":
+            item, position = _read_value(text, position, depth + 1, "item")
+            items.append(item)
+            position = _skip(text, position)
+            if text[position] == ",":
+                position = _skip(text, position + 1)
+        return items, position + 1
+    if (literal := _LITERAL.match(text, position)) is None:
+        raise _Stop(Reason.MALFORMED, position)
+    word = literal.group()
+    return (None if word.lower() in {"null", "none", "true", "false"} else word), literal.end()
+
+
+def _read_string(text: str, position: int, place: str) -> tuple[str, int]:
+    """Read the string that opens at ``position``.
+
+    A quote counts as a character of the string unless JSON can go on behind it.
+    """
+    quote, closes = text[position], _CLOSES[place]
+    pieces: list[str] = []
+    position += 1
+    while True:
+        chunk = _CHUNK[quote].match(text, position)
+        piece = chunk.group() if chunk else ""
+        position += len(piece)
+        pieces.append(piece)
+        if position >= len(text):
+            raise _Stop(Reason.TRUNCATED, len(text))
+        if text[position] == "\\":
+            escape = _ESCAPE.match(text, position)
+            code, character = escape.groups() if escape else (None, None)
+            position = escape.end() if escape else position + 1
+            if code is not None:
+                pieces.append(chr(int(code, 16)))
+            else:
+                pieces.append(_ESCAPED.get(character or "", f"\\{character or ''}"))
+        elif closes.match(text, position + 1):
+            return "".join(pieces), position + 1
+        elif piece.rstrip().endswith("{"):  # a forgotten quote, and another object begins here
+            raise _Stop(Reason.MALFORMED, position - (len(piece) - len(piece.rstrip())) - 1)
+        else:
+            pieces.append(quote)
+            position += 1

@@ -16,15 +16,11 @@ from experiential.agents.templates import BRIEF, FULL
 from experiential.bank.text import disarm
 from experiential.types import Experience, Hit, Message, Trajectory
 
-EntryLike = Hit | Experience | str
-"""Types that can be shown as an entry of the bank."""
+EntryLike = Hit | Experience | str  # types that can be shown as an entry of the bank
 
-DISTILL_BUDGET = 24_000
-"""Characters of play that a distillation prompt holds by default."""
-GUIDING = "guiding"
-"""Kind of a principle that a success taught."""
-CAUTIONARY = "cautionary"
-"""Kind of a principle that a failure taught."""
+DISTILL_BUDGET = 24_000  # characters of play that a distillation prompt holds by default
+GUIDING = "guiding"  # kind of a principle that a success taught
+CAUTIONARY = "cautionary"  # kind of a principle that a failure taught
 
 _LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
 _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
@@ -35,9 +31,7 @@ def numbered(entries: Sequence[EntryLike]) -> str:
 
     Further lines of an entry are indented, so that it cannot forge a number.
     """
-    return "\n".join(
-        f"{number}. {_indented(entry_text(entry))}" for number, entry in enumerate(entries, 1)
-    )
+    return "\n".join(f"{number}. {_indented(entry)}" for number, entry in enumerate(entries, 1))
 
 
 def experience_block(entries: Sequence[EntryLike]) -> str:
@@ -163,18 +157,19 @@ class PromptSet:
 
     def refine_messages(self, query: str, experience: EntryLike) -> list[Message]:
         """Return the request to the extractor to fit one entry to an agent's question."""
-        note = _indented(entry_text(experience))
-        return self._ask("refine", note=note, query=_indented(query))
+        return self._ask("refine", note=_indented(experience), query=_indented(query))
 
     def critic_messages(self, task: str, entry: EntryLike, success_rate: float) -> list[Message]:
         """Return the question to an actor about an entry; ``success_rate`` is in [0, 1]."""
-        task, note = _quoted(cut_middle(task, DISTILL_BUDGET)), _indented(entry_text(entry))
-        return self._ask("critic", task=task, note=note, rate=f"{100 * success_rate:.0f}")
+        task = _quoted(cut_middle(task, DISTILL_BUDGET))
+        return self._ask(
+            "critic", task=task, note=_indented(entry), rate=f"{100 * success_rate:.0f}"
+        )
 
     def adapt_messages(self, task: str, entry: EntryLike) -> list[Message]:
         """Return the request to an actor to refine an entry by its own knowledge."""
-        task, note = _quoted(cut_middle(task, DISTILL_BUDGET)), _indented(entry_text(entry))
-        return self._ask("adapt", task=task, note=note)
+        task = _quoted(cut_middle(task, DISTILL_BUDGET))
+        return self._ask("adapt", task=task, note=_indented(entry))
 
     def merge_messages(self, experiences: Sequence[EntryLike]) -> list[Message]:
         """Return the request to the extractor to consolidate entries."""
@@ -182,7 +177,7 @@ class PromptSet:
 
     def judge_messages(self, a: EntryLike, b: EntryLike) -> list[Message]:
         """Return the question to the extractor whether two entries teach the same."""
-        return self._ask("judge", first=_indented(entry_text(a)), second=_indented(entry_text(b)))
+        return self._ask("judge", first=_indented(a), second=_indented(b))
 
     def _fill(self, key: str, **values: str) -> str:
         return Template(self.texts[key]).substitute(values)
@@ -271,9 +266,9 @@ _SETS = {
 }
 
 
-def _indented(text: str) -> str:
+def _indented(entry: EntryLike) -> str:
     """Escape a text and indent its further lines, so that it begins no line of the prompt."""
-    return disarm(text).replace("\n", "\n   ")
+    return disarm(entry_text(entry)).replace("\n", "\n   ")
 
 
 def _quoted(text: str) -> str:

@@ -10,8 +10,7 @@ from experiential.bank.protocol import Bank
 from experiential.errors import CheckpointError
 from experiential.types import Trajectory
 
-KIND = "reflection"
-"""Kind of the entries that hold reflections in a bank."""
+KIND = "reflection"  # kind of the entries that hold reflections in a bank
 
 
 class ReflectionMemory(ABC):

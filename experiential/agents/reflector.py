@@ -30,21 +30,12 @@ class Unread(StrEnum):
 
 
 class Reflection(Record):
-    """Hold a reflector's answer about one attempt.
+    """Hold a reflector's answer about one attempt."""
 
-    Attributes:
-        text: the guidance; None when none could be read, or when the record of the attempt replaces
-            it (`Retry`).
-        block: the text for the prompt of a second attempt; None adds nothing.
-        generation: the response, to be rewarded by the result of the second attempt; None where no
-            model was asked.
-        reason: why there is no text: an `Unread`, or the failure of the backend.
-    """
-
-    text: str | None = None
-    block: str | None = None
-    generation: Generation | None = None
-    reason: str | None = None
+    text: str | None = None  # the guidance; None when none could be read, and for `Retry`
+    block: str | None = None  # the text for the prompt of a second attempt
+    generation: Generation | None = None  # to be rewarded by the result of the second attempt
+    reason: str | None = None  # why there is no text: an `Unread`, or the failure of the backend
 
 
 class Reflector:
@@ -63,8 +54,6 @@ class Reflector:
     >>> reflector = Reflector(ScriptedLLM([answer]))
     >>> reflector.reflect(Trajectory(task="Open the vault.")).text
     'Pull the jade lever.'
-
-    Change log: v0.1.0 added.
 
     Args:
         llm: the backend; in Experiential RL the actor's own.
@@ -136,8 +125,6 @@ class Retry:
     >>> block = Retry().reflect(Trajectory(task="Open the vault.", reward=0.5)).block
     >>> "reward 0.5" in block, block.count("<attempt>")
     (True, 1)
-
-    Change log: v0.1.0 added.
 
     Args:
         prompts: see `Reflector`.

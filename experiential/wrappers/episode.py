@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -22,31 +22,19 @@ How = Literal["episode_start", "turn", "search_and_ask"]
 
 
 class ManagerLike(Protocol):
-    """Declare the part of ``ExperienceManager`` that wrappers call; its options are meant.
+    """Declare the part of ``ExperienceManager`` that wrappers call, with its keyword options.
 
-    The filter ``where`` is passed only by wrappers that have one.
+    The option ``where`` is passed only by wrappers that have a filter.
     """
 
-    def search(self, query: str, *args: Any, **options: Any) -> list[Hit]:
-        """Return the hits of one query."""
-        ...
-
-    async def asearch(self, query: Any, *args: Any, **options: Any) -> Any:
-        """Return the hits of one query, or of each of a list, with a list of episodes then."""
-
-    def submit(self, trajectory: Trajectory) -> str | None:
-        """Queue a finished trajectory durably."""
-
-    def ask(self, query: str, *args: Any, **options: Any) -> Answer:
-        """Search and refine one entry."""
-        ...
-
-    def close(self) -> None:
-        """Stop the manager's workers."""
+    search: Callable[..., list[Hit]]
+    asearch: Callable[..., Any]  # a coroutine; takes lists of queries and of episodes, too
+    submit: Callable[[Trajectory], str | None]
+    ask: Callable[..., Answer]
+    close: Callable[[], None]
 
 
-BankOrManager = Bank | ManagerLike
-"""A bank, or a manager that schedules its reads and writes."""
+BankOrManager = Bank | ManagerLike  # A bank, or a manager that schedules its reads and writes
 
 
 def connect(
@@ -180,12 +168,6 @@ class EpisodeLog:
         self.episode: Episode | None = None
         self.last_trajectory: Trajectory | None = None
         self.abandoned = 0
-
-    def begin(
-        self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings
-    ) -> None:
-        """Start an episode from the answer of a reset."""
-        self.episode = Episode(observation, info, seed, settings)
 
     def scope(self) -> dict[str, Any]:
         """Return the arguments of a search that hide entries from the running episode."""

@@ -141,8 +141,6 @@ class ExperienceWrapper(TextWrapper):
     >>> env.close(), bank.close()
     (None, None)
 
-    Change log: v0.1.0 added.
-
     Args:
         env: an environment whose observations and actions are ``str`` (see ``TextObservation``).
         bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a
@@ -211,7 +209,7 @@ class ExperienceWrapper(TextWrapper):
         settings, rest = take_settings(options, self.guided)
         self.log.abandon()
         observation, info = self.env.reset(seed=seed, options=rest)
-        self.log.begin(observation, info, seed, settings)
+        self.log.episode = Episode(observation, info, seed, settings)
         return self._advise(observation, info, "episode_start")
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -38,8 +38,6 @@ class FeedbackWrapper(TextWrapper):
     >>> print(env.step("pull nothing")[0])
     Tries left: 1. Reply: pull <lever>.
 
-    Change log: v0.1.0 added.
-
     Args:
         env: a text environment.
         feedback: ``shown``, ``hidden`` or ``reflector``.
@@ -71,7 +69,7 @@ def with_comment(observation: str, comment: str) -> str:
     >>> with_comment("A B", "It clicks."), with_comment("It clicks.\nA B", "It clicks.")
     ('A B\n\nIt clicks.', 'It clicks.\nA B')
     """
-    if not comment or _lines(comment).search(observation):
+    if not comment or re.search(rf"(?m)^{re.escape(comment)}$", observation):
         return observation
     return f"{observation}\n\n{comment}" if observation else comment
 
@@ -84,12 +82,9 @@ def without_comment(observation: str, comment: str) -> str:
     >>> without_comment("It clicks. Not.", "It clicks.")
     'It clicks. Not.'
     """
-    if not comment or (found := _lines(comment).search(observation)) is None:
+    found = re.search(rf"(?m)^{re.escape(comment)}$", observation) if comment else None
+    if found is None:
         return observation
     before = observation[: found.start()].rstrip("\n")
     after = observation[found.end() :].lstrip("\n")
     return f"{before}\n{after}" if before and after else before or after
-
-
-def _lines(comment: str) -> re.Pattern[str]:
-    return re.compile(rf"^{re.escape(comment)}$", re.MULTILINE)

@@ -72,8 +72,6 @@ class ReflectionWrapper(TextWrapper):
     >>> env.step(env.unwrapped.oracle_action())[1:3]
     (1.0, True)
 
-    Change log: v0.1.0 added.
-
     Args:
         env: a text environment that can be reset to the same instance.
         reflector: a `Reflector`, or a `Retry`, which shows the record of the first attempt instead.

@@ -65,8 +65,6 @@ class SearchAndAskWrapper(TextWrapper):
     >>> terminated, info["search_and_ask"]["calls_left"], info["search_and_ask"]["hit"]
     (False, 1, None)
 
-    Change log: v0.1.0 added; v0.2.0 ``refine``, ``k`` and ``offer``.
-
     Args:
         env: a text environment, usually an ``ExperienceWrapper``.
         max_calls: answered calls per episode.
@@ -162,7 +160,7 @@ class SearchAndAskWrapper(TextWrapper):
             settings, rest = take_settings(options, True)
             self.log.abandon()
             observation, info = self.env.reset(seed=seed, options=rest)
-            self.log.begin(observation, info, seed, settings)
+            self.log.episode = Episode(observation, info, seed, settings)
         return observation, self._seen(observation, info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -55,8 +55,6 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
     0.0
     True
 
-    Change log: v0.1.0 added.
-
     Args:
         env: any environment; its observations and info arrays are copied at once.
         render: ``(observation, info) -> str``.

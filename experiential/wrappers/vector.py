@@ -69,8 +69,6 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
     >>> list(infos["experience"])
     [[], []]
 
-    Change log: v0.1.0 added.
-
     Args:
         env: a vector environment with text observations.
         bank_or_manager, extractor, k, when, inject, exclude_same_instance, where: as for
@@ -164,7 +162,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
                 own = None if seed is None else int(seed) + i
             else:
                 own = seed[i]
-            self.logs[i].begin(observations[i], info_of(infos, i), own, settings[i])
+            self.logs[i].episode = Episode(observations[i], info_of(infos, i), own, settings[i])
             self._waiting[i] = False
         return self._advise(observations, infos, started, [])
 
@@ -191,7 +189,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             self._waiting[i] = ended and self._mode is AutoresetMode.NEXT_STEP
         for i in started:
             settings, _ = take_settings(None, self.guided[i])
-            self.logs[i].begin(observations[i], info_of(infos, i), None, settings)
+            self.logs[i].episode = Episode(observations[i], info_of(infos, i), None, settings)
         shown, infos = self._advise(observations, infos, started, stepped)
         return shown, rewards, terminated, truncated, infos
 

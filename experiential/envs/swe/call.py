@@ -6,13 +6,13 @@ import json
 import re
 from typing import Any, NamedTuple, cast
 
-LONGEST = 100_000
-"""Most characters of an action."""
+LONGEST = 100_000  # most characters of an action
 TOOLS = ("execute_bash", "str_replace_editor", "submit")
 _OPEN = re.compile(r"<function=\s*([\w-]+)\s*>", re.IGNORECASE)
 _SHUT = re.compile(r"\s*</function>", re.IGNORECASE)
 _PARAMETER = re.compile(r"\s*<parameter=\s*([\w-]+)\s*>", re.IGNORECASE)
 _VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.IGNORECASE)
+_OUTER_BREAKS = re.compile(r"\A\r?\n|\r?\n\Z")
 _OBJECT = re.compile(r'\{\s*"(?:name|tool|arguments|parameters)"\s*:')
 _TRIES = 8
 
@@ -75,12 +75,7 @@ def _parameters(text: str, place: int) -> tuple[dict[str, Any], int]:
         if ending is None:  # left open: up to the end of the function, or of the text
             stop = text.find("</function>", start)
             stop = len(text) if stop < 0 else stop
-            return found | {opening[1].lower(): _bare(text[start:stop])}, stop
-        found[opening[1].lower()] = _bare(text[start : ending.start()])
+            return found | {opening[1].lower(): _OUTER_BREAKS.sub("", text[start:stop])}, stop
+        found[opening[1].lower()] = _OUTER_BREAKS.sub("", text[start : ending.start()])
         place = ending.end()
     return found, place
-
-
-def _bare(value: str) -> str:
-    value = value[2:] if value.startswith("\r\n") else value.removeprefix("\n")
-    return value[:-2] if value.endswith("\r\n") else value.removesuffix("\n")

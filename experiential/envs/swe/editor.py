@@ -102,7 +102,22 @@ class Editor:
     def _view(self, path: Path, call: Call) -> str:
         if not path.is_dir():
             lines = _lines(self._read(path))
-            first, last = _range(call.text("view_range"), len(lines))
+            first, last = 1, len(lines)
+            if (given := (call.text("view_range") or "").strip()) != "":
+                try:
+                    value = json.loads(given)
+                except (ValueError, RecursionError):
+                    value = None
+                numbers = cast("list[int]", value) if isinstance(value, list) else []
+                if len(numbers) != 2 or not all(type(number) is int for number in numbers):
+                    raise BadCallError(
+                        "Expected view_range to be two line numbers such as [10, 40]."
+                    )
+                first, last = numbers[0], last if numbers[1] == -1 else min(numbers[1], last)
+                if not 1 <= first <= max(1, last):
+                    raise RefusedError(
+                        f"Expected view_range within the {len(lines)} lines of the file."
+                    )
             return _numbered(lines, first, last) or "(The file is empty.)"
         found: list[str] = []  # two levels, without hidden files
         for entry in sorted(path.iterdir()):
@@ -187,21 +202,3 @@ def _lines(text: str) -> list[str]:
 
 def _numbered(lines: list[str], first: int, last: int) -> str:
     return "\n".join(f"{number:6d}\t{lines[number - 1]}" for number in range(first, last + 1))
-
-
-def _range(given: str | None, count: int) -> tuple[int, int]:
-    """Return first and last line of a range such as ``[3, 9]``; -1 is the last line."""
-    if given is None or not given.strip():
-        return 1, count
-    try:
-        value = json.loads(given)
-    except (ValueError, RecursionError):
-        value = None
-    numbers = cast("list[object]", value) if isinstance(value, list) else []
-    if len(numbers) != 2 or not all(type(number) is int for number in numbers):
-        raise BadCallError("Expected view_range to be two line numbers such as [10, 40].")
-    first, last = cast("list[int]", numbers)
-    last = count if last == -1 else min(last, count)
-    if not 1 <= first <= max(1, last):
-        raise RefusedError(f"Expected view_range within the {count} lines of the file.")
-    return first, last

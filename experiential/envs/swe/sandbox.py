@@ -20,23 +20,16 @@ Isolation = Literal["auto", "required", "off"]
 
 _ENTER = Path(__file__).with_name("enter.sh")
 _UNSHARE = ("unshare", "-r", "-m", "-n", "-p", "-i", "-f", "--kill-child", "--mount-proc")
-_FILE_MIB = 256
-"""Largest file that a command may write, its output included."""
-_READ = 1_000_000
-"""Bytes of an output that are read, of its beginning and of its end."""
+_FILE_MIB = 256  # largest file that a command may write, its output included
+_READ = 1_000_000  # bytes of an output that are read, of its beginning and of its end
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limit one command.
+    """Limit one command."""
 
-    Attributes:
-        seconds: of wall time, and of processor time in one process.
-        memory: MiB of address space, for each process.
-    """
-
-    seconds: float = 60.0
-    memory: int = 4096
+    seconds: float = 60.0  # of wall time, and of processor time in one process
+    memory: int = 4096  # MiB of address space, for each process
 
 
 class Result(NamedTuple):
@@ -49,24 +42,13 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Run commands in a throw-away folder.
+    """Run commands in a throw-away folder."""
 
-    Attributes:
-        folder: the throw-away folder; ``repo`` and ``tmp`` in it are the only places that a command
-            may write to.
-        box: an empty folder at which ``folder`` is shown to commands behind namespaces, the same
-            for every episode.
-        private: files and folders that are hidden behind namespaces.
-        variables: of the environment, in which ``{root}`` stands for the folder as the command sees
-            it.
-        isolated: run behind namespaces; see `isolated`.
-    """
-
-    folder: Path
-    box: Path
-    private: tuple[Path, ...]
-    variables: Mapping[str, str]
-    isolated: bool
+    folder: Path  # commands may write to ``repo`` and ``tmp`` in it, and nowhere else
+    box: Path  # an empty folder at which namespaces show ``folder``, the same in every episode
+    private: tuple[Path, ...]  # files and folders that are hidden behind namespaces
+    variables: Mapping[str, str]  # ``{root}`` in them stands for the folder as commands see it
+    isolated: bool  # run behind namespaces; see `isolated`
 
     @property
     def root(self) -> Path:
@@ -120,7 +102,12 @@ class Place:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-            return Result(_read(output.fileno()), status, timed_out)
+            said, size = output.fileno(), os.fstat(output.fileno()).st_size
+            head, gap, tail = os.pread(said, _READ, 0), b"", os.pread(said, _READ, _READ)
+            if size > 2 * _READ:
+                gap = f"\n[... {size - 2 * _READ} bytes left out ...]\n".encode()
+                tail = os.pread(said, _READ, size - _READ)
+        return Result((head + gap + tail).decode("utf-8", "replace"), status, timed_out)
 
 
 def assure_folder(path: Path) -> None:
@@ -161,15 +148,6 @@ def _refusal() -> str:
         result = place.run(trial, Limits(20))
     said = " ".join(result.text.split())
     return "" if said == "works" else said[:300] or f"exit status {result.status}"
-
-
-def _read(output: int) -> str:
-    size = os.fstat(output).st_size
-    head = os.pread(output, _READ, 0)
-    if size <= 2 * _READ:
-        return (head + os.pread(output, _READ, _READ)).decode("utf-8", "replace")
-    left_out = f"\n[... {size - 2 * _READ} bytes left out ...]\n".encode()
-    return (head + left_out + os.pread(output, _READ, size - _READ)).decode("utf-8", "replace")
 
 
 def shortened(text: str, budget: int) -> str:

@@ -21,52 +21,32 @@ _TOUCHED = re.compile(r"^(?:---|\+\+\+) [ab]/([^\t\r\n]+)", re.MULTILINE)
 
 
 class Task(BaseModel):
-    """Hold one task; fields in capitals and the first seven are SWE-bench's, others are ignored.
-
-    Attributes:
-        instance_id: stable name.
-        repo: owner and name of the project.
-        base_commit: the commit that the source is at; any stable text where the source is no
-            repository.
-        problem_statement: the issue as reported.
-        patch: the right change, as a diff in git's form. Never shown.
-        test_patch: the change of the tests. Never shown.
-        version: of the project.
-        FAIL_TO_PASS: names of tests (``file::name``, as pytest prints them) that the change must
-            make pass.
-        PASS_TO_PASS: names of tests that must go on passing.
-        source: archive (``.tar.gz``, ``.zip``, …) in the folder of sources or beside the file of
-            tasks, or ``pip:NAME==VERSION`` for a source archive of the package index; empty for an
-            archive that is called after the instance, or after repository and commit.
-        sha256: of the archive; empty to take any.
-        solved: the archive holds the mended state: both patches are undone first, which brings the
-            bug back.
-        requirements: what pip installs into the task's virtual environment.
-        pythonpath: folders of the repository that Python imports from.
-        test_command: words that run the tests; the files of the tests come after them.
-        split: the split it belongs to; by default by a hash of its name.
-    """
+    """Hold one task; fields in capitals and the first seven are SWE-bench's, others are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
     instance_id: str = Field(pattern=r"^\w[\w.\-]*$", max_length=150)
-    repo: str = Field(min_length=1)
-    base_commit: str = ""
-    problem_statement: str = Field(min_length=1)
-    patch: str = Field(min_length=1)
-    test_patch: str = ""
+    repo: str = Field(min_length=1)  # owner and name of the project
+    base_commit: str = ""  # any stable text where the source is no repository
+    problem_statement: str = Field(min_length=1)  # the issue as reported
+    patch: str = Field(min_length=1)  # the right change, as a diff in git's form; never shown
+    test_patch: str = ""  # the change of the tests; never shown
     version: str = ""
+    # names of tests (``file::name``, as pytest prints them) that must pass afterwards
     FAIL_TO_PASS: tuple[str, ...] = Field(min_length=1)
     PASS_TO_PASS: tuple[str, ...] = ()
+    # archive (``.tar.gz``, ``.zip``, …) in the folder of sources or beside the file of tasks, or
+    # ``pip:NAME==VERSION`` for a source archive of the package index; empty for an archive that is
+    # called after the instance, or after repository and commit
     source: str = ""
-    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    solved: bool = False
-    requirements: tuple[str, ...] = ("pytest",)
-    pythonpath: tuple[str, ...] = (".", "src")
+    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")  # empty to take any archive
+    solved: bool = False  # the archive is mended: both patches are undone first
+    requirements: tuple[str, ...] = ("pytest",)  # what pip installs into the virtual environment
+    pythonpath: tuple[str, ...] = (".", "src")  # folders of the repository to import from
     test_command: tuple[str, ...] = tuple(
         "python -m pytest -p no:cacheprovider --color=no -rfEp".split()
-    )
-    split: Literal["train", "eval", ""] = ""
+    )  # the files of the tests come after it
+    split: Literal["train", "eval", ""] = ""  # by default by a hash of its name
 
     @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
     @classmethod

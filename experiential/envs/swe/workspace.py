@@ -25,20 +25,12 @@ _ALWAYS_KEPT = ("conftest.py", "pytest.ini", "sitecustomize.py", "usercustomize.
 
 @dataclass(frozen=True)
 class Workshop:
-    """Prepare tasks in a folder.
+    """Prepare tasks in a folder."""
 
-    Attributes:
-        cache: holds archives, base trees, virtual environments and the work folders of running
-            episodes.
-        tasks_file: the file that the tasks stand in; hidden from commands.
-        sources: folder of archives, hidden too.
-        isolated: commands run behind namespaces.
-    """
-
-    cache: Path
-    tasks_file: Path
-    sources: Path | None
-    isolated: bool
+    cache: Path  # archives, base trees, virtual environments, work folders of running episodes
+    tasks_file: Path  # the file that the tasks stand in; hidden from commands
+    sources: Path | None  # folder of archives, hidden too
+    isolated: bool  # commands run behind namespaces
 
     def prepare(self, task: Task) -> Path:
         """Make the missing base tree and virtual environment of ``task``; return the base's folder.

@@ -26,38 +26,21 @@ _PRICE = re.compile(r"\$\s*([\d,]*\.?\d+)")
 
 @dataclass(frozen=True)
 class Product:
-    """Hold one product of the shop.
-
-    Attributes:
-        asin: its id.
-        title: its name.
-        category: department, such as ``beauty``.
-        query: the shelf that it was found on, in lower case.
-        path: its categories, from the widest to the narrowest.
-        description: free text.
-        bullets: features, one a text.
-        prices: one price, or the bounds of a range; in dollars.
-        options: names and values of what a buyer chooses, in lower case.
-        attributes: properties beside its text; never shown.
-        rating: mean rating in words.
-        wish: words of the instruction that asks for it, without options and price; None when nobody
-            asks for it.
-        wished: the attributes which that instruction asks for.
-    """
+    """Hold one product of the shop."""
 
     asin: str
     title: str
-    category: str
-    query: str
-    path: tuple[str, ...]
+    category: str  # department, such as ``beauty``
+    query: str  # the shelf that it was found on, in lower case
+    path: tuple[str, ...]  # its categories, from the widest to the narrowest
     description: str
-    bullets: tuple[str, ...]
-    prices: tuple[float, ...]
-    options: tuple[tuple[str, tuple[str, ...]], ...]
-    attributes: tuple[str, ...]
+    bullets: tuple[str, ...]  # features, one a text
+    prices: tuple[float, ...]  # one price, or the bounds of a range; in dollars
+    options: tuple[tuple[str, tuple[str, ...]], ...]  # names and values to choose, in lower case
+    attributes: tuple[str, ...]  # properties beside its text; never shown
     rating: str
-    wish: str | None
-    wished: tuple[str, ...]
+    wish: str | None  # words of the instruction without options and price; None if nobody asks
+    wished: tuple[str, ...]  # the attributes which that instruction asks for
 
     @cached_property
     def price_tag(self) -> str:

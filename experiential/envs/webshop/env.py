@@ -29,8 +29,7 @@ from experiential.envs.webshop.score import fuzzy_ratio, score
 from experiential.envs.webshop.shop import PARTS, Split, open_shop
 from experiential.errors import ConfigError
 
-LONGEST = 100_000
-"""Characters of an action that are read; a longer one is invalid."""
+LONGEST = 100_000  # characters of an action that are read; a longer one is invalid
 PRESETS: dict[str, dict[str, Any]] = {"complementary": {"binary": True}}
 """Settings of papers: Complementary RL, C.1."""
 _OPENING = re.compile(r"(?<![\w<])(search|click)\[", re.IGNORECASE)

@@ -10,37 +10,23 @@ from dataclasses import dataclass, replace
 
 from experiential.envs.webshop.catalogue import Product
 
-NO_BOUND = 1_000_000.0
-"""Price bound of a goal that names none."""
-ORDER = 233
-"""Seed of the order of goals, as WebShop's engine has it."""
+NO_BOUND = 1_000_000.0  # price bound of a goal that names none
+ORDER = 233  # seed of the order of goals, as WebShop's engine has it
 _BOUNDS = [10.0 * i for i in range(1, 100)]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Hold one task.
+    """Hold one task."""
 
-    Attributes:
-        index: its place in the shuffled list, which also decides its split.
-        asin: the product that it was made from.
-        wish: the instruction without the price.
-        text: the instruction.
-        attributes: what the product must be.
-        options: option names and values that must be chosen.
-        bound: highest price, in dollars.
-        weight: how often it is drawn, relative to others: the mean over its attributes of 1 /
-            (goals that ask for the attribute).
-    """
-
-    index: int
-    asin: str
-    wish: str
-    text: str
-    attributes: tuple[str, ...]
-    options: tuple[tuple[str, str], ...]
-    bound: float
-    weight: float = 0.0
+    index: int  # its place in the shuffled list, which also decides its split
+    asin: str  # the product that it was made from
+    wish: str  # the instruction without the price
+    text: str  # the instruction
+    attributes: tuple[str, ...]  # what the product must be
+    options: tuple[tuple[str, str], ...]  # names and values that must be chosen
+    bound: float  # highest price, in dollars
+    weight: float = 0.0  # mean over its attributes of 1 / (goals that ask for the attribute)
 
 
 def draw_prices(products: Sequence[Product], seed: int) -> dict[str, float]:

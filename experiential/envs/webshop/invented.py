@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 Part = Literal["train", "eval"]
-SIZE = 240
-"""Products of a part."""
+SIZE = 240  # products of a part
 _STARTS: dict[Part, tuple[str, ...]] = {
     "train": ("Bel", "Cor", "Dal", "Fen", "Gar", "Hol", "Jun", "Kel", "Lor", "Mar"),
     "eval": ("Nor", "Ost", "Pel", "Quil", "Ras", "Sol", "Tam", "Ulm", "Ven", "Zor"),

@@ -10,43 +10,26 @@ from typing import Literal
 from experiential.bank.text import escape
 from experiential.envs.webshop.catalogue import Product
 
-WINDOW = 10
-"""Products on one page of results."""
+WINDOW = 10  # products on one page of results
 BACK, PREVIOUS, NEXT, BUY = "Back to Search", "< Prev", "Next >", "Buy Now"
-DETAILS = ("Description", "Features", "Reviews")
-"""Pages beside a product's own."""
+DETAILS = ("Description", "Features", "Reviews")  # pages beside a product's own
 FIXED = frozenset((BACK, PREVIOUS, NEXT, BUY, *DETAILS))
 """Buttons of the shop itself; a product's option of the same name does not hide them."""
-_LONG = 4000
-"""Characters of a description, or of all features, that are shown."""
+_LONG = 4000  # characters of a description, or of all features, that are shown
 
 Kind = Literal["search", "results", "item", "detail"]
 
 
 @dataclass
 class Visit:
-    """Hold the open page of a visitor.
-
-    Attributes:
-        kind: which page is open.
-        found: ids of the last search, best first.
-        page: page of results, from 1.
-        asin: the product that is open.
-        detail: which of the pages beside it.
-        chosen: options chosen of it.
-    """
+    """Hold the open page of a visitor."""
 
     kind: Kind = "search"
-    found: Sequence[str] = ()
-    page: int = 1
-    asin: str = ""
-    detail: str = ""
-    chosen: dict[str, str] = field(default_factory=dict[str, str])
-
-    @property
-    def pages(self) -> int:
-        """Return the number of pages of results, at least one."""
-        return max(1, -(-len(self.found) // WINDOW))
+    found: Sequence[str] = ()  # ids of the last search, best first
+    page: int = 1  # of results
+    asin: str = ""  # the product that is open
+    detail: str = ""  # which of the pages beside it
+    chosen: dict[str, str] = field(default_factory=dict[str, str])  # options of it
 
     @property
     def listed(self) -> Sequence[str]:
@@ -59,7 +42,8 @@ def buttons(visit: Visit, product: Product | None) -> list[str]:
     if visit.kind == "search":
         return []
     if visit.kind == "results":
-        turning = [NEXT] * (visit.page < visit.pages) + [PREVIOUS] * (visit.page > 1)
+        more = visit.page * WINDOW < len(visit.found)
+        turning = [NEXT] * more + [PREVIOUS] * (visit.page > 1)
         return [BACK, *turning, *visit.listed]
     if visit.kind == "detail" or product is None:
         return [BACK, PREVIOUS]

@@ -12,8 +12,7 @@ from experiential.envs.webshop.catalogue import Product
 from experiential.envs.webshop.goals import Goal
 from experiential.errors import MissingExtraError
 
-SIMILAR = 85
-"""Two texts agree when their token set ratio (0 to 100) is above this."""
+SIMILAR = 85  # two texts agree when their token set ratio (0 to 100) is above this
 COLOURS = tuple(
     """
     alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown
@@ -45,21 +44,13 @@ _NOT_NOUNS = frozenset(
 
 
 class Score(NamedTuple):
-    """Hold a reward in [0, 1] and its parts.
-
-    Attributes:
-        value: the reward.
-        kind: factor for the type of product: 0, 0.1, 0.5 or 1.
-        attributes: how many attributes agree.
-        options: how many options agree.
-        price: whether the price is within the bound.
-    """
+    """Hold a reward in [0, 1] and its parts."""
 
     value: float
-    kind: float
-    attributes: int
-    options: int
-    price: bool
+    kind: float  # factor for the type of product: 0, 0.1, 0.5 or 1
+    attributes: int  # how many agree
+    options: int  # how many agree
+    price: bool  # whether it is within the bound
 
 
 @lru_cache(maxsize=1)

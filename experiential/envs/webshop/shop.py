@@ -22,8 +22,7 @@ from experiential.errors import ConfigError
 
 Split = Literal["train", "eval", "test", "all"]
 
-FOUND = 50
-"""Most products that a search returns."""
+FOUND = 50  # most products that a search returns
 PARTS: dict[Split, slice] = {
     "test": slice(0, 500),
     "eval": slice(500, 1500),
@@ -35,21 +34,13 @@ PARTS: dict[Split, slice] = {
 
 @dataclass(frozen=True)
 class Shop:
-    """Hold products, prices, search and goals.
+    """Hold products, prices, search and goals."""
 
-    Attributes:
-        name: how task ids begin.
-        products: by id.
-        prices: by id, in dollars; one draw where a range is shown.
-        goals: all goals, in the order that splits are cut from.
-        engine: search engine over the products, in their order.
-    """
-
-    name: str
-    products: dict[str, Product]
-    prices: dict[str, float]
-    goals: tuple[Goal, ...]
-    engine: LuceneBM25
+    name: str  # how task ids begin
+    products: dict[str, Product]  # by id
+    prices: dict[str, float]  # by id, in dollars; one draw where a range is shown
+    goals: tuple[Goal, ...]  # in the order that splits are cut from
+    engine: LuceneBM25  # over the products, in their order
 
     def search(self, words: str) -> list[str]:
         """Return the ids of at most 50 products, best first."""
