@@ -1,6 +1,4 @@
-"""Make samples of reflections and second attempts.
-
-See algorithm 2 of Experiential RL, lines 16 to 24.
+"""Make samples of reflections and second attempts: lines 16 to 24 of algorithm 2.
 
 The loss of a step is the mean over first attempts of what the algorithm sums for one of them: its
 own policy loss and, where a second attempt was made, those of the reflection and of the second
@@ -25,14 +23,12 @@ from experiential.types import Turn
 def reinforced_samples(episodes: Sequence[Episode], settings: ActorSettings) -> list[Sample]:
     """Make the policy-loss samples of reflections and second attempts.
 
-    First attempts have those of `actor_samples`, with or without a second attempt.
-
-    Advantages are relative to the members of a group that are of the same kind: reflections, second
-    attempts with a reflection, and those without one because it could not be read. So first
-    attempts, which alone are on-policy with respect to what is deployed, are compared with first
-    attempts only. A cell of one, or one whose rewards are all equal, teaches nothing. The reward of
-    a reflection is its second attempt's (`SecondAttempt.reflection_reward`); where that failed for
-    a technical reason there is none, and no sample.
+    First attempts have those of `actor_samples`. Advantages are relative to the members of a group
+    that are of the same kind: reflections, second attempts with a reflection, and those without one
+    because it could not be read. So first attempts, which alone are on-policy with respect to what
+    is deployed, are compared with first attempts only. A cell of one, or one whose rewards are all
+    equal, teaches nothing. A second attempt that failed for a technical reason gives its reflection
+    no reward, and no sample.
 
     Args:
         episodes: the result of `Attempts.play`, first attempts too: each sample weighs as much as
@@ -65,9 +61,7 @@ async def internalised_samples(
     agent: ActorAgent,
     policy: PolicyRuntime,
 ) -> list[Sample]:
-    """Distil successes with a reflection into the policy without it: line 24 of algorithm 2.
-
-    The indicator is 1[r2 > 0].
+    """Distil successes with a reflection (r2 > 0) into the policy without it: line 24.
 
     ``sft`` imitates second attempts after prompts without the reflection, L_distill = -log pi(y2 |
     x); ``reverse_kl`` is appendix A's.
@@ -94,18 +88,13 @@ async def reverse_kl_samples(
 ) -> list[Sample]:
     """Make samples of on-policy distillation on first attempts' tokens (appendix A).
 
-    The teacher is the same policy with the reflection in its prompt.
+    The teacher is the same policy, with the weights of now and the reflection in its prompt. First
+    attempts share ``weight`` equally.
 
     The paper prints KL(pi(.|x, reflection) || pi(.|x)) inside an expectation over y ~ pi(.|x), and
     calls it reverse. On draws of the student pi(.|x) the divergence that can be estimated, and the
     one that on-policy distillation minimises, is KL(pi(.|x) || pi(.|x, reflection)): that is the
     loss here (`experiential.training.losses.reverse_kl_loss`).
-
-    Args:
-        better: second attempts with r2 > 0, the indicator of the objective.
-        agent: rebuilds the prompts with the reflection.
-        policy: the teacher, with the weights of now.
-        weight: of the whole, shared equally by first attempts.
     """
     pairs = [e for e in better if e.reflection.block is not None]
     samples: list[Sample] = []

@@ -129,7 +129,7 @@ class Attempts:
         return event
 
     def _gate(self, episode: Episode) -> bool:
-        """Return whether to reflect on an attempt: it ended and r1 < tau (algorithm 2, line 11)."""
+        # line 11 of algorithm 2: r1 < tau
         return episode.trajectory.error is None and episode.trajectory.reward < self._threshold
 
     async def _reflect(self, job: Job, first: Trajectory) -> Reflection:

@@ -131,13 +131,7 @@ async def cold_start(
 
     Each chat counts equally, each of its tokens equally within it. An epoch takes every chat once,
     in an order drawn from ``seed``. Full weights or LoRA adapters are trained, whichever the policy
-    has, with its optimiser.
-
-    Args:
-        policy: the policy to train.
-        settings: file, epochs and batch size.
-        seed: of the order.
-        emit: receives the metrics event ``cold_start``.
+    has, with its optimiser. ``emit`` receives the metrics event ``cold_start``.
 
     Returns:
         of the last optimiser step, with ``updates``, ``samples`` and ``tokens`` of all.

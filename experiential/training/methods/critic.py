@@ -87,14 +87,10 @@ class ActorCritic:
 
     Rejected entries are not shown, refined ones are shown as the actor rewrote them. Each use
     carries the verdict, from which ``rewards.critic_reward`` makes eq. 8; an answer that names no
-    verdict leaves the entry as it is, adds nothing to its reward and is counted.
-
-    Args:
-        agent: asks the actor.
-        rates: how well the actor does.
+    verdict leaves the entry as it is, adds nothing to its reward and is counted as ``unreadable``.
 
     Attributes:
-        verdicts: number of each verdict; ``unreadable`` counts answers that named none.
+        verdicts: number of each verdict.
     """
 
     def __init__(self, agent: CriticAgent, rates: SuccessRates) -> None:
@@ -103,8 +99,6 @@ class ActorCritic:
 
     async def review(self, env: gym.Env[str, str], info: dict[str, Any]) -> dict[str, Any]:
         """Return the info of a reset with only the advice that the actor accepts.
-
-        The uses of the running episode get their verdicts.
 
         Raises:
             BackendError: the backend failed.

@@ -38,14 +38,9 @@ def without_help(episode: Episode, actor: ActorAgent) -> list[Generation]:
 def imitation_samples(
     episodes: Sequence[Episode], actor: ActorAgent, weight: float
 ) -> list[Sample]:
-    """Make ``sft`` samples that imitate these episodes without their help.
+    """Make ``sft`` samples that imitate these episodes without their help (`without_help`).
 
-    Every episode counts equally; weights sum to ``weight``.
-
-    Args:
-        episodes: the episodes to imitate.
-        actor: see ``without_help``.
-        weight: of the imitation loss beside the other losses of its batch.
+    Every episode counts equally; ``weight`` is that of their loss beside the others of the batch.
     """
     share = weight / max(1, len(episodes))
     return [

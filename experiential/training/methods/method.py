@@ -26,8 +26,7 @@ class Run:
         roles: builds agents around the policies.
         actor: the policy that plays and learns.
         rollout: plays training tasks.
-        bank: None for a run without experience.
-        manager: of the bank.
+        bank: None, as its manager, for a run without experience.
         emit: records an event in the metrics.
     """
 

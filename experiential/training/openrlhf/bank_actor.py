@@ -224,12 +224,9 @@ class BankActor:
         Raises:
             BankError: the bank refused, or the actor died meanwhile or gave no answer in time.
         """
-
-        async def ask() -> Any:
-            return await self.supervisor.ask(await self._started(), method, *arguments)
-
         try:
-            return self._loop.run(ask())
+            actor = self._loop.run(self._started())
+            return self._loop.run(self.supervisor.ask(actor, method, *arguments))
         except BackendError as error:
             raise _bank_error(error) from None
 

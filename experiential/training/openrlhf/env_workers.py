@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from copy import deepcopy
@@ -203,12 +203,8 @@ class EnvWorkers:
             Supervisor(f"env worker {i} on an unknown node", partial(begin, i), cluster)
             for i in range(cluster.env_workers)
         ]
-
-        async def start() -> None:
-            await asyncio.gather(*(self.home(i) for i in range(cluster.env_workers)))
-
         try:
-            shared_loop().run(start())
+            shared_loop().run(_together(self.home(i) for i in range(cluster.env_workers)))
         except BaseException:
             self.close()
             raise
@@ -230,14 +226,9 @@ class EnvWorkers:
         """
         kind = repr((settings.id, settings.max_turns, settings.kwargs | kwargs))
         if kind not in self._spaces:
-
-            async def describe() -> Spaces:
-                worker, actor = await self.home(0)
-                return await self.ask(
-                    worker, actor, "describe", settings, kwargs, seconds=self.settings.start_timeout
-                )
-
-            self._spaces[kind] = shared_loop().run(describe())
+            home, seconds = shared_loop().run(self.home(0)), self.settings.start_timeout
+            spaces = self.ask(*home, "describe", settings, kwargs, seconds=seconds)
+            self._spaces[kind] = shared_loop().run(spaces)
             self._known.append((settings, kwargs))
         return RemoteEnv(self, next(self._numbers), settings, kwargs, self._spaces[kind])
 
@@ -313,13 +304,13 @@ class EnvWorkers:
 
     def close(self) -> None:
         """Close the environments within 10 seconds and end all workers; safe to call twice."""
-        if not is_joined():  # Ray was shut down, and the workers with it
-            return
+        if is_joined():  # else Ray was shut down, and the workers with it
+            ends = (worker.stop("close", _CLOSE_SECONDS) for worker in self.workers)
+            shared_loop().run(_together(ends))
 
-        async def stop() -> None:
-            await asyncio.gather(*(w.stop("close", _CLOSE_SECONDS) for w in self.workers))
 
-        shared_loop().run(stop())
+async def _together(work: Iterable[Awaitable[object]]) -> None:
+    await asyncio.gather(*work)
 
 
 class RemoteEnv(gym.Env[str, str]):

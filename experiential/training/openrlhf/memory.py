@@ -89,20 +89,10 @@ class Shape(Record):
     positions: int | None = None
 
     @property
-    def queries(self) -> int:
-        """Return the width of all query heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Return the width of all key heads together, or of all value heads."""
-        return self.kv_heads * self.head_dim
-
-    @property
     def parameters(self) -> int:
         """Return the number of parameters."""
-        attention = 2 * self.hidden * (self.queries + self.keys)
-        attention += self.qkv_bias * (self.queries + 2 * self.keys)
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (queries + keys) + self.qkv_bias * (queries + 2 * keys)
         norms = 2 * self.hidden + self.head_norms * 2 * self.head_dim
         layer = attention + 3 * self.hidden * self.intermediate + norms
         embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
@@ -267,9 +257,10 @@ def rank_memory(
 
 def token_activations(shape: Shape, settings: PolicyClusterSettings) -> int:
     """Return the bytes kept of one token until the backward pass, without logits."""
-    layer = 16 * shape.hidden + 4 * shape.queries + 4 * shape.keys + 8 * shape.intermediate
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer = 16 * shape.hidden + 4 * queries + 4 * keys + 8 * shape.intermediate
     if shape.head_norms:
-        layer += 6 * (shape.queries + shape.keys)
+        layer += 6 * (queries + keys)
     if settings.attention == "eager":
         layer += 6 * shape.heads * settings.max_length
     if settings.gradient_checkpointing:
