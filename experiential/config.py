@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 SAME_AS = {
     "extractor_model": "model",
@@ -29,7 +39,7 @@ BonusKind = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
 class Settings(BaseModel):
     """Provide the base of all settings: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Options(Settings):
@@ -42,9 +52,9 @@ class WorldChange(Settings):
     There are then ``worlds`` worlds, and the first ``changed`` of them use era ``era``.
     """
 
-    step: int = Field(ge=0)
-    worlds: int = Field(gt=0)
-    changed: int = Field(default=0, ge=0)
+    step: NonNegativeInt
+    worlds: PositiveInt
+    changed: NonNegativeInt = 0
     era: int = 1
 
 
@@ -52,436 +62,307 @@ class EnvSettings(Settings):
     """Choose the environment, and its tasks for training and for evaluation."""
 
     id: str = "experiential/Vault-v0"
-    kwargs: dict[str, Any] = Field(
-        default={}, description="passed to gymnasium.make, in training and evaluation"
-    )
-    train: dict[str, Any] = Field(
-        default={"split": "train"}, description="added to kwargs in training"
-    )
-    eval: dict[str, Any] = Field(
-        default={"split": "eval"}, description="added to kwargs in evaluation"
-    )
-    max_turns: int = Field(
-        default=30, gt=0, description="turns after which an episode is truncated"
-    )
-    reward_range: tuple[float, float] | None = Field(
-        default=None,
-        description=(
-            "rewards of a step outside it fail the episode, with the reason; None takes any"
-            " finite one"
-        ),
-    )
-    feedback: Literal["as_is", "shown", "hidden", "reflector"] = Field(
-        default="as_is",
-        description=(
-            "the environment's comment on each move: as_is leaves it to the environment; shown puts"
-            " it in every observation, hidden in none, for actor and reflector alike; reflector"
-            " shows it to the reflector alone, as the ERL paper does: not a fair comparison"
-        ),
-    )
-    visits: int = Field(
-        default=1,
-        gt=0,
-        description="training steps in a row that meet the same worlds, if the env lists worlds",
-    )
-    changes: tuple[WorldChange, ...] = Field(
-        default=(), description="worlds added or changed while training runs"
-    )
+    kwargs: dict[str, Any] = {}
+    """passed to gymnasium.make, in training and evaluation"""
+    train: dict[str, Any] = {"split": "train"}
+    """added to kwargs in training"""
+    eval: dict[str, Any] = {"split": "eval"}
+    """added to kwargs in evaluation"""
+    max_turns: PositiveInt = 30
+    """turns after which an episode is truncated"""
+    reward_range: tuple[float, float] | None = None
+    """rewards of a step outside it fail the episode, with the reason; None takes any finite one"""
+    feedback: Literal["as_is", "shown", "hidden", "reflector"] = "as_is"
+    """the environment's comment on each move: as_is leaves it to the environment; shown puts it in
+    every observation, hidden in none, for actor and reflector alike; reflector shows it to the
+    reflector alone, as the ERL paper does: not a fair comparison"""
+    visits: PositiveInt = 1
+    """training steps in a row that meet the same worlds, if the env lists worlds"""
+    changes: tuple[WorldChange, ...] = ()
+    """worlds added or changed while training runs"""
 
 
 class LoraSettings(Options):
     """Configure low-rank adapters over a frozen base."""
 
-    rank: int = Field(default=8, gt=0)
-    alpha: int = Field(default=16, gt=0)
+    rank: PositiveInt = 8
+    alpha: PositiveInt = 16
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     targets: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description="layers that adapters are put on",
     )
+    """layers that adapters are put on"""
 
 
 class ModelSettings(Settings):
     """Choose the weights, their device and their precision."""
 
-    name: str = Field(
-        default="tiny", description="tiny, smollm2, a folder in Hugging Face format, or a hub name"
-    )
+    name: str = "tiny"
+    """tiny, smollm2, a folder in Hugging Face format, or a hub name"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1 ...")
-    lora: LoraSettings | None = Field(
-        default=None, description="low-rank adapters over frozen weights; None trains the weights"
-    )
-    prompts: str = Field(
-        default="auto", description="template set: full, brief, or auto (brief for the tiny model)"
-    )
-    prefix_cache_tokens: int = Field(
-        default=65536, ge=0, description="tokens of key-value cache kept for reuse"
-    )
-    threads: int = Field(default=0, ge=0, description="torch threads; 0 leaves torch's own choice")
-    gradient_checkpointing: bool = Field(
-        default=False, description="compute activations again going backward: less memory, slower"
-    )
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 ..."""
+    lora: LoraSettings | None = None
+    """low-rank adapters over frozen weights; None trains the weights"""
+    prompts: str = "auto"
+    """template set: full, brief, or auto (brief for the tiny model)"""
+    prefix_cache_tokens: NonNegativeInt = 65536
+    """tokens of key-value cache kept for reuse"""
+    threads: NonNegativeInt = 0
+    """torch threads; 0 leaves torch's own choice"""
+    gradient_checkpointing: bool = False
+    """compute activations again going backward: less memory, slower"""
 
 
 class OptimSettings(Options):
     """Configure AdamW with a constant rate (appendix C.2)."""
 
-    lr: float = Field(default=1e-6, gt=0.0)
+    lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    tokens_per_micro_batch: int = Field(
-        default=16384, gt=0, description="gradient accumulation unit, padded tokens"
-    )
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    tokens_per_micro_batch: PositiveInt = 16384
+    """gradient accumulation unit, padded tokens"""
 
 
 class ActorOptions(Options):
     """Configure the prompts and the sampling of the acting agent."""
 
-    history: int | None = Field(
-        default=None, ge=0, description="past turns kept in the prompt; None keeps all"
-    )
-    keep_first: bool = Field(
-        default=True, description="keep the first observation when history drops turns"
-    )
-    advice: Advice = Field(
-        default="system", description="in the system message, or behind the first observation"
-    )
-    instruction: str = Field(
-        default="",
-        description="what the actor is told about the environment; not with the brief prompt set",
-    )
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus sampling")
+    history: int | None = Field(default=None, ge=0)
+    """past turns kept in the prompt; None keeps all"""
+    keep_first: bool = True
+    """keep the first observation when history drops turns"""
+    advice: Advice = "system"
+    """in the system message, or behind the first observation"""
+    instruction: str = ""
+    """what the actor is told about the environment; not with the brief prompt set"""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """nucleus sampling"""
 
 
 class ActorSettings(Settings):
     """Configure the acting policy and its learning (eq. 4 and 5)."""
 
     train: bool = True
-    group_size: int = Field(default=8, gt=0, description="K: episodes per task and seed")
-    groups: int = Field(default=8, gt=0, description="tasks per step; groups x group_size episodes")
-    guided: Literal["half", "all", "none"] = Field(
-        default="half", description="which members of a group may see the bank"
-    )
-    advantage: Literal["split", "pooled"] = Field(
-        default="split",
-        description="advantages within the halves of a group (eq. 5), or within all of it",
-    )
-    estimator: str = Field(
-        default="grpo",
-        description="grpo, dr_grpo, rloo, reinforce++, or one of yours: "
-        "how rewards become advantages",
-    )
-    loss: str = Field(
-        default="ppo", description="policy loss: ppo, cispo, or one of yours (docs/extending.md)"
-    )
-    aggregate: Literal["sequence", "token", "constant"] = Field(
-        default="sequence",
-        description=(
-            "mean over the tokens of each trajectory; every token of the batch equally; sum over"
-            " length_norm"
-        ),
-    )
-    length_norm: int = Field(
-        default=256,
-        gt=0,
-        description="tokens that a trajectory's sum is divided by, with aggregate: constant",
-    )
-    drop_constant: bool = Field(
-        default=False,
-        description="dynamic filtering: groups (or halves) with equal rewards take no weight",
-    )
-    credit: Literal["trajectory", "turn"] = Field(
-        default="trajectory",
-        description=(
-            "one advantage for a whole trajectory, or one per turn from the rewards that still"
-            " follow it"
-        ),
-    )
-    discount: float = Field(
-        default=1.0, gt=0.0, le=1.0, description="of later rewards, with credit: turn"
-    )
-    clip_low: float = Field(default=0.2, gt=0.0)
-    clip_high: float = Field(default=0.2, gt=0.0)
+    group_size: PositiveInt = 8
+    """K: episodes per task and seed"""
+    groups: PositiveInt = 8
+    """tasks per step; groups x group_size episodes"""
+    guided: Literal["half", "all", "none"] = "half"
+    """which members of a group may see the bank"""
+    advantage: Literal["split", "pooled"] = "split"
+    """advantages within the halves of a group (eq. 5), or within all of it"""
+    estimator: str = "grpo"
+    """grpo, dr_grpo, rloo, reinforce++, or one of yours: how rewards become advantages"""
+    loss: str = "ppo"
+    """policy loss: ppo, cispo, or one of yours (docs/extending.md)"""
+    aggregate: Literal["sequence", "token", "constant"] = "sequence"
+    """mean over the tokens of each trajectory; every token of the batch equally; sum over
+    length_norm"""
+    length_norm: PositiveInt = 256
+    """tokens that a trajectory's sum is divided by, with aggregate: constant"""
+    drop_constant: bool = False
+    """dynamic filtering: groups (or halves) with equal rewards take no weight"""
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """one advantage for a whole trajectory, or one per turn from the rewards that still follow
+    it"""
+    discount: float = Field(default=1.0, gt=0.0, le=1.0)
+    """of later rewards, with credit: turn"""
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
     ratio: Ratio = "token"
-    kl: float = Field(
-        default=0.0, ge=0.0, description="weight of KL(policy || reference), k3 estimator"
-    )
-    epochs: int = Field(default=1, gt=0)
-    mini_batches: int = Field(default=1, gt=0, description="optimiser steps per epoch")
-    temperature: float = Field(default=1.0, gt=0.0)
-    max_tokens: int = Field(default=64, gt=0)
-    constrain: bool = Field(
-        default=True,
-        description="restrict answers to the admissible actions when the env names them",
-    )
-    search_and_ask: int = Field(
-        default=0,
-        ge=0,
-        description="calls of search_and_ask per guided episode; 0 leaves the tool out",
-    )
-    search_experience: int = Field(
-        default=0,
-        ge=0,
-        description=(
-            "calls of EvolveR's action per guided episode, which is then the only way to the bank;"
-            " 0 leaves it out"
-        ),
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="steps before the bank is used")
-    optim: OptimSettings = Field(default=OptimSettings(lr=3e-4), description="options of AdamW")
-    options: ActorOptions = Field(
-        default=ActorOptions(), description="further options of ActorAgent"
-    )
+    kl: NonNegativeFloat = 0.0
+    """weight of KL(policy || reference), k3 estimator"""
+    epochs: PositiveInt = 1
+    mini_batches: PositiveInt = 1
+    """optimiser steps per epoch"""
+    temperature: PositiveFloat = 1.0
+    max_tokens: PositiveInt = 64
+    constrain: bool = True
+    """restrict answers to the admissible actions when the env names them"""
+    search_and_ask: NonNegativeInt = 0
+    """calls of search_and_ask per guided episode; 0 leaves the tool out"""
+    search_experience: NonNegativeInt = 0
+    """calls of EvolveR's action per guided episode, which is then the only way to the bank; 0
+    leaves it out"""
+    warmup_steps: NonNegativeInt = 0
+    """steps before the bank is used"""
+    optim: OptimSettings = OptimSettings(lr=3e-4)
+    """options of AdamW"""
+    options: ActorOptions = ActorOptions()
+    """further options of ActorAgent"""
 
 
 class ExtractorOptions(Options):
     """Configure the sampling of the extractor, its buffer of samples and its loss."""
 
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus sampling")
-    buffer_size: int = Field(default=512, gt=0, description="samples that may wait")
-    cooldown: int = Field(default=1, description="delta of eq. 7, in training steps")
-    decay: float = Field(default=0.5, description="alpha of eq. 7")
-    malformed_share: float = Field(
-        default=0.25, description="share of a batch that malformed responses may fill"
-    )
-    malformed_reward: float = Field(default=-1.0, description="reward of a malformed response")
-    eps_low: float = Field(default=0.1, description="the importance ratio is at least 1 - eps_low")
-    eps_high: float = Field(default=0.1, description="the importance ratio is at most 1 + eps_high")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """nucleus sampling"""
+    buffer_size: PositiveInt = 512
+    """samples that may wait"""
+    cooldown: int = 1
+    """delta of eq. 7, in training steps"""
+    decay: float = 0.5
+    """alpha of eq. 7"""
+    malformed_share: float = 0.25
+    """share of a batch that malformed responses may fill"""
+    malformed_reward: float = -1.0
+    """reward of a malformed response"""
+    eps_low: float = 0.1
+    """the importance ratio is at least 1 - eps_low"""
+    eps_high: float = 0.1
+    """the importance ratio is at most 1 + eps_high"""
 
 
 class ExtractorSettings(Settings):
     """Configure the distilling policy and its learning (eq. 3 and 7)."""
 
     enabled: bool = True
-    agent: str = Field(
-        default="default",
-        description=(
-            "who distils: default, an entry point of experiential.extractors, or module:attribute"
-        ),
-    )
+    agent: str = "default"
+    """who distils: default, an entry point of experiential.extractors, or module:attribute"""
     train: bool = True
-    distill: bool = Field(
-        default=True,
-        description="distil what is played; false keeps the bank as it was when training began",
-    )
-    shared: bool = Field(
-        default=False, description="one set of weights, and one optimiser, for actor and extractor"
-    )
-    reward: Literal["direct", "relative"] = Field(
-        default="direct",
-        description=(
-            "outcome of the episode that used an entry, or its gain over the mean of the group's"
-            " free members"
-        ),
-    )
-    batch_size: int = Field(default=64, gt=0, description="|B_phi|: samples per optimiser step")
-    updates_per_step: int = Field(
-        default=1,
-        gt=0,
-        description="optimiser steps per training step, at most: batches the buffer fills",
-    )
-    max_staleness: int = Field(
-        default=64,
-        ge=0,
-        description="extractor updates after which a generation is too old to train on",
-    )
-    kl: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="weight of the KL divergence from the extractor's first weights",
-    )
-    max_lag: int = Field(
-        default=2,
-        ge=0,
-        description="training steps that distillation may fall behind before rollouts wait for it",
-    )
-    max_operations: int = Field(default=3, gt=0)
-    principles: bool = Field(
-        default=False,
-        description="distil guiding and cautionary principles with triples, as EvolveR does",
-    )
-    temperature: float = Field(default=1.0, gt=0.0)
-    max_tokens: int = Field(default=96, gt=0)
-    optim: OptimSettings = Field(default=OptimSettings(lr=3e-4), description="options of AdamW")
-    options: ExtractorOptions = Field(
-        default=ExtractorOptions(),
-        description="further options of ExtractorTrack and ExtractorAgent",
-    )
+    distill: bool = True
+    """distil what is played; false keeps the bank as it was when training began"""
+    shared: bool = False
+    """one set of weights, and one optimiser, for actor and extractor"""
+    reward: Literal["direct", "relative"] = "direct"
+    """outcome of the episode that used an entry, or its gain over the mean of the group's free
+    members"""
+    batch_size: PositiveInt = 64
+    """|B_phi|: samples per optimiser step"""
+    updates_per_step: PositiveInt = 1
+    """optimiser steps per training step, at most: batches the buffer fills"""
+    max_staleness: NonNegativeInt = 64
+    """extractor updates after which a generation is too old to train on"""
+    kl: NonNegativeFloat = 0.0
+    """weight of the KL divergence from the extractor's first weights"""
+    max_lag: NonNegativeInt = 2
+    """training steps that distillation may fall behind before rollouts wait for it"""
+    max_operations: PositiveInt = 3
+    principles: bool = False
+    """distil guiding and cautionary principles with triples, as EvolveR does"""
+    temperature: PositiveFloat = 1.0
+    max_tokens: PositiveInt = 96
+    optim: OptimSettings = OptimSettings(lr=3e-4)
+    """options of AdamW"""
+    options: ExtractorOptions = ExtractorOptions()
+    """further options of ExtractorTrack and ExtractorAgent"""
 
 
 class RetrievalSettings(Settings):
     """Configure retrieval, from queries to hits (section 3.2.2, eq. 6)."""
 
-    k: int = Field(default=1, gt=0)
-    strategy: str = Field(
-        default="diverse",
-        description=(
-            "diverse (eq. 6), nearest, utility, random, an entry point or module:attribute"
-        ),
-    )
-    pool: int = Field(
-        default=4, gt=0, description="N: candidate sets of size K that are oversampled"
-    )
-    diversity: float = Field(default=0.4, ge=0.0, description="lambda of eq. 6")
-    floor: float = Field(
-        default=0.3, ge=-1.0, le=1.0, description="cosine below which nothing is returned"
-    )
-    tie: float = Field(
-        default=0.001,
-        ge=0.0,
-        description="cosines this close share a rank: eq. 6 then chooses by use",
-    )
+    k: PositiveInt = 1
+    strategy: str = "diverse"
+    """diverse (eq. 6), nearest, utility, random, an entry point or module:attribute"""
+    pool: PositiveInt = 4
+    """N: candidate sets of size K that are oversampled"""
+    diversity: NonNegativeFloat = 0.4
+    """lambda of eq. 6"""
+    floor: float = Field(default=0.3, ge=-1.0, le=1.0)
+    """cosine below which nothing is returned"""
+    tie: NonNegativeFloat = 0.001
+    """cosines this close share a rank: eq. 6 then chooses by use"""
 
 
 class BankSettings(Settings):
     """Configure the experience bank and its manager."""
 
-    path: str | None = Field(
-        default=None, description="an existing bank folder to start from; None starts empty"
-    )
+    path: str | None = None
+    """an existing bank folder to start from; None starts empty"""
     namespace: str = "default"
-    embedder: str | None = Field(
-        default=None,
-        description=(
-            "'hashing', an entry point, module:attribute, a sentence-transformers name or folder;"
-            " None is the default model"
-        ),
-    )
-    store: str | None = Field(
-        default=None,
-        description=(
-            "index of a large bank: 'chroma', address of a Chroma server, 'exact' (in memory), an"
-            " entry point or module:attribute; None keeps it where it was, at first 'chroma'"
-        ),
-    )
+    embedder: str | None = None
+    """'hashing', an entry point, module:attribute, a sentence-transformers name or folder; None is
+    the default model"""
+    store: str | None = None
+    """index of a large bank: 'chroma', address of a Chroma server, 'exact' (in memory), an entry
+    point or module:attribute; None keeps it where it was, at first 'chroma'"""
     retrieval: RetrievalSettings = RetrievalSettings()
-    text_limit: int = Field(
-        default=2000, gt=0, description="characters that the text of an entry may have"
-    )
-    merge_every: int = Field(
-        default=5, ge=0, description="actor updates between merges; 0 never merges"
-    )
-    dedupe_every: int = Field(
-        default=0, ge=0, description="actor updates between two-level deduplications; 0 never does"
-    )
-    prune_every: int = Field(
-        default=0, ge=0, description="actor updates between prunings by score; 0 never prunes"
-    )
-    trust_after: int = Field(
-        default=0,
-        ge=0,
-        description=(
-            "M: independent tasks on which an entry must have helped to be trusted; 0 trusts every"
-            " entry"
-        ),
-    )
-    options: dict[str, Any] = Field(
-        default={},
-        description="further options of the manager, as bank.options.cap=500; "
-        "docs/bank.md lists them",
-    )
+    text_limit: PositiveInt = 2000
+    """characters that the text of an entry may have"""
+    merge_every: NonNegativeInt = 5
+    """actor updates between merges; 0 never merges"""
+    dedupe_every: NonNegativeInt = 0
+    """actor updates between two-level deduplications; 0 never does"""
+    prune_every: NonNegativeInt = 0
+    """actor updates between prunings by score; 0 never prunes"""
+    trust_after: NonNegativeInt = 0
+    """M: independent tasks on which an entry must have helped to be trusted; 0 trusts every
+    entry"""
+    options: dict[str, Any] = {}
+    """further options of the manager, as bank.options.cap=500; docs/bank.md lists them"""
 
 
 class PolicyClusterSettings(Settings):
     """Configure one policy's share of a cluster: its DeepSpeed ranks and its vLLM engines."""
 
-    nodes: int = Field(default=1, gt=0, description="nodes that train this policy")
-    gpus_per_node: int = Field(
-        default=1, gt=0, description="DeepSpeed ranks on each of them, one GPU each"
-    )
-    engines: int = Field(default=1, gt=0, description="vLLM engines that generate")
-    tensor_parallel: int = Field(default=1, gt=0, description="GPUs of each engine")
+    nodes: PositiveInt = 1
+    """nodes that train this policy"""
+    gpus_per_node: PositiveInt = 1
+    """DeepSpeed ranks on each of them, one GPU each"""
+    engines: PositiveInt = 1
+    """vLLM engines that generate"""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of each engine"""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    batch_size: int = Field(
-        default=64,
-        gt=0,
-        description=(
-            "sequences of one optimiser step; short ones are filled up with empty sequences"
-        ),
-    )
-    micro_batch_size: int = Field(
-        default=4, gt=0, description="sequences that one rank computes at once"
-    )
-    max_length: int = Field(
-        default=4096, gt=0, description="tokens of prompt and response together"
-    )
-    gpu_memory: float = Field(
-        default=0.85, gt=0.0, le=1.0, description="share of a GPU's memory that an engine takes"
-    )
-    attention: str = Field(
-        default="flash_attention_2",
-        description="transformers' attention in training: flash_attention_2, sdpa, eager",
-    )
+    batch_size: PositiveInt = 64
+    """sequences of one optimiser step; short ones are filled up with empty sequences"""
+    micro_batch_size: PositiveInt = 4
+    """sequences that one rank computes at once"""
+    max_length: PositiveInt = 4096
+    """tokens of prompt and response together"""
+    gpu_memory: float = Field(default=0.85, gt=0.0, le=1.0)
+    """share of a GPU's memory that an engine takes"""
+    attention: str = "flash_attention_2"
+    """transformers' attention in training: flash_attention_2, sdpa, eager"""
     gradient_checkpointing: bool = False
-    offload_optimizer: bool = Field(
-        default=False, description="keep the optimiser's state in the memory of the machine"
-    )
-    enforce_eager: bool = Field(
-        default=False, description="no CUDA graphs in vLLM: slower, starts sooner"
-    )
+    offload_optimizer: bool = False
+    """keep the optimiser's state in the memory of the machine"""
+    enforce_eager: bool = False
+    """no CUDA graphs in vLLM: slower, starts sooner"""
 
 
 class ClusterSettings(Settings):
     """Configure the cluster engine: Ray, vLLM and DeepSpeed (`runtime: openrlhf`)."""
 
-    address: str | None = Field(
-        default=None, description="Ray cluster to join, e.g. auto; None starts Ray on this machine"
-    )
-    gpus: int | None = Field(
-        default=None, ge=0, description="GPUs that a Ray started here offers; None counts them"
-    )
-    gpu_gb: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="memory of a GPU in 1e9 bytes, to check the placement by; None asks nvidia-smi",
-    )
-    share_gpus: bool = Field(
-        default=False,
-        description="policies and engines take turns on the same GPUs of one node, by sleeping",
-    )
+    address: str | None = None
+    """Ray cluster to join, e.g. auto; None starts Ray on this machine"""
+    gpus: int | None = Field(default=None, ge=0)
+    """GPUs that a Ray started here offers; None counts them"""
+    gpu_gb: float | None = Field(default=None, gt=0.0)
+    """memory of a GPU in 1e9 bytes, to check the placement by; None asks nvidia-smi"""
+    share_gpus: bool = False
+    """policies and engines take turns on the same GPUs of one node, by sleeping"""
     actor: PolicyClusterSettings = PolicyClusterSettings()
     extractor: PolicyClusterSettings = PolicyClusterSettings()
-    env_workers: int = Field(
-        default=0,
-        ge=0,
-        description="Ray actors that hold the environments; 0 keeps them in the trainer",
-    )
-    remote_bank: bool = Field(
-        default=False, description="the bank's one writer as a Ray actor, not inside the trainer"
-    )
-    start_timeout: float = Field(
-        default=1800.0, gt=0.0, description="seconds that engines and ranks may take to start"
-    )
-    call_timeout: float = Field(
-        default=900.0, gt=0.0, description="seconds that any remote call may take"
-    )
-    restarts: int = Field(
-        default=2,
-        ge=0,
-        description="times that each engine, rank group and worker is started again",
-    )
+    env_workers: NonNegativeInt = 0
+    """Ray actors that hold the environments; 0 keeps them in the trainer"""
+    remote_bank: bool = False
+    """the bank's one writer as a Ray actor, not inside the trainer"""
+    start_timeout: PositiveFloat = 1800.0
+    """seconds that engines and ranks may take to start"""
+    call_timeout: PositiveFloat = 900.0
+    """seconds that any remote call may take"""
+    restarts: NonNegativeInt = 2
+    """times that each engine, rank group and worker is started again"""
 
 
 class ColdStartSettings(Options):
     """Configure supervised training on demonstrations before reinforcement learning (EvolveR)."""
 
-    demonstrations: str = Field(
-        description=(
-            "JSON Lines of chats: {messages: [{role, content}, ...]}; loss on what the assistant"
-            " says"
-        )
-    )
-    epochs: int = Field(default=1, gt=0)
-    batch_size: int = Field(default=16, gt=0, description="chats per optimiser step")
+    demonstrations: str
+    """JSON Lines of chats: {messages: [{role, content}, ...]}; loss on what the assistant says"""
+    epochs: PositiveInt = 1
+    batch_size: PositiveInt = 16
+    """chats per optimiser step"""
 
 
 class PrepareSettings(Options):
     """Fill the bank before training begins, by the weights of then."""
 
-    steps: int = Field(default=16, ge=0, description="steps played and distilled; 0 does nothing")
+    steps: NonNegativeInt = 16
+    """steps played and distilled; 0 does nothing"""
 
 
 class CriticSettings(Options):
@@ -492,7 +373,14 @@ class EntropyBonusSettings(Options):
     """Configure a bonus for entries that lower the actor's entropy over the task (appendix B.2)."""
 
     kind: BonusKind = "relative"
-    weight: float = Field(default=0.5, gt=0.0, description="w")
+    weight: PositiveFloat = 0.5
+    """w"""
+    low: float = -1.0
+    """the least bonus over w, with relative; the least gain counted, with asymmetric"""
+    high: float = 1.0
+    """the largest, likewise"""
+    temperature: PositiveFloat = 1.0
+    """tau, with sigmoid"""
 
 
 class SelfDistillSettings(Options):
@@ -501,18 +389,12 @@ class SelfDistillSettings(Options):
     The imitating policy does not see the experience that guided them.
     """
 
-    weight: float = Field(
-        default=0.1, gt=0.0, description="of the imitation loss beside the actor's own"
-    )
-    every: int = Field(default=1, gt=0, description="training steps between imitations")
-    guard: float = Field(
-        default=0.1,
-        gt=0.0,
-        le=1.0,
-        description=(
-            "pause while the running success of free episodes is this far below its best: collapse"
-        ),
-    )
+    weight: PositiveFloat = 0.1
+    """of the imitation loss beside the actor's own"""
+    every: PositiveInt = 1
+    """training steps between imitations"""
+    guard: float = Field(default=0.1, gt=0.0, le=1.0)
+    """pause while the running success of free episodes is this far below its best: collapse"""
 
 
 class ReflectionSettings(Options):
@@ -521,34 +403,19 @@ class ReflectionSettings(Options):
     This is algorithm 2 of Experiential RL.
     """
 
-    mode: Literal["reflect", "retry"] = Field(
-        default="reflect",
-        description=(
-            "reflect: the actor's own reflection; retry: the raw first attempt and an instruction"
-            " to do better"
-        ),
-    )
-    threshold: float = Field(
-        default=1.0,
-        description="tau: lower returns are tried again; reflections that reach it are remembered",
-    )
-    memory: Literal["none", "private", "bank"] = Field(
-        default="private",
-        description=(
-            "where reflections that passed are kept: nowhere; in one string, which the last"
-            " overwrites; the bank"
-        ),
-    )
-    internalise: Literal["sft", "reverse_kl", "none"] = Field(
-        default="sft",
-        description=(
-            "second attempts with a reward: imitated without the reflection; or taught to the first"
-            " attempt's tokens"
-        ),
-    )
-    weight: float = Field(
-        default=1.0, gt=0.0, description="of the internalisation beside the policy losses"
-    )
+    mode: Literal["reflect", "retry"] = "reflect"
+    """reflect: the actor's own reflection; retry: the raw first attempt and an instruction to do
+    better"""
+    threshold: float = 1.0
+    """tau: lower returns are tried again; reflections that reach it are remembered"""
+    memory: Literal["none", "private", "bank"] = "private"
+    """where reflections that passed are kept: nowhere; in one string, which the last overwrites;
+    the bank"""
+    internalise: Literal["sft", "reverse_kl", "none"] = "sft"
+    """second attempts with a reward: imitated without the reflection; or taught to the first
+    attempt's tokens"""
+    weight: PositiveFloat = 1.0
+    """of the internalisation beside the policy losses"""
 
 
 FormatPart = Literal["think", "search_experience", "search_knowledge", "answer"]
@@ -558,18 +425,12 @@ FormatPart = Literal["think", "search_experience", "search_knowledge", "answer"]
 class EvolverSettings(Options):
     """Reward the form of an episode's responses beside its outcome, as EvolveR does."""
 
-    format_reward: float = Field(
-        default=0.1,
-        ge=0.0,
-        description="weight of EvolveR's format reward, where the outcome's is 1; 0: none",
-    )
+    format_reward: NonNegativeFloat = 0.1
+    """weight of EvolveR's format reward, where the outcome's is 1; 0: none"""
     format_parts: tuple[FormatPart, ...] = Field(
-        default=("think", "search_experience", "search_knowledge", "answer"),
-        min_length=1,
-        description=(
-            "what a complete episode can hold here; leave out what the environment has no use for"
-        ),
+        default=("think", "search_experience", "search_knowledge", "answer"), min_length=1
     )
+    """what a complete episode can hold here; leave out what the environment has no use for"""
 
 
 class MethodSettings(Options):
@@ -580,27 +441,20 @@ class MethodSettings(Options):
 
     model_config = ConfigDict(extra="allow")
 
-    cold_start: ColdStartSettings | None = Field(
-        default=None, description="supervised training before the first step"
-    )
-    prepare: PrepareSettings | None = Field(
-        default=None, description="a bank that is filled before training"
-    )
-    critic: CriticSettings | None = Field(
-        default=None, description="the actor judges what is retrieved (appendix B.1)"
-    )
-    entropy_bonus: EntropyBonusSettings | None = Field(
-        default=None, description="a reward for entries that lower the actor's entropy"
-    )
-    self_distill: SelfDistillSettings | None = Field(
-        default=None, description="imitation of guided episodes that beat the free ones"
-    )
-    reflection: ReflectionSettings | None = Field(
-        default=None, description="second attempts with a reflection"
-    )
-    evolver: EvolverSettings | None = Field(
-        default=None, description="a reward for the form of responses"
-    )
+    cold_start: ColdStartSettings | None = None
+    """supervised training before the first step"""
+    prepare: PrepareSettings | None = None
+    """a bank that is filled before training"""
+    critic: CriticSettings | None = None
+    """the actor judges what is retrieved (appendix B.1)"""
+    entropy_bonus: EntropyBonusSettings | None = None
+    """a reward for entries that lower the actor's entropy"""
+    self_distill: SelfDistillSettings | None = None
+    """imitation of guided episodes that beat the free ones"""
+    reflection: ReflectionSettings | None = None
+    """second attempts with a reflection"""
+    evolver: EvolverSettings | None = None
+    """a reward for the form of responses"""
 
     def outside(self) -> dict[str, Any]:
         """Return the options of methods from outside, by name."""
@@ -610,29 +464,23 @@ class MethodSettings(Options):
 class EvalSettings(Settings):
     """Configure evaluation by visit on held-out worlds, weights frozen."""
 
-    worlds: int = Field(default=40, gt=0)
-    visits: int = Field(default=6, gt=0)
-    every: int = Field(
-        default=0,
-        ge=0,
-        description="training steps between evaluations; 0 evaluates before and after only",
-    )
+    worlds: PositiveInt = 40
+    visits: PositiveInt = 6
+    every: NonNegativeInt = 0
+    """training steps between evaluations; 0 evaluates before and after only"""
     before: bool = True
     after: bool = True
-    temperature: float = Field(default=1.0, ge=0.0)
+    temperature: NonNegativeFloat = 1.0
     seed: int = 10_000
-    arms: tuple[Arm, ...] = Field(
-        default=("off", "on"),
-        min_length=1,
-        description="what is played: off, on, frozen, shuffled, placebo",
-    )
+    arms: tuple[Arm, ...] = Field(default=("off", "on"), min_length=1)
+    """what is played: off, on, frozen, shuffled, placebo"""
 
     @field_validator("arms", mode="before")
     @classmethod
     def _on_and_off_are_names(cls, arms: Any) -> Any:
-        """Restore on and off, which YAML reads as true and false."""
         if not isinstance(arms, list | tuple):
             return arms
+        # YAML reads on and off as true and false.
         names = {True: "on", False: "off"}
         return [names[arm] if isinstance(arm, bool) else arm for arm in cast("list[Any]", arms)]
 
@@ -640,34 +488,19 @@ class EvalSettings(Settings):
 class RunSettings(Settings):
     """Configure the length of the training and the files it writes."""
 
-    steps: int = Field(default=40, ge=0)
-    minutes: float | None = Field(
-        default=None, gt=0.0, description="stop training after this many minutes"
-    )
-    checkpoint_every: int = Field(
-        default=10, ge=0, description="steps between checkpoints; 0 keeps only the last"
-    )
-    ahead: int = Field(
-        default=0,
-        ge=0,
-        description=(
-            "steps that rollouts may run ahead of the actor's updates; more than 0 on a cluster"
-            " keeps both busy"
-        ),
-    )
-    drain: bool = Field(
-        default=False,
-        description=(
-            "wait for the distillation queue at the end of each step; runs still differ a little"
-        ),
-    )
-    trackers: tuple[str, ...] = Field(
-        default=("tensorboard",),
-        description=(
-            "receivers of the run's events: tensorboard (if it is installed), an entry point of"
-            " experiential.trackers, or module:attribute"
-        ),
-    )
+    steps: NonNegativeInt = 40
+    minutes: float | None = Field(default=None, gt=0.0)
+    """stop training after this many minutes"""
+    checkpoint_every: NonNegativeInt = 10
+    """steps between checkpoints; 0 keeps only the last"""
+    ahead: NonNegativeInt = 0
+    """steps that rollouts may run ahead of the actor's updates; more than 0 on a cluster keeps
+    both busy"""
+    drain: bool = False
+    """wait for the distillation queue at the end of each step; runs still differ a little"""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """receivers of the run's events: tensorboard (if it is installed), an entry point of
+    experiential.trackers, or module:attribute"""
 
 
 class Experiment(Settings):
@@ -677,75 +510,51 @@ class Experiment(Settings):
     seed: int = 0
     env: EnvSettings = EnvSettings()
     model: ModelSettings = ModelSettings()
-    extractor_model: ModelSettings | None = Field(
-        default=None, description="None starts from the actor's weights, trained apart"
-    )
+    extractor_model: ModelSettings | None = None
+    """None starts from the actor's weights, trained apart"""
     actor: ActorSettings = ActorSettings()
     extractor: ExtractorSettings = ExtractorSettings()
     bank: BankSettings = BankSettings()
     eval: EvalSettings = EvalSettings()
     run: RunSettings = RunSettings()
-    method: str | None = Field(
-        default=None,
-        description=(
-            "policy_gradient, evolver, or one of yours; None is evolver if methods.evolver is"
-            " there, else policy_gradient"
-        ),
-    )
-    methods: MethodSettings = Field(
-        default=MethodSettings(),
-        description=(
-            "what a run does beside its main method, by name, each with its options; null leaves"
-            " one out"
-        ),
-    )
-    runtime: str = Field(
-        default="local",
-        description="local: torch in this process; openrlhf: a Ray cluster; or one of yours",
-    )
+    method: str | None = None
+    """policy_gradient, evolver, or one of yours; None is evolver if methods.evolver is there, else
+    policy_gradient"""
+    methods: MethodSettings = MethodSettings()
+    """what a run does beside its main method, by name, each with its options; null leaves one
+    out"""
+    runtime: str = "local"
+    """local: torch in this process; openrlhf: a Ray cluster; or one of yours"""
     cluster: ClusterSettings = ClusterSettings()
 
     @model_validator(mode="after")
-    def _groups_can_be_split(self) -> Experiment:
-        if self.actor.guided == "half" and self.actor.group_size < 2:
+    def _settings_fit_together(self) -> Experiment:
+        """Refuse combinations that cannot work, or would silently do nothing."""
+        actor, extractor, methods = self.actor, self.extractor, self.methods
+        if actor.guided == "half" and actor.group_size < 2:
             raise ValueError(
                 "Expected actor.group_size of at least 2 when actor.guided is half, got"
-                f" {self.actor.group_size}"
+                f" {actor.group_size}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _reflection_fits(self) -> Experiment:
-        reflection = self.methods.reflection
-        if reflection is None:
-            return self
-        if self.actor.guided != "none":
+        if methods.reflection is not None and actor.guided != "none":
             raise ValueError(
                 "Expected actor.guided=none with reflection, whose advice takes the bank's place,"
-                f" got {self.actor.guided!r}"
+                f" got {actor.guided!r}"
             )
-        if reflection.memory == "bank" and not self.extractor.enabled:
+        if methods.reflection and methods.reflection.memory == "bank" and not extractor.enabled:
             raise ValueError(
                 "Expected a bank with methods.reflection.memory=bank, got none; set"
                 " extractor.enabled=true, extractor.distill=false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _methods_fit_together(self) -> Experiment:
-        """Refuse combinations that would silently do nothing."""
-        actor, extractor, methods = self.actor, self.extractor, self.methods
-        comparing = {
-            "methods.self_distill": methods.self_distill is not None,
-            "extractor.reward=relative": extractor.reward == "relative",
-        }
-        for name in (
-            name for name, wanted in comparing.items() if wanted and actor.guided != "half"
+        for name, compares in (
+            ("methods.self_distill", methods.self_distill is not None),
+            ("extractor.reward=relative", extractor.reward == "relative"),
         ):
-            raise ValueError(
-                f"Expected actor.guided=half with {name}, which compares with a group's free"
-                f" members, got {actor.guided!r}"
-            )
+            if compares and actor.guided != "half":
+                raise ValueError(
+                    f"Expected actor.guided=half with {name}, which compares with a group's free"
+                    f" members, got {actor.guided!r}"
+                )
         if actor.search_and_ask and actor.search_experience:
             raise ValueError(
                 "Expected actor.search_and_ask or actor.search_experience, got both; set one of"

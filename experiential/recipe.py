@@ -196,40 +196,33 @@ class Setting:
     description: str
 
 
-def settings_reference(settings: Settings | None = None, prefix: str = "") -> Iterator[Setting]:
+def settings_reference(
+    settings: Settings | None = None, prefix: str = "", *, options: bool = False
+) -> Iterator[Setting]:
     """Yield every setting in reading order, with its dotted key, type, default and description.
 
     A section that only says how it differs from another one is a single row, and so are the
-    options of a part, which `option_reference` yields.
-    """
-    settings = settings or Experiment()
-    for name, field in type(settings).model_fields.items():
-        key, about, default = f"{prefix}{name}", field.description or "", getattr(settings, name)
-        inner = _settings_class(field)
-        if key in SAME_AS:
-            note = f"what differs from `{SAME_AS[key]}`, with the same keys"
-            yield Setting(key, "mapping", default and {}, "; ".join(filter(None, (note, about))))
-        elif inner is None:
-            yield Setting(key, _type_name(field), default, about)
-        elif issubclass(inner, Options):
-            yield Setting(key, "options", default and {}, about)
-        else:
-            yield from settings_reference(default, f"{key}.")
-
-
-def option_reference(settings: Settings | None = None, prefix: str = "") -> Iterator[Setting]:
-    """Yield the options of every part, as `settings_reference` does the settings.
-
-    Options of a part that is off by default have the values that they have when it is on.
+    options of a part: those are what ``options`` yields in place of the settings. A part that is
+    off by default is shown with the values that it has when it is on.
     """
     settings = settings or Experiment()
     for name, field in type(settings).model_fields.items():
         key, inner = f"{prefix}{name}", _settings_class(field)
         default = getattr(settings, name, None)  # absent: must be given, when the part is on
-        if inner is not None and key not in SAME_AS:
-            yield from option_reference(default or inner.model_construct(), f"{key}.")
-        elif inner is None and isinstance(settings, Options):
-            yield Setting(key, _type_name(field), default, field.description or "")
+        about = " ".join((field.description or "").split())
+        if key in SAME_AS:
+            note = f"what differs from `{SAME_AS[key]}`, with the same keys"
+            if not options:
+                shown = "; ".join(filter(None, (note, about)))
+                yield Setting(key, "mapping", default and {}, shown)
+        elif inner is None:
+            if isinstance(settings, Options) == options:
+                yield Setting(key, _type_name(field), default, about)
+        elif issubclass(inner, Options) and not options:
+            yield Setting(key, "options", default and {}, about)
+        else:
+            inside = default or inner.model_construct()
+            yield from settings_reference(inside, f"{key}.", options=options)
 
 
 def _type_name(field: FieldInfo) -> str:

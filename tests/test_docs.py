@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiential.bank.options import ManagerOptions
-from experiential.recipe import option_reference, recipe_names, settings_reference
+from experiential.recipe import recipe_names, settings_reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -128,7 +128,7 @@ def index_rows() -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("indexed", "cells"), index_rows(), ids=[row for row, _ in index_rows()])
 def test_every_row_of_the_paper_index_names_what_exists(indexed: str, cells: list[str]) -> None:
     assert len(cells) == 4, "in the paper, function, recipe or setting, test"
-    settings = chain(settings_reference(), option_reference())
+    settings = chain(settings_reference(), settings_reference(options=True))
     known = {*recipe_names(), *(setting.key for setting in settings)}
     known |= {f"bank.options.{name}" for name in ManagerOptions.model_fields}
     parents = {key.rsplit(".", 1)[0] for key in known if "." in key}

@@ -105,8 +105,7 @@ def run(
         str | None, typer.Option(help="Only these tasks of the suite, with commas between them.")
     ] = None,
     agent: Annotated[
-        str,
-        typer.Option(help="llm, random, oracle, or module:function of observation and info."),
+        str, typer.Option(help="llm, random, oracle, or module:function of observation and info.")
     ] = "llm",
     episodes: Annotated[int, typer.Option(min=1, help="Episodes of each task and arm.")] = 100,
     visits: Annotated[
@@ -118,8 +117,7 @@ def run(
         int, typer.Option(min=0, help="Episodes at once; 0: 8 for llm, 1 for others.")
     ] = 0,
     results: Annotated[
-        Path | None,
-        typer.Option(help=f"A JSON file.  [default: {FOLDER}/SUITE-AGENT-SEED.json]"),
+        Path | None, typer.Option(help=f"A JSON file.  [default: {FOLDER}/SUITE-AGENT-SEED.json]")
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Play again what the results file holds.")
@@ -132,8 +130,7 @@ def run(
         ),
     ] = None,
     learn: Annotated[
-        bool,
-        typer.Option("--learn", help="Let the bank grow; make it where there is none."),
+        bool, typer.Option("--learn", help="Let the bank grow; make it where there is none.")
     ] = False,
     namespace: Annotated[str, typer.Option(help="Namespace inside the bank.")] = "default",
     embedder: Annotated[

@@ -54,7 +54,7 @@ def recipes(as_json: AsJson = False) -> None:
 def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
     """List every setting with its type and default."""
     from experiential.cli.reference import configuration_page
-    from experiential.recipe import option_reference, settings_reference
+    from experiential.recipe import settings_reference
 
     if markdown:
         sys.stdout.write(configuration_page())
@@ -62,7 +62,7 @@ def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
     show_rows(
         [
             {"key": s.key, "type": s.type, "default": s.default, "about": s.description}
-            for s in (*settings_reference(), *option_reference())
+            for s in (*settings_reference(), *settings_reference(options=True))
         ],
         as_json,
     )

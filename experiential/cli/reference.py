@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiential.recipe import Setting, option_reference, settings_reference
+from experiential.recipe import Setting, settings_reference
 
 HEADER = """# Configuration
 
@@ -25,7 +25,7 @@ def configuration_page() -> str:
     for setting in settings:
         section = setting.key.split(".")[0]
         tables.setdefault(section if section in sections else whole, []).append(setting)
-    for option in option_reference():
+    for option in settings_reference(options=True):
         part = option.key.rpartition(".")[0]
         tables.setdefault(f"Options: {part}", []).append(option)
     lines = [HEADER.rstrip("\n")]

@@ -75,9 +75,6 @@ def relative_rewards(
     return np.where(condition, values - base, math.nan)
 
 
-"""The five ways of appendix B.2 to make a bonus of an entropy reduction."""
-
-
 def entropy_bonus(
     before: float,
     after: float,
