@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Generator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiential.cli.errors import new_app
-from experiential.cli.rows import AsJson, show_json, show_rows
+from experiential.cli.options import AsJson, Backend, BackendOption, Embedder, Namespace, Store
+from experiential.cli.rows import show_json, show_pairs, show_rows
 from experiential.errors import BankError, BankLockedError, ConfigError
 
 if TYPE_CHECKING:
-    from experiential.bank.consolidation.dedupe import Duplicates
-    from experiential.bank.evidence.explain import Explanation
     from experiential.bank.evidence.trust import Standing
     from experiential.bank.folder import FolderBank
     from experiential.bank.records import Difference
     from experiential.types import Estimate, Experience
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the bank.")]
-Namespace = Annotated[str, typer.Option(help="Namespace inside the bank.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Change nothing, only show what would change.")
@@ -38,25 +36,25 @@ TrustAfter = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help=(
-            "Tasks on which an entry must have helped; by default what the last run asked for, 0"
-            " trusts all."
-        ),
+        help="Tasks on which an entry must have helped; by default what the last run asked for, 0"
+        " trusts all.",
     ),
 ]
 
 app = new_app("Read and mend an experience bank.")
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds no bank."""
+    if not (folder / "journal.sqlite").is_file():
+        raise ConfigError(
+            f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite"
+        )
+
+
 @contextmanager
 def opened(
-    folder: Path,
-    namespace: str,
-    *,
-    write: bool = False,
-    make: bool = False,
-    embedder: str | None = None,
-    store: str | None = None,
+    folder: Path, namespace: str, *, write: bool = False, make: bool = False, **options: Any
 ) -> Generator[FolderBank]:
     """Open the bank of a folder, read-only unless ``write``; its errors become user errors.
 
@@ -65,24 +63,19 @@ def opened(
         namespace: inside the bank.
         write: open it as its only writer.
         make: make it when it is not there.
-        embedder: for a namespace that was never written.
-        store: where the index is to be from now on.
+        **options: further ones of `ExperienceBank`.
 
     Raises:
         ConfigError: there is no bank in the folder, or it refused what was asked.
         BankLockedError: another process writes it.
         BankError: the journal is damaged.
     """
-    if not make and not (folder / "journal.sqlite").is_file():
-        raise ConfigError(
-            f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite"
-        )
+    if not make:
+        check_folder(folder)
     from experiential.bank.bank import ExperienceBank
 
     try:
-        with ExperienceBank(
-            folder, namespace=namespace, embedder=embedder, read_only=not write, store=store
-        ) as bank:
+        with ExperienceBank(folder, namespace=namespace, read_only=not write, **options) as bank:
             yield bank
     except BankLockedError:
         raise
@@ -96,11 +89,7 @@ def opened(
 
 
 def confirm(question: str, yes: bool) -> bool:
-    """Ask on the terminal whether to go on, unless ``yes``.
-
-    Raises:
-        ConfigError: nobody is there to answer.
-    """
+    """Ask on the terminal whether to go on, unless ``yes``; with nobody there, it is refused."""
     if yes:
         return True
     try:
@@ -120,15 +109,8 @@ def confirm(question: str, yes: bool) -> bool:
 
 def summary_row(entry: Experience) -> dict[str, Any]:
     """Return the row of one entry in a list."""
-    uses, successes = entry.statistics.uses, entry.statistics.successes
-    return {
-        "id": entry.id,
-        "version": entry.version,
-        "kind": entry.kind,
-        "uses": uses,
-        "successes": successes,
-        "text": entry.text,
-    }
+    counts = entry.statistics.model_dump(include={"uses", "successes"})
+    return entry.model_dump(include={"id", "version", "kind"}) | counts | {"text": entry.text}
 
 
 @app.command("ls")
@@ -168,12 +150,9 @@ def show(
             )
         uplift, standing = bank.uplift(id), bank.standing(id, after=trust_after)
     if as_json:
-        told = {
-            "score": entry.statistics.score,
-            "uplift": uplift.model_dump(mode="json"),
-            "trust": standing.model_dump(mode="json"),
-        }
-        show_json(entry.model_dump(mode="json") | told)
+        score = entry.statistics.score
+        evidence = {"score": score, "uplift": uplift, "trust": standing}
+        show_json(entry.model_dump(mode="json") | evidence)
         return
     made = entry.provenance.model_dump(exclude_none=True, exclude_defaults=True)
     shown = {
@@ -185,10 +164,7 @@ def show(
         "uplift with its lineage": in_words(uplift.lineage),
         "trust": standing_in_words(standing),
     }
-    show_rows(
-        [{"what": name, "value": "" if value is None else value} for name, value in shown.items()],
-        False,
-    )
+    show_pairs({name: "" if value is None else value for name, value in shown.items()})
 
 
 def in_words(estimate: Estimate) -> str:
@@ -210,24 +186,19 @@ def standing_in_words(standing: Standing) -> str:
     """Format the trust in an entry for people.
 
     >>> from experiential.bank.evidence.trust import Standing
-    >>> interval = (-0.1, 1.1)
-    >>> standing_in_words(
-    ...     Standing(
-    ...         id="a", version=1, after=3, tasks=2, mean=0.5, interval=interval, trusted=False
-    ...     )
-    ... )
+    >>> found = {"id": "a", "version": 1, "after": 3, "tasks": 2, "trusted": False}
+    >>> standing_in_words(Standing(**found, mean=0.5, interval=(-0.1, 1.1)))
     'provisional (2 of 3 tasks, +0.500, 95 % -0.100 to +1.100)'
     """
     if not standing.after:
         return "trusted (no tasks asked for)"
-    name = "trusted" if standing.trusted else "provisional"
-    mean = "" if standing.mean is None else f", {standing.mean:+.3f}"
-    interval = (
-        ""
-        if standing.interval is None
-        else f", 95 % {standing.interval[0]:+.3f} to {standing.interval[1]:+.3f}"
-    )
-    return f"{name} ({standing.tasks} of {standing.after} tasks{mean}{interval})"
+    parts = [f"{standing.tasks} of {standing.after} tasks"]
+    if standing.mean is not None:
+        parts.append(f"{standing.mean:+.3f}")
+    if standing.interval is not None:
+        low, high = standing.interval
+        parts.append(f"95 % {low:+.3f} to {high:+.3f}")
+    return f"{'trusted' if standing.trusted else 'provisional'} ({', '.join(parts)})"
 
 
 @app.command()
@@ -257,17 +228,12 @@ def search(
 ) -> None:
     """Search a bank; nothing is counted."""
     fields = filter_of(kind or [], where or [])
+    rows: list[dict[str, Any]] = []
     with opened(folder, namespace) as bank:
-        hits = bank.search(query, k=k, hybrid=hybrid, where=fields)
-    rows = [
-        {
-            "rank": hit.rank,
-            "score": round(hit.score, 4),
-            "id": hit.experience.id,
-            "text": hit.experience.text,
-        }
-        for hit in hits
-    ]
+        for hit in bank.search(query, k=k, hybrid=hybrid, where=fields):
+            found = hit.experience
+            score = round(hit.score, 4)
+            rows.append({"rank": hit.rank, "score": score, "id": found.id, "text": found.text})
     show_rows(rows, as_json)
 
 
@@ -289,22 +255,13 @@ def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]
             raise ConfigError(
                 f"Expected --where FIELD=VALUE, got {pair!r}; for example: --where tags=alfworld"
             )
-        fields.setdefault(name.strip(), []).extend((value, *_read_as_json(value)))
+        values = fields.setdefault(name.strip(), [])
+        values.append(value)
+        with suppress(ValueError):
+            read = json.loads(value)
+            if read is None or (isinstance(read, int | float) and math.isfinite(read)):
+                values.append(read)
     return fields
-
-
-def _read_as_json(value: str) -> tuple[Any, ...]:
-    try:
-        read = json.loads(value)
-    except ValueError:
-        return ()
-    return (
-        (read,)
-        if read is None
-        or isinstance(read, bool | int)
-        or (isinstance(read, float) and math.isfinite(read))
-        else ()
-    )
 
 
 @app.command()
@@ -316,39 +273,34 @@ def why(
 ) -> None:
     """Say what an episode was shown, how it ended, and what was written from it."""
     with opened(folder, namespace) as bank:
-        explanation = bank.why(trajectory)
+        found = bank.why(trajectory)
     if as_json:
-        show_json(explanation.model_dump(mode="json"))
-    else:
-        _tell(explanation)
-
-
-def _tell(explanation: Explanation) -> None:
-    ended = explanation.error or ("success" if explanation.success else "failure")
-    told = {
-        "task": explanation.task,
-        "condition": explanation.condition.value,
-        "outcome": ended,
-        "reward": explanation.reward,
-    }
-    show_rows([{"what": name, "value": value} for name, value in told.items()], False)
-    sys.stdout.write("\nshown\n")
-    show_rows(
-        [
-            {
-                **one.model_dump(include={"turn", "how", "rank"}),
-                "score": f"{one.score:.3f}",
-                "propensity": f"{one.propensity:.3f}",
-                "entry": f"{one.id} v{one.version}",
-                "uplift": in_words(one.uplift),
-                "text": one.refined or one.text or "",
-            }
-            for one in explanation.shown
-        ],
-        False,
+        show_json(found)
+        return
+    outcome = found.error or ("success" if found.success else "failure")
+    show_pairs(
+        {
+            "task": found.task,
+            "condition": found.condition.value,
+            "outcome": outcome,
+            "reward": found.reward,
+        }
     )
+    sys.stdout.write("\nshown\n")
+    shown = [
+        one.model_dump(include={"turn", "how", "rank"})
+        | {
+            "score": f"{one.score:.3f}",
+            "propensity": f"{one.propensity:.3f}",
+            "entry": f"{one.id} v{one.version}",
+            "uplift": in_words(one.uplift),
+            "text": one.refined or one.text or "",
+        }
+        for one in found.shown
+    ]
+    show_rows(shown, False)
     sys.stdout.write("\nwritten from it\n")
-    show_rows([summary_row(entry) for entry in explanation.written], False)
+    show_rows([summary_row(entry) for entry in found.written], False)
 
 
 @app.command()
@@ -364,9 +316,9 @@ def history(
     """List commits, the newest last, with the number of entries that each changed."""
     with opened(folder, namespace) as bank:
         commits = bank.history(id)
+    hidden = None if id else {"version"}
     rows = [
-        commit.model_dump(exclude=None if id else {"version"})
-        for commit in (commits[-limit:] if limit else commits)
+        commit.model_dump(exclude=hidden) for commit in (commits[-limit:] if limit else commits)
     ]
     if not as_json:
         for row in rows:
@@ -395,20 +347,12 @@ def diff(
 
 def difference_rows(found: Difference) -> list[dict[str, Any]]:
     """Return one row for each changed entry, with its old and its new text."""
-    return [
-        *(
-            {"what": "added", "id": entry.id, "old": None, "new": entry.text}
-            for entry in found.added
-        ),
-        *(
-            {"what": "removed", "id": entry.id, "old": entry.text, "new": None}
-            for entry in found.removed
-        ),
-        *(
-            {"what": "changed", "id": pair.new.id, "old": pair.old.text, "new": pair.new.text}
-            for pair in found.changed
-        ),
+    changes = [
+        *(("added", entry.id, None, entry.text) for entry in found.added),
+        *(("removed", entry.id, entry.text, None) for entry in found.removed),
+        *(("changed", pair.new.id, pair.old.text, pair.new.text) for pair in found.changed),
     ]
+    return [dict(zip(("what", "id", "old", "new"), change, strict=True)) for change in changes]
 
 
 @app.command()
@@ -420,29 +364,23 @@ def stats(
 ) -> None:
     """Count entries, those trusted and not, commits, uses and successes."""
     with opened(folder, namespace) as bank:
-        entries, commits, trusted = (
-            list(bank),
-            len(bank.commits()),
-            len(bank.trusted(after=trust_after)),
-        )
-        queued, dead = len(bank.queue.waiting()), len(bank.queue.dead_letters())
-    counts = [entry.statistics for entry in entries]
-    numbers = {
-        "entries": len(entries),
-        "trusted": trusted,
-        "provisional": len(entries) - trusted,
-        "commits": commits,
-        "retrievals": sum(count.retrievals for count in counts),
-        "uses": sum(count.uses for count in counts),
-        "successes": sum(count.successes for count in counts),
-        "queued": queued,
-        "dead letters": dead,
-    }
-    (
+        entries, trusted = list(bank), len(bank.trusted(after=trust_after))
+        counts = [entry.statistics for entry in entries]
+        numbers = {
+            "entries": len(entries),
+            "trusted": trusted,
+            "provisional": len(entries) - trusted,
+            "commits": len(bank.commits()),
+            "retrievals": sum(count.retrievals for count in counts),
+            "uses": sum(count.uses for count in counts),
+            "successes": sum(count.successes for count in counts),
+            "queued": len(bank.queue.waiting()),
+            "dead letters": len(bank.queue.dead_letters()),
+        }
+    if as_json:
         show_json(numbers)
-        if as_json
-        else show_rows([{"what": name, "count": value} for name, value in numbers.items()], False)
-    )
+    else:
+        show_pairs(numbers, "count")
 
 
 # Changing
@@ -506,19 +444,8 @@ def merge(
         str | None,
         typer.Option(help="Merges related entries: tiny, smollm2, a model folder, or a hub name."),
     ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Runs the model: local (default), openai, an entry point of experiential.llms, or"
-                " module:attribute."
-            )
-        ),
-    ] = None,
-    backend_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Passed to the backend; may be repeated."),
-    ] = None,
+    backend: Backend = None,
+    backend_option: BackendOption = None,
     threshold: Annotated[
         float, typer.Option(help="Without a model: cosine of two texts from which on they are one.")
     ] = 0.95,
@@ -540,12 +467,20 @@ def merge(
         from experiential.llm.base import read_options
 
         options = ({} if model is None else {"model": model}) | read_options(backend_option or ())
-        rows = _merge_with(backend or "local", options, folder, namespace, dry_run)
+        rows = merge_with(backend or "local", options, folder, namespace, dry_run=dry_run)
     else:
         with opened(folder, namespace, write=not dry_run) as bank:
-            rows = _duplicate_rows(
-                bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run)
-            )
+            found = bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run)
+        rows = [
+            {
+                "id": one.id,
+                "text": one.text,
+                "merged into": group.survivor.id,
+                "its text": group.survivor.text,
+            }
+            for group in found
+            for one in group.merged
+        ]
         sys.stderr.write(
             f"no --model: texts with a cosine of {threshold:g} or more count as one, the oldest"
             " stays as it is\n"
@@ -553,56 +488,37 @@ def merge(
     show_rows(rows, as_json)
 
 
-def _duplicate_rows(found: Sequence[Duplicates]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": one.id,
-            "text": one.text,
-            "merged into": group.survivor.id,
-            "its text": group.survivor.text,
-        }
-        for group in found
-        for one in group.merged
-    ]
-
-
-def _merge_with(
-    backend: str, options: dict[str, Any], folder: Path, namespace: str, dry_run: bool
+def merge_with(
+    backend: str, options: dict[str, Any], folder: Path, namespace: str, *, dry_run: bool
 ) -> list[dict[str, Any]]:
-    """Run one pass of the periodic merge; a dry run merges a copy."""
+    """Run one pass of the periodic merge, and return the changes; a dry run merges a copy."""
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.bank.manager import ExperienceManager
     from experiential.cli.preflight import check_extras, check_model
     from experiential.config import ModelSettings
+    from experiential.llm.base import open_llm
+    from experiential.training.roles import prompt_set_name
 
     if backend == "local":
         options = {"model": "tiny", **options}
         check_extras(ModelSettings(name=options["model"]))
         check_model(options["model"])
-    with TemporaryDirectory(prefix="experiential-merge-") as scratch:
-        if not dry_run:
-            with opened(folder, namespace, write=True) as bank:
-                return _merged(bank, backend, options)
-        with opened(folder, namespace) as bank, bank.fork(scratch) as copy:
-            return _merged(copy, backend, options)
-
-
-def _merged(bank: FolderBank, backend: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-    from experiential.agents.extractor import ExtractorAgent
-    from experiential.bank.manager import ExperienceManager
-    from experiential.config import ModelSettings
-    from experiential.llm.base import open_llm
-    from experiential.training.roles import prompt_set_name
-
-    head = bank.head
-    with closing(open_llm(backend, **options)) as llm:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(TemporaryDirectory(prefix="experiential-merge-"))
+        bank = stack.enter_context(opened(folder, namespace, write=not dry_run))
+        if dry_run:
+            bank = stack.enter_context(bank.fork(scratch))
+        head = bank.head
+        llm = stack.enter_context(closing(open_llm(backend, **options)))
         # a name of a foreign backend says nothing about our bundled model
         name = options["model"] if backend == "local" else backend
-        prompts = prompt_set_name(ModelSettings(name=name))
-        with ExperienceManager(bank, ExtractorAgent(llm, prompts=prompts, seed=0)) as manager:
+        extractor = ExtractorAgent(llm, prompts=prompt_set_name(ModelSettings(name=name)), seed=0)
+        with ExperienceManager(bank, extractor) as manager:
             manager.merge()
             failures: dict[str, int] = manager.stats()["failures"]
-    for reason, count in failures.items():
-        sys.stderr.write(f"{count} x {reason}\n")
-    return difference_rows(bank.diff(head, bank.head))
+        for reason, count in failures.items():
+            sys.stderr.write(f"{count} x {reason}\n")
+        return difference_rows(bank.diff(head, bank.head))
 
 
 # Moving and mending
@@ -633,10 +549,7 @@ def import_entries(
     folder: Annotated[Path, typer.Argument(help="Folder of the bank; made when it is not there.")],
     file: Annotated[Path, typer.Argument(help="File that `export` wrote.")],
     namespace: Namespace = "default",
-    embedder: Annotated[
-        str | None,
-        typer.Option(help="For a new bank: a sentence-transformers name or folder, or hashing."),
-    ] = None,
+    embedder: Embedder = None,
     edited: Annotated[
         bool,
         typer.Option("--edited", help="The file was changed on purpose since it was exported."),
@@ -660,10 +573,7 @@ def doctor(folder: Folder, as_json: AsJson = False) -> None:
 
     Nothing is changed. The exit code is 1 if something is wrong.
     """
-    if not (folder / "journal.sqlite").is_file():
-        raise ConfigError(
-            f"Expected the folder of an experience bank, got {folder}, which has no journal.sqlite"
-        )
+    check_folder(folder)
     from experiential.bank.storage.checkup import examine
 
     findings = examine(folder)
@@ -675,23 +585,13 @@ def doctor(folder: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def rebuild(
     folder: Folder,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Where the index is from now on: chroma, address of a Chroma server, exact, an"
-                " entry point or module:attribute."
-            )
-        ),
-    ] = None,
+    store: Store = None,
     namespace: Namespace = "default",
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Make the index again from the journal."""
     with opened(folder, namespace, write=True, store=store) as bank:
-        if not confirm(
-            f"Make the index of namespace {namespace!r} in {folder} again from the journal?", yes
-        ):
-            return
-        show_rows([{"indexed": bank.rebuild()}], as_json)
+        question = f"Make the index of namespace {namespace!r} in {folder} again from the journal?"
+        if confirm(question, yes):
+            show_rows([{"indexed": bank.rebuild()}], as_json)

@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiential.cli.errors import complain, new_app
-from experiential.cli.rows import AsJson, show_json
+from experiential.cli.options import AsJson
+from experiential.cli.rows import show_json
 from experiential.errors import ConfigError
 from experiential.llm.base import LLM, open_llm, read_options
 from experiential.plugins import import_from_here, known_names

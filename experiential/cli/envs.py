@@ -12,7 +12,8 @@ import typer
 import yaml
 
 from experiential.cli.errors import new_app
-from experiential.cli.rows import AsJson, show_json, show_rows
+from experiential.cli.options import AsJson
+from experiential.cli.rows import show_json, show_rows
 from experiential.errors import ConfigError
 
 Name = Annotated[

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from experiential.cli import bank, bench, envs, evaluate, serve
 from experiential.cli.errors import new_app, run_app, show_version
-from experiential.cli.rows import AsJson, show_rows
+from experiential.cli.options import AsJson
+from experiential.cli.rows import show_rows
 
 Version = Annotated[
     bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
@@ -28,6 +26,20 @@ def show_rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     Console().print(table if rows else "nothing to show")
 
 
+def show_pairs(pairs: Mapping[str, Any], column: str = "value") -> None:
+    """Print names and values as a table with a row for each."""
+    show_rows([{"what": name, column: value} for name, value in pairs.items()], False)
+
+
 def show_json(value: Any) -> None:
-    """Print a value as indented JSON."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str, ensure_ascii=False) + "\n")
+    """Print a value, which may hold models, as indented JSON."""
+
+    def plain(one: Any) -> Any:
+        return one.model_dump(mode="json") if isinstance(one, BaseModel) else str(one)
+
+    sys.stdout.write(json.dumps(value, indent=2, default=plain, ensure_ascii=False) + "\n")
+
+
+def show_line(console: Console, text: str) -> None:
+    """Print a text as it is, without markup, colours or line breaks of its own."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
