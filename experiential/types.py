@@ -79,11 +79,8 @@ class Generation(Record):
 
 How = Literal["episode_start", "turn", "search_and_ask"]
 """By which way an entry reaches an actor."""
-
-
 Verdict = Literal["accept", "refine", "reject"]
-"""What the actor does with an entry that was retrieved for it (appendix B.1 of Complementary RL).
-"""
+"""What the actor does with a retrieved entry (appendix B.1 of Complementary RL)."""
 
 
 class Use(Record):
@@ -98,22 +95,14 @@ class Use(Record):
     episode: str = ""
     turn: int = 0
     how: How = "episode_start"
-    refinement: str | None = Field(
-        default=None, description="id of the generation that refined the entry for this use"
-    )
-    provisional: bool = Field(
-        default=False,
-        description=(
-            "whether the entry was not trusted yet; the propensity has the share as a factor"
-        ),
-    )
-    admitted: bool | None = Field(
-        default=None,
-        description="the draw whether the episode may see provisional entries; None: none made",
-    )
-    verdict: Verdict | None = Field(
-        default=None, description="what the actor said of the entry; rejected, it was not shown"
-    )
+    refinement: str | None = None
+    """Id of the generation that refined the entry for this use."""
+    provisional: bool = False
+    """Whether the entry was not trusted yet; the propensity has the share as a factor."""
+    admitted: bool | None = None
+    """The draw whether the episode may see provisional entries; None: none made."""
+    verdict: Verdict | None = None
+    """What the actor said of the entry; rejected, it was not shown."""
 
 
 class Turn(Record):
@@ -122,13 +111,10 @@ class Turn(Record):
     observation: str
     action: str
     reward: float = 0.0
-    feedback: str = Field(default="", description="the observation that followed the action")
-    withheld: str = Field(
-        default="",
-        description=(
-            "what the environment said of the action, not shown to the actor, only to a reflector"
-        ),
-    )
+    feedback: str = ""
+    """The observation that followed the action."""
+    withheld: str = ""
+    """What the environment said of the action, not shown to the actor, only to a reflector."""
     invalid: bool = False
 
 
@@ -162,18 +148,18 @@ class Trajectory(Record):
 class Provenance(Record):
     """Record the origin of an experience."""
 
-    author: str = Field(default="human", description="'human' or 'extractor'")
-    cause: str = Field(default="add", description="add, update, merge, dedupe, import, rollback")
+    author: str = "human"
+    """'human' or 'extractor'."""
+    cause: str = "add"
+    """'add', 'update', 'merge', 'dedupe', 'import' or 'rollback'."""
     trajectory: str | None = None
     instance: str | None = None
     generation: str | None = None
-    span: tuple[int, int] | None = Field(
-        default=None, description="characters of the generation that wrote this text"
-    )
+    span: tuple[int, int] | None = None
+    """Characters of the generation that wrote this text."""
     extractor_version: int | None = None
-    parents: tuple[tuple[str, int], ...] = Field(
-        default=(), description="(experience id, version) pairs"
-    )
+    parents: tuple[tuple[str, int], ...] = ()
+    """(experience id, version) pairs."""
     commit: int | None = None
 
 
@@ -220,14 +206,11 @@ class Uplift(Estimate):
     uses: int = 0
     outcomes: int = 0
     successes: int = 0
-    lineage: Estimate = Field(default_factory=Estimate)
+    lineage: Estimate = Estimate()
 
     @property
     def score(self) -> float:
-        """Return (s + 1) / (u + 2) over the uses with an outcome.
-
-        This is the Laplace estimate of usefulness (EvolveR).
-        """
+        """Return the Laplace estimate of usefulness over the uses with an outcome."""
         return (self.successes + 1) / (self.outcomes + 2)
 
 
@@ -239,9 +222,9 @@ class Experience(Record):
     text: str
     kind: str = "lesson"
     task: str | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    provenance: Provenance = Field(default_factory=Provenance)
-    statistics: Statistics = Field(default_factory=Statistics)
+    metadata: dict[str, Any] = {}
+    provenance: Provenance = Provenance()
+    statistics: Statistics = Statistics()
 
 
 class Hit(Record):
@@ -266,14 +249,7 @@ class Hit(Record):
     def use(
         self, how: How, *, episode: str = "", turn: int = 0, refinement: str | None = None
     ) -> Use:
-        """Return the record of this hit reaching an actor.
-
-        Args:
-            how: by which way.
-            episode: id of the episode.
-            turn: number of the turn.
-            refinement: id of the generation that refined the entry.
-        """
+        """Return the record of this hit reaching an actor."""
         shown = self.model_dump(include={"rank", "score", "propensity", "provisional", "admitted"})
         entry = {"experience_id": self.experience.id, "experience_version": self.experience.version}
         return Use(**entry, **shown, how=how, episode=episode, turn=turn, refinement=refinement)
@@ -293,9 +269,8 @@ class Answer(Record):
 
 
 class _Op(Record):
-    span: tuple[int, int] | None = Field(
-        default=None, exclude=True, description="characters of the response"
-    )
+    span: tuple[int, int] | None = Field(default=None, exclude=True)
+    """Characters of the response."""
 
 
 class Add(_Op):
@@ -304,9 +279,8 @@ class Add(_Op):
     op: Literal["add"] = "add"
     text: str = Field(min_length=1)
     kind: str = "lesson"
-    triples: tuple[tuple[str, str, str], ...] = Field(
-        default=(), description="the same in subject, predicate and object (EvolveR)"
-    )
+    triples: tuple[tuple[str, str, str], ...] = ()
+    """The same in subject, predicate and object (EvolveR)."""
 
 
 class Update(_Op):
@@ -365,5 +339,5 @@ class ParsedOperations(Record):
 class Distillation(Record):
     """Hold the extractor's answer about one trajectory (or one chunk of a merge)."""
 
-    parsed: ParsedOperations = Field(default_factory=ParsedOperations)
+    parsed: ParsedOperations = ParsedOperations()
     generation: Generation | None = None

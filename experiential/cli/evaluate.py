@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 
 from experiential.cli.preflight import CONFIG_FILE, check_experiment
+from experiential.cli.rows import show_line
+from experiential.cli.train import quieten
 from experiential.config import Arm
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError
 from experiential.recipe import load_experiment
@@ -19,7 +21,6 @@ from experiential.recipe import load_experiment
 if TYPE_CHECKING:
     from experiential.evaluation.card import Card
     from experiential.evaluation.cell import Cell
-    from experiential.evaluation.picture import Curves
     from experiential.training.run_evaluation import EvaluatedRun
 
 ALL = "off,on,frozen,shuffled,placebo"
@@ -53,27 +54,40 @@ def evaluate(
     folders, overrides = split_targets(targets)
     wanted = parse_arms(arms)
     runs = [opened(folder, overrides) for folder in folders]
-    prepare(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(output, os.W_OK) else "choose another"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise ConfigError(
+            f"Expected a folder that can be written for --output, got {output}: {reason}"
+        )
+    quieten()
+    from experiential.cli.card import show_card
+    from experiential.cli.view import describe_evaluation
+    from experiential.evaluation.cell import cell_store
+    from experiential.training.run_evaluation import evaluate_run
+
     console = Console(stderr=as_json)
-    cells = [
-        cell for run in runs for cell in play(run, wanted, output, resume=resume, console=console)
-    ]
+    store = cell_store(output / CELLS, overwrite=not resume)
+    cells: list[Cell] = []
+    for run in runs:
+
+        def tell(event: dict[str, Any], name: str = run.name) -> None:
+            if event["event"] == "eval":
+                show_line(console, f"{name}: {describe_evaluation(event)}")
+
+        cells += evaluate_run(run, wanted, store, observer=tell)
     card, files = write_report(cells, runs, wanted, overrides, output)
     if as_json:
         sys.stdout.write(card.model_dump_json(indent=1) + "\n")
         return
-    from experiential.cli.card import show_card
-
     show_card(console, card, plain=plain)
     if PICTURE not in [file.name for file in files]:
-        console.print(
-            f"no picture: {MissingExtraError('matplotlib', 'bench')}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        show_line(console, f"no picture: {MissingExtraError('matplotlib', 'bench')}")
     for file in files:
-        console.print(f"{file.stem:>15}  {file}", markup=False, highlight=False, soft_wrap=True)
+        show_line(console, f"{file.stem:>15}  {file}")
 
 
 def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -84,11 +98,8 @@ def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
     Raises:
         ConfigError: no run is named.
     """
-    folders = list(
-        dict.fromkeys(
-            Path(target) for target in targets if "=" not in target or Path(target).is_dir()
-        )
-    )
+    paths = (Path(target) for target in targets if "=" not in target or Path(target).is_dir())
+    folders = list(dict.fromkeys(paths))
     overrides = [target for target in targets if Path(target) not in folders]
     if not folders:
         raise ConfigError(
@@ -130,47 +141,6 @@ def opened(folder: Path, overrides: Sequence[str]) -> EvaluatedRun:
     return open_run(folder, experiment)
 
 
-def prepare(output: Path) -> None:
-    """Make the output folder.
-
-    Raises:
-        ConfigError: it cannot be made or written.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(output, os.W_OK) else "choose another"
-    except OSError as error:
-        reason = error.strerror
-    if reason is not None:
-        raise ConfigError(
-            f"Expected a folder that can be written for --output, got {output}: {reason}"
-        )
-
-
-def play(
-    run: EvaluatedRun, arms: Sequence[Arm], output: Path, *, resume: bool, console: Console
-) -> list[Cell]:
-    """Play the cells of a run, with a line for each arm that is played."""
-    from experiential.cli.train import QUIET
-    from experiential.cli.view import describe_evaluation
-    from experiential.evaluation.cell import cell_store
-    from experiential.training.run_evaluation import evaluate_run
-
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-
-    def tell(event: dict[str, Any]) -> None:
-        if event["event"] == "eval":
-            console.print(
-                f"{run.name}: {describe_evaluation(event)}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    return evaluate_run(run, arms, cell_store(output / CELLS, overwrite=not resume), observer=tell)
-
-
 def write_report(
     cells: Sequence[Cell],
     runs: Sequence[EvaluatedRun],
@@ -184,29 +154,23 @@ def write_report(
         The card and the files written; without matplotlib there is no picture.
     """
     from experiential.evaluation.card import make_card
+    from experiential.evaluation.cell import settings_digest
     from experiential.evaluation.page import write_page
     from experiential.evaluation.picture import draw_card
+    from experiential.training.metrics import read_events
+    from experiential.training.run_evaluation import METRICS
 
     card = make_card(cells, arms=arms, overrides=overrides)
     (output / CARD).write_text(card.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    files = {settings_digest(run.experiment): run.folder / METRICS for run in runs}
+    curves: dict[str, list[list[dict[str, Any]]]] = {}
+    for recipe in card.recipes:  # a run without metrics has no curve
+        mine = [files[one.settings] for one in recipe.runs]
+        curves[recipe.name] = [read_events(file) for file in mine if file.is_file()]
     picture: Path | None = None
     try:
-        picture = draw_card(card, curves_of(card, runs), output / PICTURE)
+        picture = draw_card(card, curves, output / PICTURE)
     except MissingExtraError:
         (output / PICTURE).unlink(missing_ok=True)
     page = write_page(card, output / PAGE, picture)
     return card, [output / CARD, page, *([picture] if picture else [])]
-
-
-def curves_of(card: Card, runs: Sequence[EvaluatedRun]) -> Curves:
-    """Return the events of the runs of each recipe; a run without metrics has no curve."""
-    from experiential.evaluation.cell import settings_digest
-    from experiential.training.metrics import read_events
-    from experiential.training.run_evaluation import METRICS
-
-    files = {settings_digest(run.experiment): run.folder / METRICS for run in runs}
-    curves: dict[str, list[list[dict[str, Any]]]] = {}
-    for recipe in card.recipes:
-        mine = [files[one.settings] for one in recipe.runs]
-        curves[recipe.name] = [read_events(file) for file in mine if file.is_file()]
-    return curves

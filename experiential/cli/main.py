@@ -45,10 +45,8 @@ def recipes(as_json: AsJson = False) -> None:
     """List the bundled recipes."""
     from experiential.recipe import describe_recipe, recipe_names
 
-    show_rows(
-        [{"recipe": name, "what it does": describe_recipe(name)} for name in recipe_names()],
-        as_json,
-    )
+    rows = [{"recipe": name, "what it does": describe_recipe(name)} for name in recipe_names()]
+    show_rows(rows, as_json)
 
 
 @app.command()
@@ -60,13 +58,11 @@ def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
     if markdown:
         sys.stdout.write(configuration_page())
         return
-    show_rows(
-        [
-            {"key": s.key, "type": s.type, "default": s.default, "about": s.description}
-            for s in (*settings_reference(), *settings_reference(options=True))
-        ],
-        as_json,
-    )
+    rows = [
+        {"key": s.key, "type": s.type, "default": s.default, "about": s.description}
+        for s in (*settings_reference(), *settings_reference(options=True))
+    ]
+    show_rows(rows, as_json)
 
 
 @app.command()
@@ -81,17 +77,11 @@ def doctor(as_json: AsJson = False, address: RayAddress = None) -> None:
     found = [finding._asdict() for finding in (*examine(), *examine_cluster(address))]
     if not as_json:
         for row in found:
-            row["found"] = row["found"] or missing_hint(row["extra"])
+            extra = row["extra"]
+            packaged = extra not in ("machine", "models", "core")
+            hint = f"missing: pip install 'experiential-rl[{extra}]'" if packaged else "missing"
+            row["found"] = row["found"] or hint
     show_rows(found, as_json)
-
-
-def missing_hint(extra: str) -> str:
-    """Return the remedy for a missing part of an extra."""
-    return (
-        "missing"
-        if extra in ("machine", "models", "core")
-        else f"missing: pip install 'experiential-rl[{extra}]'"
-    )
 
 
 @app.command()

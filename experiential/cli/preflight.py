@@ -14,13 +14,7 @@ from experiential.bank.index.site import checked_store
 from experiential.bank.options import bank_settings
 from experiential.bank.search.strategies import STRATEGIES
 from experiential.cli.trackers import TRACKERS
-from experiential.config import (
-    ClusterSettings,
-    EnvSettings,
-    Experiment,
-    ExtractorSettings,
-    ModelSettings,
-)
+from experiential.config import EnvSettings, Experiment, ExtractorSettings, ModelSettings
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.llm.models import resolve_model
 from experiential.plugins import Kind, known_names, resolve
@@ -32,23 +26,14 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.yaml"
 RUN_CONTENTS = (
-    CONFIG_FILE,
-    "metrics.jsonl",
-    "learning-curve.png",
-    "summary.json",
-    "tensorboard",
-    "checkpoints",
-    "bank",
-    "evaluation",
-    "episodes.jsonl",
-    "actor",
-    "extractor",
-)
+    f"{CONFIG_FILE} metrics.jsonl learning-curve.png summary.json tensorboard checkpoints bank"
+    " evaluation episodes.jsonl actor extractor"
+).split()
 """What a run writes into its folder; `--overwrite` removes these and nothing else."""
 
 
 def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placement | None:
-    """Check extras, models, environment, bank folder and placement of an experiment.
+    """Check names, options, extras, models, environment, bank folder and placement.
 
     Args:
         experiment: what shall be run.
@@ -64,20 +49,20 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
         ConfigError: no such environment, or not with these arguments; the bank to start from does
             not exist; an impossible placement.
     """
-    models = [
-        experiment.model,
-        *([experiment.extractor_model] if experiment.extractor_model else []),
-    ]
     check_names(experiment)
     bank_settings(experiment.bank.model_dump())
     clustered = experiment.runtime == "openrlhf"
-    for model in models:
+    for model in filter(None, (experiment.model, experiment.extractor_model)):
         if not (clustered and dry_run):
             check_extras(model)
         check_model(model.name)
     check_env(experiment.env)
-    check_env_arguments(experiment.env)
-    check_bank(experiment.bank.path)
+    path = experiment.bank.path
+    if path is not None and not Path(path).expanduser().is_dir():
+        raise ConfigError(
+            f"Expected bank.path to be an existing bank folder, got {path!r}; leave it out to start"
+            " with an empty bank"
+        )
     return check_cluster(experiment, dry_run=dry_run) if clustered else None
 
 
@@ -115,49 +100,33 @@ def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:
         MissingExtraError: a package of the cluster engine is not installed.
         ConfigError: another version than the one wanted, or an impossible placement.
     """
+    from experiential.training.openrlhf import versions
     from experiential.training.openrlhf.machine import find_gpus, torch_gpus
     from experiential.training.openrlhf.placement import place
-    from experiential.training.openrlhf.versions import check_versions
 
     if dry_run:
         return place(experiment, find_gpus() or None)
-    check_cluster_packages()
-    check_versions()
-    check_flash_attention(experiment.cluster)
-    here = find_gpus()
-    return place(experiment, torch_gpus() if here is None else here)
-
-
-def check_cluster_packages() -> None:
-    """Refuse to start a cluster whose packages are missing."""
-    from experiential.training.openrlhf.versions import WANTED
-
+    remedy = f"pip install --no-deps openrlhf=={versions.WANTED['openrlhf']}"
     for package in ("ray", "deepspeed", "vllm", "openrlhf"):
         if find_spec(package) is None:
-            raise MissingExtraError(
-                package, "openrlhf", f"pip install --no-deps openrlhf=={WANTED['openrlhf']}"
-            )
-
-
-def check_flash_attention(cluster: ClusterSettings) -> None:
-    """Refuse to start where flash-attn is needed and missing.
-
-    OpenRLHF always imports it, and uses it if the settings ask for it.
-    """
-    from experiential.training.openrlhf.versions import BUILD_FLASH_ATTENTION, found_version
-
+            raise MissingExtraError(package, "openrlhf", remedy)
+    versions.check_versions()
+    # OpenRLHF always imports flash-attn, and uses it if the settings ask for it.
+    build = versions.BUILD_FLASH_ATTENTION
     if find_spec("flash_attn") is None:
         raise ConfigError(
             "Expected the package 'flash_attn', which OpenRLHF imports, found none; build it"
-            f" ({BUILD_FLASH_ATTENTION}), or put the stand-in there that docs/cluster.md names"
+            f" ({build}), or put the stand-in there that docs/cluster.md names"
         )
+    cluster = experiment.cluster
     for role, settings in (("actor", cluster.actor), ("extractor", cluster.extractor)):
-        if settings.attention.startswith("flash") and not found_version("flash-attn"):
+        if settings.attention.startswith("flash") and not versions.found_version("flash-attn"):
             raise ConfigError(
                 f"Expected flash-attn for cluster.{role}.attention={settings.attention}, found only"
-                f" a stand-in; set cluster.{role}.attention=sdpa, or build it"
-                f" ({BUILD_FLASH_ATTENTION})"
+                f" a stand-in; set cluster.{role}.attention=sdpa, or build it ({build})"
             )
+    here = find_gpus()
+    return place(experiment, torch_gpus() if here is None else here)
 
 
 def check_extras(model: ModelSettings) -> None:
@@ -189,44 +158,30 @@ def check_model(name: str) -> None:
 
 
 def check_env(settings: EnvSettings) -> None:
-    """Refuse an environment that cannot be found."""
-    from experiential.envs.make import resolve_env
-
-    resolve_env(settings.id)
-
-
-def check_env_arguments(settings: EnvSettings) -> None:
-    """Refuse arguments that the environment does not take.
+    """Refuse an environment that cannot be found, or does not take its arguments.
 
     One environment is made for training and one for evaluation; both are closed again.
     """
     from gymnasium.error import Error
 
+    from experiential.envs.make import resolve_env
     from experiential.rollout.rollout import make_env
 
+    resolve_env(settings.id)
     for name, kwargs in (("train", settings.train), ("eval", settings.eval)):
         try:
             make_env(settings, kwargs).close()
         except (TypeError, ValueError, Error) as error:
+            reason = str(error).partition(" was raised from the environment creator")[0]
             raise ConfigError(
                 f"Expected env.kwargs and env.{name} to be arguments of {settings.id!r}, got"
-                f" {settings.kwargs | kwargs}:"
-                f" {str(error).partition(' was raised from the environment creator')[0]}; set"
-                f" env.{name} to what it takes, or to {{}}"
+                f" {settings.kwargs | kwargs}: {reason}; set env.{name} to what it takes, or to"
+                " {}"
             ) from error
 
 
-def check_bank(path: str | None) -> None:
-    """Refuse a bank to start from that is not there."""
-    if path is not None and not Path(path).expanduser().is_dir():
-        raise ConfigError(
-            f"Expected bank.path to be an existing bank folder, got {path!r}; leave it out to start"
-            " with an empty bank"
-        )
-
-
-def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> Path:
-    """Make the output folder and prove that it can be written.
+def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> None:
+    """Make the output folder, remove an older run from it, and prove that it can be written.
 
     Raises:
         ConfigError: the folder cannot be written, or it holds another run.
@@ -243,20 +198,11 @@ def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> Path:
                 f"Expected an output folder without a run, got {output}; use --resume, --overwrite"
                 " or another --output"
             )
-        _remove_run(output)
-    _prove_writable(output)
-    return output
-
-
-def _remove_run(output: Path) -> None:
-    for path in (output / name for name in RUN_CONTENTS):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _prove_writable(output: Path) -> None:
+        for path in (output / name for name in RUN_CONTENTS):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):

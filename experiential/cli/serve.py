@@ -10,14 +10,12 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from experiential.cli.options import Embedder, Store
 from experiential.errors import ConfigError, MissingExtraError
-
-if TYPE_CHECKING:
-    from experiential.bank.http.namespaces import Namespaces
 
 TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
 _MEBIBYTE = 2**20
@@ -45,27 +43,12 @@ def serve(
     namespace: Annotated[
         list[str] | None,
         typer.Option(
-            help=(
-                "Serve this namespace only; may be repeated. All, opened when asked for, by"
-                " default."
-            )
+            help="Serve this namespace only; may be repeated. All, opened when asked for, by"
+            " default."
         ),
     ] = None,
-    embedder: Annotated[
-        str | None,
-        typer.Option(
-            help="For namespaces never written: a sentence-transformers name or folder, or hashing."
-        ),
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Where the index is: chroma, address of a Chroma server, exact, an entry point or"
-                " module:attribute; where it was before by default."
-            )
-        ),
-    ] = None,
+    embedder: Embedder = None,
+    store: Store = None,
     max_body: Annotated[int, typer.Option(min=1, help="Longest request body, in MiB.")] = 8,
 ) -> None:
     """Serve a bank to other processes: they open it with ExperienceBank("http://HOST:PORT").
@@ -73,12 +56,27 @@ def serve(
     This process is then the folder's only writer. It stops cleanly on Ctrl-C and on SIGTERM; what
     was acknowledged is on the disk even when it is killed.
     """
-    token = _checked_token(host, token)
-    uvicorn = _uvicorn()
+    if token is not None and not (
+        token and token.isascii() and token.isprintable() and token.strip() == token
+    ):
+        raise ConfigError(
+            f"Expected --token (or {TOKEN_VARIABLE}) to be printable ASCII without blanks at its"
+            " ends, got another text"
+        )
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"Expected a token to listen at {host!r}, which other machines can reach, got none; "
+            f"set {TOKEN_VARIABLE} or pass --token, or listen at 127.0.0.1"
+        )
+    try:
+        import fastapi  # noqa: F401  (asked for before the folder is locked)  # pyright: ignore[reportUnusedImport]
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtraError(error.name or "uvicorn", "serve") from None
     from experiential.bank.http.namespaces import Namespaces
     from experiential.bank.http.service import create_app
 
-    with _listening(host, port) as listener:
+    with listening(host, port) as listener:
         try:
             banks = Namespaces(folder, namespaces=namespace or (), embedder=embedder, store=store)
         except ValueError as error:
@@ -91,39 +89,17 @@ def serve(
                 access_log=False,
                 timeout_graceful_shutdown=_SECONDS_TO_FINISH,
             )
-            signal.signal(
-                signal.SIGTERM, _finished
-            )  # uvicorn raises it once more when it has shut down
-            sys.stdout.write(_announcement(host, listener, folder, banks))
+            signal.signal(signal.SIGTERM, _end_as_done)  # uvicorn raises it again when it has ended
+            shown = f"[{host}]" if ":" in host else host
+            names = ", ".join(banks.names()) or "none yet"
+            sys.stdout.write(
+                f"serving http://{shown}:{listener.getsockname()[1]} from {folder} (namespaces:"
+                f" {names})\n"
+            )
             sys.stdout.flush()
             uvicorn.Server(config).run(sockets=[listener])
         finally:
             banks.close()
-
-
-def _uvicorn() -> Any:
-    try:
-        import fastapi  # noqa: F401  (asked for before the folder is locked)  # pyright: ignore[reportUnusedImport]
-        import uvicorn
-    except ImportError as error:
-        raise MissingExtraError(error.name or "uvicorn", "serve") from None
-    return uvicorn
-
-
-def _checked_token(host: str, token: str | None) -> str | None:
-    if token is not None and (
-        not token.isascii() or not token.isprintable() or token.strip() != token or not token
-    ):
-        raise ConfigError(
-            f"Expected --token (or {TOKEN_VARIABLE}) to be printable ASCII without blanks at its"
-            " ends, got another text"
-        )
-    if token is None and not is_loopback(host):
-        raise ConfigError(
-            f"Expected a token to listen at {host!r}, which other machines can reach, got none; "
-            f"set {TOKEN_VARIABLE} or pass --token, or listen at 127.0.0.1"
-        )
-    return token
 
 
 def is_loopback(host: str) -> bool:
@@ -149,7 +125,12 @@ def is_loopback(host: str) -> bool:
     )
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        ConfigError: the address is not one of this machine, or the port is taken.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -162,13 +143,6 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _announcement(host: str, listener: socket.socket, folder: Path, banks: Namespaces) -> str:
-    port = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    names = ", ".join(banks.names()) or "none yet"
-    return f"serving http://{shown}:{port} from {folder} (namespaces: {names})\n"
-
-
-def _finished(number: int, frame: object) -> None:
-    """End this process as done, on a SIGTERM before or after uvicorn listens for it."""
+def _end_as_done(number: int, frame: object) -> None:
+    """End this process on a SIGTERM, before or after uvicorn listens for it."""
     raise SystemExit(0)

@@ -15,17 +15,10 @@ from rich.console import Console
 from experiential.cli.errors import new_app, run_app, show_version
 from experiential.cli.estimate import describe_cost
 from experiential.cli.preflight import CONFIG_FILE, check_experiment, prepare_output
-from experiential.config import Experiment
 from experiential.errors import CheckpointError, ConfigError
 from experiential.recipe import dump_experiment, load_experiment
 
 DEFAULT_RECIPE = "complementary"
-QUIET = {
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
-"""Environment variables that are set before models are loaded, unless the user has."""
 
 app = new_app("Train an actor and an experience extractor together.")
 
@@ -70,11 +63,18 @@ def train(
     `experiential recipes` lists the recipes, one for each method, baseline and ablation.
     Exit code: 0 done, 2 user error (one line on stderr), 1 failure.
     """
-    named = {"seed": seed, "runtime": runtime}
-    chosen = [f"{key}={value}" for key, value in named.items() if value is not None]
-    # DeepSpeed trains in bfloat16 only
-    before = ["model.dtype=bfloat16"] if runtime == "openrlhf" and not resume else []
-    experiment = resolve(recipe, [*before, *(overrides or []), *chosen], output if resume else None)
+    chosen = {"seed": seed, "runtime": runtime}
+    settings = [*(overrides or []), *(f"{k}={v}" for k, v in chosen.items() if v is not None)]
+    if runtime == "openrlhf" and not resume:  # DeepSpeed trains in bfloat16 only
+        settings.insert(0, "model.dtype=bfloat16")
+    source: str | Path = recipe or DEFAULT_RECIPE
+    if resume and output is not None and recipe is None:  # a resumed run keeps its settings
+        source = output / CONFIG_FILE
+        if not source.is_file():
+            raise CheckpointError(
+                f"Expected a run to resume in {output}, found none; leave out --resume to start one"
+            )
+    experiment = load_experiment(source, settings)
     if resume and output is None:
         raise ConfigError(
             "Expected --output with --resume, got none; name the folder of the run to go on with"
@@ -84,37 +84,9 @@ def train(
         sys.stdout.write(dump_experiment(experiment))
         sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment, placement))
         return
-    folder = prepare_output(
-        output or default_output(experiment.recipe), resume=resume, overwrite=overwrite
-    )
-    run(experiment, folder, resume=resume, plain=plain)
-
-
-def resolve(recipe: str | None, overrides: list[str], resumed: Path | None) -> Experiment:
-    """Return the experiment to run; a resumed run keeps its settings unless a recipe is named.
-
-    Raises:
-        CheckpointError: `resumed` holds no run.
-    """
-    if resumed is None or recipe is not None:
-        return load_experiment(recipe or DEFAULT_RECIPE, overrides)
-    saved = resumed / CONFIG_FILE
-    if not saved.is_file():
-        raise CheckpointError(
-            f"Expected a run to resume in {resumed}, found none; leave out --resume to start one"
-        )
-    return load_experiment(saved, overrides)
-
-
-def default_output(recipe: str) -> Path:
-    """Return a new folder name under `runs/`."""
-    return Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def run(experiment: Experiment, folder: Path, *, resume: bool, plain: bool) -> None:
-    """Train, show progress, and report."""
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    folder = output or default_output(experiment.recipe)
+    prepare_output(folder, resume=resume, overwrite=overwrite)
+    quieten()
     from experiential.cli.report import show_report
     from experiential.cli.trackers import open_trackers
     from experiential.cli.view import make_view
@@ -134,6 +106,18 @@ def run(experiment: Experiment, folder: Path, *, resume: bool, plain: bool) -> N
 
         summary = Trainer(experiment, folder, resume=resume, observer=observe).run()
     show_report(console, folder, summary)
+
+
+def default_output(recipe: str) -> Path:
+    """Return a new folder name under `runs/`."""
+    return Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def quieten() -> None:
+    """Set environment variables that silence model libraries, unless the user has set them."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def main() -> None:

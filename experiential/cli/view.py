@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +16,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from experiential.cli.rows import show_line
 from experiential.training.metrics import peak_memory_gb
 
 Event = dict[str, Any]
@@ -39,60 +39,32 @@ FIELDS = (
 """Fields of a step event in the order shown: name, label, format."""
 WHEN_ANY = ("errors",)
 """Fields that are shown only when they are not 0."""
-
-
 ARMS = {"on": "with the bank", "off": "without the bank", "frozen": "with the bank frozen"}
 """What the arms of an evaluation are called."""
 
 
-class View(Protocol):
-    """Show the events of a run; a context manager."""
-
-    def __enter__(self) -> Self:
-        """Start showing."""
-        ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop showing."""
-        ...
-
-    def handle(self, event: Event) -> None:
-        """Show one event of the trainer."""
-        ...
-
-
-def make_view(console: Console, *, plain: bool) -> View:
+def make_view(console: Console, *, plain: bool) -> PlainView | LiveView:
     """Return a live view on a terminal, plain lines elsewhere or on request."""
     return PlainView(console) if plain or not console.is_terminal else LiveView(console)
 
 
 def shown_fields(event: Event) -> list[tuple[str, str]]:
     """Return labels and formatted values of a step event; absent values are left out."""
-    told = [
-        field
-        for field in FIELDS
-        if isinstance(event.get(field[0]), (int, float))
-        and (event[field[0]] or field[0] not in WHEN_ANY)
-    ]
-    known = [(label, form.format(event[name])) for name, label, form in told]
-    return [*known, ("memory", f"{event.get('memory_gb') or peak_memory_gb():.1f} GB")]
+    shown: list[tuple[str, str]] = []
+    for name, label, form in FIELDS:
+        value = event.get(name)
+        if isinstance(value, int | float) and (value or name not in WHEN_ANY):
+            shown.append((label, form.format(value)))
+    return [*shown, ("memory", f"{event.get('memory_gb') or peak_memory_gb():.1f} GB")]
 
 
 def describe_evaluation(event: Event) -> str:
     """Format an evaluation event as one line."""
-    rates = [
-        f"{visit['successes'] / visit['episodes']:.0%}"
-        for visit in event["visits"]
-        if visit["episodes"]
-    ]
+    visits = (visit for visit in event["visits"] if visit["episodes"])
+    rates = " ".join(f"{visit['successes'] / visit['episodes']:.0%}" for visit in visits)
     arm = ARMS.get(event["arm"], f"in the arm {event['arm']}")
     errors = f"; {event['errors']} episodes failed" if event.get("errors") else ""
-    return f"evaluation at step {event['step']} {arm}, success by visit: {' '.join(rates)}{errors}"
+    return f"evaluation at step {event['step']} {arm}, success by visit: {rates}{errors}"
 
 
 class PlainView:
@@ -103,39 +75,29 @@ class PlainView:
         self._steps = 0
 
     def __enter__(self) -> Self:
-        """Start nothing."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop nothing."""
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def handle(self, event: Event) -> None:
         """Print one event of the trainer."""
-        line = self._line(event)
-        if line:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _line(self, event: Event) -> str | None:
         match event["event"]:
             case "start":
                 self._steps = event["steps"]
-                return f"training for {self._steps} steps"
+                line = f"training for {self._steps} steps"
             case "step":
                 fields = "  ".join(f"{label} {value}" for label, value in shown_fields(event))
-                return f"step {event['step']}/{self._steps}  {fields}"
+                line = f"step {event['step']}/{self._steps}  {fields}"
             case "eval":
-                return describe_evaluation(event)
+                line = describe_evaluation(event)
             case "checkpoint":
-                return f"checkpoint {event['path']}"
+                line = f"checkpoint {event['path']}"
             case "warning":
-                return f"warning: {event['text']}"
+                line = f"warning: {event['text']}"
             case _:
-                return None
+                return
+        show_line(self._console, line)
 
 
 class LiveView:
@@ -157,49 +119,35 @@ class LiveView:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> Self:
-        """Take over the terminal's last lines."""
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Leave the last state on the terminal."""
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
 
     def handle(self, event: Event) -> None:
         """Redraw for one event of the trainer; evaluations and warnings stay above as lines."""
         match event["event"]:
             case "start":
+                done = event.get("step", 0)
                 self._progress.update(
-                    self._task,
-                    description="training",
-                    total=event["steps"],
-                    completed=event.get("step", 0),
+                    self._task, description="training", total=event["steps"], completed=done
                 )
             case "step":
                 self._latest = event
                 self._progress.update(self._task, completed=event["step"])
             case "eval":
-                self._note(describe_evaluation(event))
+                self._console.print(describe_evaluation(event), markup=False, highlight=False)
             case "warning":
-                self._note(f"warning: {event['text']}")
+                self._console.print(f"warning: {event['text']}", markup=False, highlight=False)
             case "end":
                 self._progress.update(self._task, description="done")
             case _:
                 pass
 
-    def _note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
-
     def _render(self) -> Group:
         grid = Table.grid(padding=(0, 2))
-        fields = shown_fields(self._latest)
-        for start in range(0, len(fields), 4):
-            grid.add_row(
-                *(f"[dim]{label}[/dim] {value}" for label, value in fields[start : start + 4])
-            )
+        cells = [f"[dim]{label}[/dim] {value}" for label, value in shown_fields(self._latest)]
+        for start in range(0, len(cells), 4):
+            grid.add_row(*cells[start : start + 4])
         return Group(self._progress, grid)

@@ -77,9 +77,6 @@ class Substitute(ABC):
     def close(self) -> None:  # noqa: B027  (a duty of the protocol, and nothing to do)
         """Close nothing: the manager is another's."""
 
-    def refresh(self) -> None:  # noqa: B027  (an optional hook, not an abstract method)
-        """Forget what was read of the bank, which may have changed."""
-
 
 class Shuffled(Substitute):
     """Show entries of other tasks.
@@ -96,7 +93,7 @@ class Shuffled(Substitute):
         self._worlds: dict[tuple[str, int], frozenset[str]] = {}
 
     def refresh(self) -> None:
-        """Read the bank again before the next draw."""
+        """Read the bank, which may have changed, again before the next draw."""
         self._entries = None
 
     def replaced(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
@@ -124,24 +121,22 @@ class Shuffled(Substitute):
                 others.append(entry)
         rng = random.Random(f"{self.seed}|{instance}|{query}")
         drawn = rng.sample(others, min(len(hits), len(others)))
-        return [
-            Hit(experience=entry, score=hit.score, rank=hit.rank)
-            for entry, hit in zip(drawn, hits, strict=False)
-        ]
+        pairs = zip(drawn, hits, strict=False)
+        return [Hit(experience=entry, score=hit.score, rank=hit.rank) for entry, hit in pairs]
 
     def ask(self, query: str, **options: Any) -> Answer:
         """Refine an entry of another task for the question."""
-        episode, turn = options.get("episode", ""), options.pop("turn", 0)
+        turn = options.pop("turn", 0)
         hits = self.search(query, **{"k": 1, **options})
         if not hits:
             return Answer()
-        entry = hits[0].experience
+        entry, extractor = hits[0].experience, self.manager.extractor
         text: str = entry.text
         generation: Generation | None = None
-        if self.manager.extractor is not None:
+        if extractor is not None:
             with suppress(BackendError):  # an entry that cannot be refined is shown as it stands
-                text, generation = run_sync(self.manager.extractor.arefine(query, entry))
-        refinement = generation.id if generation else None
+                text, generation = run_sync(extractor.arefine(query, entry))
+        episode, refinement = options.get("episode", ""), generation.id if generation else None
         use = hits[0].use("search_and_ask", episode=episode, turn=turn, refinement=refinement)
         return Answer(text=text, hit=hits[0], generation=generation, use=use)
 
@@ -176,17 +171,14 @@ class Placebo(Substitute):
         """
 
         def emptied(hit: Hit) -> Hit:
-            entry = hit.experience
-
-            def with_text(text: str) -> Experience:
-                return entry.model_copy(update={"id": PLACEBO, "text": text, "metadata": {}})
+            entry = hit.experience.model_copy(update={"id": PLACEBO, "metadata": {}})
 
             def length(text: str) -> int:
-                return self._count(self._render(with_text(text)))
+                return self._count(self._render(entry.model_copy(update={"text": text})))
 
             seed = f"{self.seed}|{instance}|{query}|{hit.rank}"
-            text = filler(self._count(self._render(entry)), length, seed)
-            return hit.model_copy(update={"experience": with_text(text)})
+            text = filler(self._count(self._render(hit.experience)), length, seed)
+            return hit.model_copy(update={"experience": entry.model_copy(update={"text": text})})
 
         return [emptied(hit) for hit in hits]
 
@@ -230,7 +222,7 @@ class ArmBank:
         """
         if self.manager is not None:
             self.manager.pause()
-        if isinstance(self.shown, Substitute):
+        if isinstance(self.shown, Shuffled):
             self.shown.refresh()
 
     async def distil(self) -> None:

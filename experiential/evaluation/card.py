@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
 import numpy as np
-from pydantic import Field
 
 from experiential.config import Arm
 from experiential.evaluation.cell import Cell, package_version
@@ -136,9 +135,8 @@ class Card(Record):
     arms: tuple[Arm, ...]
     recipes: tuple[RecipeReport, ...]
     comparisons: tuple[Comparison, ...] = ()
-    notes: tuple[str, ...] = Field(
-        default=(), description="arms not played, recipes not compared, and why"
-    )
+    notes: tuple[str, ...] = ()
+    """Arms not played, recipes not compared, and why."""
 
 
 def make_card(
@@ -163,13 +161,39 @@ def make_card(
         recipe = family[0].recipe
         seen[recipe] += 1
         named[recipe if seen[recipe] == 1 else f"{recipe} ({seen[recipe]})"] = family
+
+    base_name, base = next(iter(named.items()))
+    comparisons: list[Comparison] = []
+    notes: list[str] = []
+    apart: list[str] = []
+    for name, mine in named.items():
+        played = {cell.arm for cell in mine}
+        if missing := [arm for arm in arms if arm not in played]:
+            why = "it has no bank" if "off" in played else "no such cell was given"
+            notes.append(f"{name}: {', '.join(missing)} not played, since {why}")
+        if len({cell.seed for cell in mine}) == 1:
+            notes.append(
+                f"{name}: one training seed; its intervals leave out how much another training"
+                " would differ"
+            )
+        if mine[0].environment != base[0].environment:
+            apart.append(
+                f"{name}: plays {mine[0].environment}, the first recipe {base[0].environment}; they"
+                " are not compared"
+            )
+        elif name != base_name:
+            arm, other = used_arm(mine), used_arm(base)
+            if found := recipe_difference(by_arm(mine)[arm], by_arm(base)[other]):
+                sides = {"first": name, "first_arm": arm, "second": base_name, "second_arm": other}
+                figures = dict(zip(("interval", "seeds", "worlds"), found, strict=True))
+                comparisons.append(Comparison.model_validate(sides | figures))
     return Card(
         versions=versions(),
         overrides=tuple(overrides),
         arms=tuple(arms),
-        recipes=tuple(_recipe_report(name, family) for name, family in named.items()),
-        comparisons=tuple(_comparisons(named)),
-        notes=tuple(_notes(named, arms)),
+        recipes=tuple(recipe_report(name, family) for name, family in named.items()),
+        comparisons=tuple(comparisons),
+        notes=(*notes, *apart),
     )
 
 
@@ -197,23 +221,19 @@ def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
     extractor = sum((cell.cost.extractor for cell in cells), Spent())
     seconds = sum(cell.cost.seconds for cell in cells)
     visits: list[VisitRate] = []
-    for visit in range(tables[0].shape[1]):
-        column = np.concatenate([table[:, visit] for table in tables])
-        won = int(column.sum())
-        interval = wilson(won, column.size)
-        visits.append(
-            VisitRate(visit=visit + 1, successes=won, episodes=column.size, interval=interval)
-        )
-    per_success = None
-    if successes:
-        per_success = PerSuccess(
-            episodes=episodes / successes,
-            seconds=seconds / successes,
-            actor_tokens=actor.tokens / successes,
-            extractor_tokens=extractor.tokens / successes,
-            actor_seconds=actor.seconds / successes,
-            extractor_seconds=extractor.seconds / successes,
-        )
+    for number, column in enumerate(np.concatenate(tables).T, 1):
+        won, played = int(column.sum()), column.size
+        rate = wilson(won, played)
+        visits.append(VisitRate(visit=number, successes=won, episodes=played, interval=rate))
+    costs = {
+        "episodes": episodes,
+        "seconds": seconds,
+        "actor_tokens": actor.tokens,
+        "extractor_tokens": extractor.tokens,
+        "actor_seconds": actor.seconds,
+        "extractor_seconds": extractor.seconds,
+    }
+    each = {name: cost / successes for name, cost in costs.items()} if successes else None
     return ArmReport(
         arm=arm,
         visits=tuple(visits),
@@ -225,7 +245,7 @@ def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
         seconds=seconds,
         actor=actor,
         extractor=extractor,
-        per_success=per_success,
+        per_success=None if each is None else PerSuccess(**each),
     )
 
 
@@ -286,7 +306,8 @@ def by_arm(cells: Iterable[Cell]) -> dict[Arm, list[Cell]]:
     return found
 
 
-def _recipe_report(name: str, cells: Sequence[Cell]) -> RecipeReport:
+def recipe_report(name: str, cells: Sequence[Cell]) -> RecipeReport:
+    """Report the cells of one recipe with the same settings."""
     arms = by_arm(cells)
     runs = {cell.settings: cell for cell in sorted(cells, key=lambda cell: cell.seed)}
     found = (difference(arms[a], arms[b]) for a, b in DIFFERENCES if a in arms and b in arms)
@@ -295,52 +316,10 @@ def _recipe_report(name: str, cells: Sequence[Cell]) -> RecipeReport:
         recipe=cells[0].recipe,
         environment=cells[0].environment,
         runs=tuple(
-            RunFacts(**{name: getattr(cell, name) for name in RunFacts.model_fields})
+            RunFacts(**cell.model_dump(include=set(RunFacts.model_fields)))
             for cell in runs.values()
         ),
         worlds=len(cells[0].outcomes),
         arms=tuple(arm_report(arm, cells) for arm, cells in arms.items()),
         differences=tuple(one for one in found if one is not None),
     )
-
-
-def _comparisons(named: Mapping[str, Sequence[Cell]]) -> Iterable[Comparison]:
-    """Compare every recipe with the first, where it plays the same environment."""
-    (base, base_cells), *others = named.items()
-    base_arm = used_arm(base_cells)
-    for name, cells in others:
-        if cells[0].environment != base_cells[0].environment:
-            continue
-        arm = used_arm(cells)
-        found = recipe_difference(by_arm(cells)[arm], by_arm(base_cells)[base_arm])
-        if found is not None:
-            interval, seeds, worlds = found
-            yield Comparison(
-                first=name,
-                first_arm=arm,
-                second=base,
-                second_arm=base_arm,
-                interval=interval,
-                seeds=seeds,
-                worlds=worlds,
-            )
-
-
-def _notes(named: Mapping[str, Sequence[Cell]], arms: Sequence[Arm]) -> Iterable[str]:
-    for name, cells in named.items():
-        played = {cell.arm for cell in cells}
-        if missing := [arm for arm in arms if arm not in played]:
-            why = "it has no bank" if "off" in played else "no such cell was given"
-            yield f"{name}: {', '.join(missing)} not played, since {why}"
-        if len({cell.seed for cell in cells}) == 1:
-            yield (
-                f"{name}: one training seed; its intervals leave out how much another training"
-                " would differ"
-            )
-    base = next(iter(named.values()))[0]
-    for name, cells in named.items():
-        if cells[0].environment != base.environment:
-            yield (
-                f"{name}: plays {cells[0].environment}, the first recipe {base.environment}; they"
-                " are not compared"
-            )

@@ -52,8 +52,8 @@ class Cell(Record):
     outcomes: tuple[str, ...] = Field(min_length=1)
     errors: int = 0
     entries: int = 0
-    failures: dict[str, int] = Field(default_factory=dict[str, int])
-    cost: Cost = Field(default_factory=Cost)
+    failures: dict[str, int] = {}
+    cost: Cost = Cost()
 
     def table(self) -> np.ndarray:
         """Return the outcomes as 0 and 1, shape (worlds, visits)."""

@@ -62,7 +62,7 @@ class SuiteCell(Record):
     arm: Literal["off", "frozen", "on"]
     episodes: tuple[PlayedEpisode, ...] = Field(min_length=1)
     entries: tuple[int, int] | None = None
-    extractor: Spent = Field(default_factory=Spent)
+    extractor: Spent = Spent()
 
 
 MEASURES: dict[str, Callable[[PlayedEpisode], float]] = {

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import entry_text, principle_text
@@ -49,8 +48,8 @@ class Cost(Record):
     """
 
     seconds: float = 0.0
-    actor: Spent = Field(default_factory=Spent)
-    extractor: Spent = Field(default_factory=Spent)
+    actor: Spent = Spent()
+    extractor: Spent = Spent()
 
 
 class Visits(Record):
@@ -72,8 +71,8 @@ class Visits(Record):
     outcomes: tuple[tuple[bool, ...], ...]
     errors: int = 0
     entries: int = 0
-    failures: dict[str, int] = Field(default_factory=dict[str, int])
-    cost: Cost = Field(default_factory=Cost)
+    failures: dict[str, int] = {}
+    cost: Cost = Cost()
 
     def rates(self) -> list[Interval]:
         """Return success by visit number, with Wilson intervals."""
