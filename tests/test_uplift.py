@@ -162,6 +162,14 @@ def test_lineage_reaches_through_merges_in_both_directions(bank):
     assert bank.uplift(c.id).lineage.groups == 1
 
 
+def test_a_merge_counts_that_was_made_after_an_uplift_was_asked_for(bank):
+    a, b = bank.add("use the brass key"), bank.add("take the brass key")
+    play(bank, "a", [1], [0], a)
+    assert bank.uplift(a.id).lineage.groups == 1
+    play(bank, "b", [0], [1], merge(bank, a, b))
+    assert bank.uplift(a.id).lineage.groups == 2
+
+
 def test_an_episode_that_used_two_of_a_family_counts_once(bank):
     a, b = bank.add("use the brass key"), bank.add("take the brass key")
     bank.record(episode("g", 1, a, b))

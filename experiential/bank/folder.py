@@ -336,7 +336,8 @@ class FolderBank(StateReader, Bank):
         if (entry := self.get(id)) is None:
             raise unknown_entry(id)
         after = self.trust_after if after is None else after
-        evidence = Evidence(self._journal, self.namespace)  # with the merges known now
+        evidence = Evidence(self._journal, self.namespace)
+        evidence.read_merges()
         by_task = evidence.by_task(evidence.ancestors(id, entry.version))
         return judge(id, entry.version, by_task, after)
 

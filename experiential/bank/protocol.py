@@ -82,7 +82,7 @@ class TrustBook(Protocol):
 
     def is_trusted(self, experience: Experience) -> bool:
         """Return whether this version was trusted at the last refresh."""
-        ...
+        return (experience.id, experience.version) in self.trusted
 
     def refresh(self) -> None:
         """Read the evidence recorded since the last refresh."""

@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import random
 import threading
 from collections import Counter
@@ -56,12 +55,6 @@ _USES = """
 _GROUPS = """
     SELECT rowid, grp FROM trajectories
     WHERE rowid > ? AND namespace = ? AND error IS NULL AND grp <> '' AND commit_id <= ?"""
-_MERGED = """
-    SELECT c.seq, v.id, v.version, v.record FROM changes c
-    CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id
-        AND v.version = c.version AND v.commit_id = c.commit_id
-    WHERE c.seq > ? AND c.namespace = ? AND c.commit_id <= ?
-        AND instr(v.record, '"parents":[[') > 0"""
 
 
 def judge(id: str, version: int, by_task: Mapping[str, Sequence[float]], after: int) -> Standing:
@@ -80,7 +73,7 @@ def judge(id: str, version: int, by_task: Mapping[str, Sequence[float]], after: 
     )
 
 
-class Book:
+class Book(TrustBook):
     """Know which entry versions of one namespace are trusted, live or not.
 
     ``refresh`` reads the journal on from its last call, and judges the versions concerned. Any
@@ -103,23 +96,17 @@ class Book:
         self._journal = journal
         self._namespace = namespace
         self._until = until
-        self._evidence = Evidence(journal, namespace)
+        self._evidence = Evidence(journal, namespace, until)
         self._read: Counter[str] = Counter()  # by statement, the row read last
         self._used_in: dict[str, set[Ancestor]] = {}
         self._groups: Counter[Ancestor] = Counter()
-        self._parents: dict[Ancestor, list[Ancestor]] = {}
-        self._children: dict[Ancestor, list[Ancestor]] = {}
         # Versions to be judged again; a refresh that fails leaves them to the next.
         self._touched: set[Ancestor] = set()
         self._one_at_a_time = threading.Lock()
 
-    def is_trusted(self, experience: Experience) -> bool:
-        """Return whether this version was trusted at the last refresh."""
-        return (experience.id, experience.version) in self.trusted
-
     def standing(self, id: str, version: int) -> Standing:
         """Judge one version now, with the merges known at the last refresh."""
-        by_task = self._evidence.by_task(self._ancestors(id, version), self._until)
+        by_task = self._evidence.by_task(self._evidence.ancestors(id, version))
         return judge(id, version, by_task, self.after)
 
     def refresh(self) -> None:
@@ -131,25 +118,21 @@ class Book:
                     known.add((id, version))
                     self._groups[id, version] += 1
                 self._touched.add((id, version))
-            for _, id, version, written in self._rows(_MERGED):
-                parents = [(one[0], one[1]) for one in json.loads(written)["provenance"]["parents"]]
-                self._parents[id, version] = parents
-                for parent in parents:
-                    self._children.setdefault(parent, []).append((id, version))
-                self._touched.add((id, version))
+            self._touched.update(self._evidence.read_merges())
             for _, group in self._rows(_GROUPS):
                 self._touched |= self._used_in.get(group, set())
+            children = self._evidence.children
             concerned = {
                 heir
                 for version in self._touched
-                for heir in lineage(*version, lambda id, at: self._children.get((id, at), ()))
+                for heir in lineage(*version, lambda id, at: children.get((id, at), ()))
             }
             # Count first: a group belongs to one task, so fewer groups cannot be tasks enough.
             least = max(2, self.after)
             helpful = {
                 version
                 for version in concerned
-                if sum(self._groups[one] for one in self._ancestors(*version)) >= least
+                if sum(self._groups[one] for one in self._evidence.ancestors(*version)) >= least
                 and self.standing(*version).trusted
             }
             self.trusted = self.trusted - concerned | helpful
@@ -161,9 +144,6 @@ class Book:
         if rows:
             self._read[statement] = max(row[0] for row in rows)
         return rows
-
-    def _ancestors(self, id: str, version: int) -> list[Ancestor]:
-        return lineage(id, version, lambda id, at: self._parents.get((id, at), ()))
 
 
 def may_try(seed: int, episode: str, share: float) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from functools import cache
 from statistics import NormalDist, mean, stdev
 
 from experiential.bank.evidence.credit import Ancestor, lineage
@@ -39,22 +39,57 @@ _DIFFERENCES = """
 _TASK = """
     SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL
     ORDER BY commit_id, id LIMIT 1"""
+_MERGED = """
+    SELECT v.id, v.version, v.record FROM changes c
+    CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id
+        AND v.version = c.version AND v.commit_id = c.commit_id
+    WHERE c.seq > ? AND c.seq <= ? AND c.namespace = ? AND c.commit_id <= ?
+        AND instr(v.record, '"parents":[[') > 0"""
 ALWAYS = 2**62
 """A commit after every other."""
 
 
 class Evidence:
-    """Read the outcomes of entry versions of one namespace; the merges are read once."""
+    """Read the outcomes and merges of entry versions of one namespace.
 
-    def __init__(self, journal: Journal, namespace: str) -> None:
+    Args:
+        journal: of the bank.
+        namespace: inside it.
+        until: the last commit that counts.
+
+    Attributes:
+        children: versions merged from a version, as of the last ``read_merges``.
+    """
+
+    def __init__(self, journal: Journal, namespace: str, until: int = ALWAYS) -> None:
+        self.children: dict[Ancestor, list[Ancestor]] = {}
+        self._parents: dict[Ancestor, list[Ancestor]] = {}
         self._journal = journal
         self._namespace = namespace
+        self._until = until
         self._tasks: dict[str, str] = {}
+        self._seen = 0
+
+    def read_merges(self) -> list[Ancestor]:
+        """Read the merges since the last call; return the merged versions."""
+        with self._journal.lock:
+            last = self._journal.value("SELECT MAX(seq) FROM changes") or 0
+            bounds = (self._seen, last, self._namespace, self._until)
+            heirs: list[Ancestor] = []
+            for id, version, record in self._journal.rows(_MERGED, *bounds):
+                parents = [(one[0], one[1]) for one in json.loads(record)["provenance"]["parents"]]
+                self._parents[id, version] = parents
+                for parent in parents:
+                    self.children.setdefault(parent, []).append((id, version))
+                heirs.append((id, version))
+            self._seen = last
+            return heirs
 
     def uplift(self, id: str, version: int) -> Uplift:
         """Return counts and estimates of one entry version."""
         uses, outcomes, successes = self._journal.rows(_TALLY, self._namespace, id, version)[0]
-        below = lineage(id, version, lambda id, at: self._edges[1].get((id, at), ()))
+        self.read_merges()
+        below = lineage(id, version, lambda id, at: self.children.get((id, at), ()))
         family = list(dict.fromkeys([*self.ancestors(id, version), *below]))
         alone = estimate(self._differences([(id, version)]).values())
         return Uplift(
@@ -67,22 +102,20 @@ class Evidence:
             **dict(alone),
         )
 
-    def by_task(self, versions: Sequence[Ancestor], until: int = ALWAYS) -> dict[str, list[float]]:
+    def by_task(self, versions: Sequence[Ancestor]) -> dict[str, list[float]]:
         """Return the differences of groups by task: its ``task_id``, or its words if it has none.
 
-        Args:
-            versions: whose uses count.
-            until: the last commit whose outcomes count.
+        Groups are those with uses of ``versions``.
         """
         found: dict[str, list[float]] = {}
-        for group, difference in self._differences(versions, until).items():
+        for group, difference in self._differences(versions).items():
             if group not in self._tasks:
                 record = json.loads(self._journal.value(_TASK, self._namespace, group))
                 self._tasks[group] = record["task_id"] or record["task"]
             found.setdefault(self._tasks[group], []).append(difference)
         return found
 
-    def _differences(self, versions: Sequence[Ancestor], until: int = ALWAYS) -> dict[str, float]:
+    def _differences(self, versions: Sequence[Ancestor]) -> dict[str, float]:
         """Return per group the success rate of guided members that used a version minus the free.
 
         An episode counts once however often it used them; one that failed for a technical cause
@@ -91,28 +124,15 @@ class Evidence:
         pairs = ", ".join(f"(?{2 * i + 3}, ?{2 * i + 4})" for i in range(len(versions)))
         named = [value for version in versions for value in version]
         # Without a bound, an index alone answers for the free members.
-        bound = "" if until == ALWAYS else " AND {}.commit_id <= ?2"
+        bound = "" if self._until == ALWAYS else " AND {}.commit_id <= ?2"
         statement = _DIFFERENCES.format(
             pairs=pairs, guided=bound.format("t"), free=bound.format("f")
         )
-        return dict(self._journal.rows(statement, self._namespace, until, *named))
+        return dict(self._journal.rows(statement, self._namespace, self._until, *named))
 
     def ancestors(self, id: str, version: int) -> list[Ancestor]:
-        """Return the version itself and all versions that it was merged from."""
-        return lineage(id, version, lambda id, at: self._edges[0].get((id, at), ()))
-
-    @cached_property
-    def _edges(self) -> tuple[dict[Ancestor, list[Ancestor]], dict[Ancestor, list[Ancestor]]]:
-        """Return parents by child and children by parent."""
-        statement = "SELECT id, version, record FROM versions"
-        statement += " WHERE namespace = ? AND instr(record, '\"parents\":[[') > 0"
-        up: dict[Ancestor, list[Ancestor]] = {}
-        down: dict[Ancestor, list[Ancestor]] = {}
-        for id, version, record in self._journal.rows(statement, self._namespace):
-            for parent, at in json.loads(record)["provenance"]["parents"]:
-                up.setdefault((id, version), []).append((parent, at))
-                down.setdefault((parent, at), []).append((id, version))
-        return up, down
+        """Return the version itself and, as of ``read_merges``, all that it was merged from."""
+        return lineage(id, version, lambda id, at: self._parents.get((id, at), ()))
 
 
 def estimate(differences: Iterable[float]) -> Estimate:

@@ -192,9 +192,6 @@ class RemoteBook(TrustBook):
         self.trusted: frozenset[tuple[str, int]] = frozenset()
         self._service = service
 
-    def is_trusted(self, experience: Experience) -> bool:
-        return (experience.id, experience.version) in self.trusted
-
     def refresh(self) -> None:
         self.trusted = frozenset(self._service.trusted_versions(self.after))
 
@@ -244,11 +241,11 @@ class RemoteBank(RemoteReader, Bank):
         weakref.finalize(self, connection.close)
         info = self._service.info()
         self._embedder = RemoteEmbedder(self._service, info.embedder)
-        if embedder is not None and embedder_id(resolve_embedder(embedder)) != info.embedder:
+        own = None if embedder is None else embedder_id(resolve_embedder(embedder))
+        if own not in (None, info.embedder):
             raise BankError(
-                f"Expected the embedder {info.embedder!r} of the bank at {self.url}, got"
-                f" {embedder_id(resolve_embedder(embedder))!r}; leave embedder= out, the server"
-                " makes the vectors"
+                f"Expected the embedder {info.embedder!r} of the bank at {self.url}, got {own!r};"
+                " leave embedder= out, the server makes the vectors"
             )
         view = At(commit=info.head, seen=info.head) if read_only else None
         self._reads = ServiceClient(connection, namespace, view)
@@ -387,16 +384,8 @@ class RemoteBank(RemoteReader, Bank):
         item: str | None = None,
         extractor_version: int | None = None,
     ) -> list[Experience]:
-        written = self.send(
-            "apply",
-            distillation=distillation,
-            spans=_spans(distillation),
-            trajectory=trajectory,
-            shown=list(shown),
-            item=item,
-            extractor_version=extractor_version,
-        )
-        return self._entries_of(written)
+        more = {"trajectory": trajectory, "item": item}
+        return self._written("apply", distillation, shown, extractor_version, **more)
 
     def consolidate(
         self,
@@ -405,22 +394,32 @@ class RemoteBank(RemoteReader, Bank):
         shown: Sequence[Experience],
         extractor_version: int | None = None,
     ) -> list[Experience]:
-        written = self.send(
-            "consolidate",
+        return self._written("consolidate", distillation, shown, extractor_version)
+
+    def _written(
+        self,
+        name: str,
+        distillation: Distillation,
+        shown: Sequence[Experience],
+        extractor_version: int | None,
+        **more: Any,
+    ) -> list[Experience]:
+        operations = distillation.parsed.operations
+        written: Written = self.send(
+            name,
             distillation=distillation,
-            spans=_spans(distillation),
+            # The spans of the operations, which their own JSON leaves out.
+            spans=[None if one.span is None else list(one.span) for one in operations],
             shown=list(shown),
             extractor_version=extractor_version,
+            **more,
         )
-        return self._entries_of(written)
-
-    def _entries_of(self, written: Written) -> list[Experience]:
         self.refused.update(written.refused)
         return written.entries
 
     def note_retrievals(self, ids: Iterable[str]) -> None:
-        if named := list(ids):
-            self.send("note_retrievals", ids=named)
+        if ids := list(ids):
+            self.send("note_retrievals", ids=ids)
 
     def deduplicate(
         self,
@@ -431,11 +430,8 @@ class RemoteBank(RemoteReader, Bank):
         among: Iterable[str] | None = None,
         dry_run: bool = False,
     ) -> list[Duplicates]:
-        """Merge near-duplicates; see `Bank.deduplicate`.
-
-        A ``judge`` cannot travel, so the entries and their vectors are fetched and it is asked
-        here. Without one all happens at the server, which goes on after a time-out here.
-        """
+        # A judge cannot travel, so the entries and their vectors are fetched and it is asked here.
+        # Without one all happens at the server, which goes on after a time-out here.
         options: dict[str, Any] = {"across_tasks": across_tasks, "among": among, "dry_run": dry_run}
         if judge is None:
             return self.send("deduplicate", threshold=threshold, **options)
@@ -453,8 +449,3 @@ class RemoteBank(RemoteReader, Bank):
     # Moving
 
     import_entries = _sends(Bank.import_entries, "import")
-
-
-def _spans(distillation: Distillation) -> list[list[int] | None]:
-    """Return the spans of the operations, which their own JSON leaves out."""
-    return [None if one.span is None else list(one.span) for one in distillation.parsed.operations]

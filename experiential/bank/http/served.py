@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -231,15 +231,8 @@ class ServedBank:
         extractor_version: int | None = None,
     ) -> Written:
         """Write the operations distilled from a trajectory; ``spans`` are theirs, in order."""
-        before, distillation = self.bank.refused.copy(), _with_spans(distillation, spans)
-        entries = self.bank.apply(
-            distillation,
-            trajectory=trajectory,
-            shown=shown,
-            item=item,
-            extractor_version=extractor_version,
-        )
-        return Written(entries=entries, refused=dict(self.bank.refused - before))
+        write = partial(self.bank.apply, trajectory=trajectory, item=item)
+        return self._written(write, distillation, spans, shown, extractor_version)
 
     def consolidate(
         self,
@@ -250,10 +243,31 @@ class ServedBank:
         extractor_version: int | None = None,
     ) -> Written:
         """Write the operations of a merge; ``spans`` are theirs, in order."""
-        before, distillation = self.bank.refused.copy(), _with_spans(distillation, spans)
-        entries = self.bank.consolidate(
-            distillation, shown=shown, extractor_version=extractor_version
+        return self._written(self.bank.consolidate, distillation, spans, shown, extractor_version)
+
+    def _written(
+        self,
+        write: Callable[..., list[Experience]],
+        distillation: Distillation,
+        spans: list[list[int] | None],
+        shown: list[Experience],
+        extractor_version: int | None,
+    ) -> Written:
+        """Write a distillation with the spans of its operations, which their JSON leaves out."""
+        parsed = distillation.parsed
+        if len(spans) != len(parsed.operations):
+            raise ValueError(
+                f"Expected one span (or null) per operation, got {len(spans)} for"
+                f" {len(parsed.operations)}"
+            )
+        operations = tuple(
+            operation.model_copy(update={"span": None if span is None else tuple(span)})
+            for operation, span in zip(parsed.operations, spans, strict=True)
         )
+        parsed = parsed.model_copy(update={"operations": operations})
+        distillation = distillation.model_copy(update={"parsed": parsed})
+        before = self.bank.refused.copy()
+        entries = write(distillation, shown=shown, extractor_version=extractor_version)
         return Written(entries=entries, refused=dict(self.bank.refused - before))
 
     def deduplicate(
@@ -360,19 +374,3 @@ class ServedBank:
     def _versions(self, named: Iterable[tuple[str, int]]) -> list[Experience]:
         found = (self.bank.version(id, version) for id, version in named)
         return [entry for entry in found if entry is not None]
-
-
-def _with_spans(distillation: Distillation, spans: list[list[int] | None]) -> Distillation:
-    """Return the distillation with the spans of its operations, which their JSON leaves out."""
-    parsed = distillation.parsed
-    if len(spans) != len(parsed.operations):
-        raise ValueError(
-            f"Expected one span (or null) per operation, got {len(spans)} for"
-            f" {len(parsed.operations)}"
-        )
-    operations = tuple(
-        operation.model_copy(update={"span": None if span is None else tuple(span)})
-        for operation, span in zip(parsed.operations, spans, strict=True)
-    )
-    parsed = parsed.model_copy(update={"operations": operations})
-    return distillation.model_copy(update={"parsed": parsed})

@@ -6,7 +6,7 @@ import contextlib
 import hmac
 import json
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -25,6 +25,7 @@ from experiential.errors import (
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY = 8 * 2**20
 """Default limit of a request body, in bytes."""
@@ -34,10 +35,6 @@ _HARMLESS = ("keep_generation", "note_retrievals", "save_counters", "set_trust_a
 _ONCE = {one.name for one in wire.OPERATIONS.values() if one.writes} - set(_HARMLESS)
 """Writes that a repeated request must not carry out again."""
 _STATUS = {ReadOnlyBankError: 403, BankLockedError: 423, ExperientialError: 409, TimeoutError: 503}
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def create_app(
@@ -98,12 +95,7 @@ def create_app(
 class RequestGuard:
     """Refuse, as ASGI middleware, requests without the token or with too long a body."""
 
-    def __init__(
-        self,
-        app: Callable[[Scope, Receive, Send], Awaitable[None]],
-        token: str | None,
-        max_body: int,
-    ) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, max_body: int) -> None:
         self._app = app
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._max_body = max_body
@@ -133,7 +125,7 @@ class RequestGuard:
             return
         unread = [bytes(body)]
 
-        async def receive_again() -> MutableMapping[str, Any]:
+        async def receive_again() -> Message:
             if unread:
                 return {"type": "http.request", "body": unread.pop(), "more_body": False}
             return await receive()

@@ -96,8 +96,15 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
             " imported"
         )
     items = [_item(row, file.name) for row in rows]
+    entries = [item.entry for item in items]
     if edited:
-        return [_by_a_person(item.entry) if item.is_changed else item.entry for item in items]
+        # An edited entry keeps its origins, but no generation wrote it.
+        for place, item in enumerate(items):
+            if item.is_changed:
+                kept = item.entry.provenance.model_dump(include={"trajectory", "instance"})
+                own = Provenance(cause="import", **kept)
+                entries[place] = item.entry.model_copy(update={"provenance": own})
+        return entries
     if differences := _differences(header, items):
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise BankError(
@@ -105,7 +112,7 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
             f" {'; '.join(differences[:_SHOWN])}{more}; nothing was imported. Restore the file, or"
             " import it with edited=True if it was changed on purpose"
         )
-    return [item.entry for item in items]
+    return entries
 
 
 def digest(entry: Experience) -> str:
@@ -177,11 +184,3 @@ def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
     if not found and _hash("\n".join(item.digest for item in items)) != header["sha256"]:
         found.append("its entries or its header are not those that were written")
     return found
-
-
-def _by_a_person(entry: Experience) -> Experience:
-    """Return an entry edited in the file: it keeps its origins, but no generation wrote it."""
-    provenance = Provenance(
-        cause="import", trajectory=entry.provenance.trajectory, instance=entry.provenance.instance
-    )
-    return entry.model_copy(update={"provenance": provenance})

@@ -23,15 +23,14 @@ JOURNAL_NAME = "journal.sqlite"
 SCHEMA_VERSION = 1
 _CLOCK_TICK_NS = 20_000_000
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (namespace TEXT, key TEXT, value TEXT, PRIMARY KEY (namespace,
-    key));
+CREATE TABLE IF NOT EXISTS meta (namespace TEXT, key TEXT, value TEXT,
+    PRIMARY KEY (namespace, key));
 CREATE TABLE IF NOT EXISTS commits (
     id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, time REAL NOT NULL,
     author TEXT NOT NULL, cause TEXT NOT NULL, ref TEXT);
 CREATE TABLE IF NOT EXISTS versions (
     namespace TEXT, id TEXT, version INTEGER, commit_id INTEGER NOT NULL, record TEXT NOT NULL,
-    vector BLOB NOT NULL,
-    origins TEXT NOT NULL, PRIMARY KEY (namespace, id, version));
+    vector BLOB NOT NULL, origins TEXT NOT NULL, PRIMARY KEY (namespace, id, version));
 CREATE TABLE IF NOT EXISTS changes (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, commit_id INTEGER NOT NULL,
     id TEXT NOT NULL, version INTEGER);
@@ -40,22 +39,19 @@ CREATE TABLE IF NOT EXISTS generations (namespace TEXT, id TEXT, record TEXT NOT
     PRIMARY KEY (namespace, id));
 CREATE TABLE IF NOT EXISTS trajectories (
     namespace TEXT, id TEXT, commit_id INTEGER NOT NULL, instance TEXT, grp TEXT, condition TEXT,
-    success INTEGER, reward REAL,
-    error TEXT, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
-CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories (namespace, grp, condition,
-    error, success);
+    success INTEGER, reward REAL, error TEXT, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
+CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories
+    (namespace, grp, condition, error, success);
 CREATE TABLE IF NOT EXISTS uses (
     namespace TEXT, id TEXT, trajectory TEXT NOT NULL, experience TEXT NOT NULL,
-    version INTEGER NOT NULL,
-    success INTEGER, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
+    version INTEGER NOT NULL, success INTEGER, record TEXT NOT NULL, PRIMARY KEY (namespace, id));
 CREATE INDEX IF NOT EXISTS uses_by_version ON uses (namespace, experience, version);
 CREATE TABLE IF NOT EXISTS statistics (
     namespace TEXT, id TEXT, retrievals INTEGER NOT NULL, uses INTEGER NOT NULL,
     successes INTEGER NOT NULL, PRIMARY KEY (namespace, id));
 CREATE TABLE IF NOT EXISTS queue (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, id TEXT NOT NULL,
-    state TEXT NOT NULL,
-    attempts INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (namespace, id));
+    state TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (namespace, id));
 CREATE INDEX IF NOT EXISTS queue_by_state ON queue (namespace, state);
 CREATE TABLE IF NOT EXISTS receipts (
     namespace TEXT, key TEXT, digest TEXT NOT NULL, commit_id INTEGER NOT NULL,

@@ -8,56 +8,14 @@ import os
 import socket
 import threading
 import time
-import weakref
 from pathlib import Path
 
 from experiential.errors import BankLockedError
 
 LOCK_NAME = "writer.lock"
-
-
-class FolderLock:
-    """Hold the operating-system lock of a bank folder; the file names its owner for people."""
-
-    def __init__(self, folder: Path) -> None:
-        self._fd: int | None = None
-        fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = described_owner(os.pread(fd, 4096, 0))
-            os.close(fd)
-            raise BankLockedError(
-                f"Expected to be the only writer of the bank {str(folder)!r}, which {owner} holds;"
-                " close it there, or open it here with read_only=True"
-            ) from None
-        self._fd = fd
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "time": now}
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(owner).encode(), 0)
-        _held.add(self)
-
-    def release(self) -> None:
-        """Let another process write."""
-        if self._fd is not None:
-            os.ftruncate(self._fd, 0)
-        self.forget()
-
-    def forget(self) -> None:
-        """Close this process's handle; the lock stays while the parent of a fork has one."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def described_owner(content: bytes) -> str:
-    """Describe the process that wrote a lock file."""
-    try:
-        owner = json.loads(content)
-        return f"process {owner['pid']} on {owner['host']} since {owner['time']}"
-    except (ValueError, KeyError, TypeError):
-        return "another process"
+_guard = threading.RLock()
+_held: dict[str, tuple[int, set[str]]] = {}
+"""Descriptor of the lock file and namespaces being written, by folder."""
 
 
 class WriterLock:
@@ -72,7 +30,7 @@ class WriterLock:
         self._key = os.path.realpath(folder)
         self._namespace = namespace
         with _guard:
-            lock, names = _shared.get(self._key) or (FolderLock(folder), set[str]())
+            descriptor, names = _held.get(self._key) or (_locked(folder), set[str]())
             if namespace in names:
                 raise BankLockedError(
                     f"Expected one writer of namespace {namespace!r} in the bank {str(folder)!r},"
@@ -80,29 +38,54 @@ class WriterLock:
                     " it first, or open with read_only=True"
                 )
             names.add(namespace)
-            _shared[self._key] = (lock, names)
+            _held[self._key] = (descriptor, names)
 
     def release(self) -> None:
         """Release the right; safe to call twice."""
         with _guard:
-            lock, names = _shared.get(self._key, (None, set[str]()))
-            if lock is None or self._namespace not in names:
+            descriptor, names = _held.get(self._key, (-1, set[str]()))
+            if self._namespace not in names:
                 return
             names.discard(self._namespace)
             if not names:
-                del _shared[self._key]
-                lock.release()
+                del _held[self._key]
+                os.ftruncate(descriptor, 0)
+                os.close(descriptor)
 
 
-_guard = threading.RLock()
-_shared: dict[str, tuple[FolderLock, set[str]]] = {}
-_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+def _locked(folder: Path) -> int:
+    """Lock a folder; the lock lives as long as the descriptor, and the file names its owner."""
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = described_owner(os.pread(descriptor, 4096, 0))
+        os.close(descriptor)
+        raise BankLockedError(
+            f"Expected to be the only writer of the bank {str(folder)!r}, which {owner} holds;"
+            " close it there, or open it here with read_only=True"
+        ) from None
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "time": now}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+    return descriptor
+
+
+def described_owner(content: bytes) -> str:
+    """Describe the process that wrote a lock file."""
+    try:
+        owner = json.loads(content)
+        return f"process {owner['pid']} on {owner['host']} since {owner['time']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
 
 
 def _forget_in_child() -> None:
-    for lock in list(_held):
-        lock.forget()
-    _shared.clear()
+    # The lock stays while the parent of a fork has a descriptor; the child must not keep it.
+    for descriptor, _ in _held.values():
+        os.close(descriptor)
+    _held.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
