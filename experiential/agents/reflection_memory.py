@@ -34,11 +34,7 @@ class ReflectionMemory(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that ``state_dict`` returned.
-
-        Raises:
-            CheckpointError: the state is of another kind of memory.
-        """
+        """Restore a state; one of another kind of memory is a `CheckpointError`."""
         if state:
             raise CheckpointError(
                 f"Expected no state for {type(self).__name__}, got {dict(state)!r}"
@@ -58,13 +54,10 @@ class PrivateMemory(ReflectionMemory):
     >>> memory.keep("Never turn back.", Trajectory(task="b"))
     >>> memory.recall(Trajectory(task="c"))
     ['Never turn back.']
-
-    Attributes:
-        text: the reflection; empty before the first one.
     """
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text = ""  # before the first reflection
 
     def recall(self, trajectory: Trajectory) -> list[str]:
         """Return the one reflection for any task; none before the first."""
@@ -79,11 +72,7 @@ class PrivateMemory(ReflectionMemory):
         return {"text": self.text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the string.
-
-        Raises:
-            CheckpointError: the state is of another kind of memory.
-        """
+        """Restore the string; a state of another kind of memory is a `CheckpointError`."""
         text = state.get("text")
         if not isinstance(text, str):
             raise CheckpointError(
@@ -112,19 +101,11 @@ class BankMemory(ReflectionMemory):
         self.bank, self.k = bank, k
 
     def recall(self, trajectory: Trajectory) -> list[str]:
-        """Return the reflections of the nearest tasks.
-
-        Raises:
-            BankError: the bank failed.
-        """
+        """Return the reflections of the nearest tasks."""
         hits = self.bank.search(trajectory.task, k=self.k, where={"kind": KIND})
         return [hit.experience.text for hit in hits]
 
     def keep(self, text: str, trajectory: Trajectory) -> None:
-        """Add the reflection under its task.
-
-        Raises:
-            BankError: the bank failed.
-        """
+        """Add the reflection under its task."""
         metadata = {"trajectory": trajectory.id, "instance": trajectory.instance}
         self.bank.add(text, task=trajectory.task, kind=KIND, metadata=metadata)

@@ -57,14 +57,7 @@ class Reflector:
 
     Args:
         llm: the backend; in Experiential RL the actor's own.
-        prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
-        temperature: sampling temperature; 0 is greedy.
-        top_p: nucleus sampling.
-        max_tokens: tokens per response.
-        max_chars: characters of play shown; longer trajectories are shortened in the middle, and
-            the prompt says so.
-        seed: makes every request repeatable: it is mixed with the prompt and with how often that
-            prompt was asked before.
+        prompts, temperature, top_p, max_tokens, max_chars, seed: as for `ExtractorAgent`.
         priority: of the requests, lower runs first.
 
     Raises:

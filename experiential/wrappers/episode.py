@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -40,7 +39,7 @@ BankOrManager = Bank | ManagerLike  # A bank, or a manager that schedules its re
 def connect(
     bank_or_manager: BankOrManager, extractor: Extractor | None
 ) -> tuple[ManagerLike, bool]:
-    """Return the manager to use, and whether it was built here (and must be closed here).
+    """Return the manager to use, and whether it was built here and must be closed here.
 
     Raises:
         TypeError: neither a bank nor a manager was given.
@@ -61,43 +60,40 @@ def connect(
     return cast("ManagerLike", bank_or_manager), False
 
 
-@dataclass(frozen=True)
-class EpisodeSettings:
-    """Hold the options of ``reset`` that concern the episode and not the environment."""
-
-    condition: Condition = Condition.GUIDED
-    group: str = ""
-    policy_version: int = 0
-
-
 def take_settings(
     options: Mapping[str, Any] | None, guided: bool
-) -> tuple[EpisodeSettings, dict[str, Any] | None]:
-    """Split reset options into the episode's settings and the options meant for the environment.
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Split reset options into settings of the `Episode` and options meant for the environment.
 
     Raises:
         TypeError: ``options["guided"]`` is not a bool.
     """
-    if options is None:
-        return EpisodeSettings(Condition.GUIDED if guided else Condition.FREE), None
-    rest = dict(options)
-    chosen = rest.pop("guided", guided)
+    rest = dict(options or {})
+    chosen = rest.pop("guided", bool(guided))
     if not isinstance(chosen, bool | np.bool_):
         raise TypeError(f"Expected options['guided'] to be True or False, got {chosen!r}")
-    condition = Condition.GUIDED if chosen else Condition.FREE
-    group, version = str(rest.pop("group", "")), int(rest.pop("policy_version", 0))
-    return EpisodeSettings(condition, group, version), rest
+    settings: dict[str, Any] = {"condition": Condition.GUIDED if chosen else Condition.FREE}
+    settings["group"] = str(rest.pop("group", ""))
+    settings["policy_version"] = int(rest.pop("policy_version", 0))
+    return settings, None if options is None else rest
 
 
 class Episode:
     """Hold a running episode in plain lists; make a ``Trajectory`` of it when it ends."""
 
     def __init__(
-        self, observation: str, info: Mapping[str, Any], seed: int | None, settings: EpisodeSettings
+        self,
+        observation: str,
+        info: Mapping[str, Any],
+        seed: int | None,
+        *,
+        condition: Condition = Condition.GUIDED,
+        group: str = "",
+        policy_version: int = 0,
     ) -> None:
         self.id = new_id()
-        self.seed, self.settings = seed, settings
-        self.guided = settings.condition is Condition.GUIDED
+        self.seed, self.group, self.policy_version = seed, group, policy_version
+        self.condition, self.guided = condition, condition is Condition.GUIDED
         self.task = str(info.get("task") or observation)
         self.task_id = str(info.get("task_id") or "")
         named = f"{self.task_id or self.task}#{seed}" if seed is not None else ""
@@ -138,14 +134,14 @@ class Episode:
             task=self.task,
             task_id=self.task_id,
             instance=self.instance,
-            group=self.settings.group,
+            group=self.group,
             turns=tuple(self.turns),
             reward=self.total,
             success=bool(terminated and self.total > 0 if success is None else success),
             seed=self.seed,
-            condition=self.settings.condition,
+            condition=self.condition,
             uses=tuple(self.uses),
-            policy_version=self.settings.policy_version,
+            policy_version=self.policy_version,
             error=error,
         )
 
@@ -192,18 +188,6 @@ class EpisodeLog:
         if self.episode is not None:
             self.episode.record(action, reward, observation, info)
         return self.finish(terminated, info) if terminated or truncated else {}
-
-    def add_use(self, use: Use) -> None:
-        """Credit a retrieval made elsewhere to the running episode.
-
-        Raises:
-            RuntimeError: no guided episode is running.
-        """
-        if self.episode is None or not self.episode.guided:
-            raise RuntimeError(
-                "Expected a running guided episode, got none; a FREE episode has no uses"
-            )
-        self.episode.uses.append(use)
 
     def finish(self, terminated: bool, info: Mapping[str, Any]) -> dict[str, Any]:
         """End the running episode and submit it; return the keys to add to info."""

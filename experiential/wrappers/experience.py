@@ -34,7 +34,6 @@ class LiveArguments(dict[str, Any]):
     """Hold constructor arguments that are live objects (a bank, a model): copies share them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveArguments:
-        """Return a new mapping with the same values."""
         return LiveArguments(self)
 
 
@@ -209,7 +208,7 @@ class ExperienceWrapper(TextWrapper):
         settings, rest = take_settings(options, self.guided)
         self.log.abandon()
         observation, info = self.env.reset(seed=seed, options=rest)
-        self.log.episode = Episode(observation, info, seed, settings)
+        self.log.episode = Episode(observation, info, seed, **settings)
         return self._advise(observation, info, "episode_start")
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -253,7 +252,11 @@ class ExperienceWrapper(TextWrapper):
         Raises:
             RuntimeError: no guided episode is running.
         """
-        self.log.add_use(use)
+        if self.episode is None or not self.episode.guided:
+            raise RuntimeError(
+                "Expected a running guided episode, got none; a FREE episode has no uses"
+            )
+        self.episode.uses.append(use)
 
     def _advise(
         self, observation: str, info: dict[str, Any], how: How

@@ -14,7 +14,7 @@ from experiential.agents.reflector import Reflection
 from experiential.envs.text_space import UnicodeText
 from experiential.errors import EnvError
 from experiential.types import Trajectory
-from experiential.wrappers.episode import FAILURES, Episode, EpisodeSettings, reason
+from experiential.wrappers.episode import FAILURES, Episode, reason
 from experiential.wrappers.experience import TextWrapper, require_choice
 
 Inject = Literal["observation", "system"]
@@ -156,7 +156,7 @@ class ReflectionWrapper(TextWrapper):
         return observation, reward, terminated, truncated, {**info, **self._attempt}
 
     def _begin(self, observation: str, info: dict[str, Any], attempt: dict[str, Any]) -> None:
-        self._episode = Episode(observation, info, self._again["seed"], EpisodeSettings())
+        self._episode = Episode(observation, info, self._again["seed"])
         self._attempt = attempt
 
     def _second(self, first: Trajectory) -> tuple[str, dict[str, Any]]:

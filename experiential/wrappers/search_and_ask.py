@@ -160,7 +160,7 @@ class SearchAndAskWrapper(TextWrapper):
             settings, rest = take_settings(options, True)
             self.log.abandon()
             observation, info = self.env.reset(seed=seed, options=rest)
-            self.log.episode = Episode(observation, info, seed, settings)
+            self.log.episode = Episode(observation, info, seed, **settings)
         return observation, self._seen(observation, info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -145,24 +145,24 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             TypeError: a value of ``options["guided"]`` is not a bool.
             ValueError: an option has the wrong number of values.
         """
-        given, count = dict(options or {}), self.num_envs
-        rows = {key: _one_each(key, given.pop(key), count) for key in _SETTINGS if key in given}
+        rest, count = dict(options or {}), self.num_envs
+        rows = {key: _one_each(key, rest.pop(key), count) for key in _SETTINGS if key in rest}
         settings = [
             take_settings({key: row[i] for key, row in rows.items()}, self.guided[i])[0]
             for i in range(count)
         ]
-        mask = np.array(given.get("reset_mask", np.ones(count, dtype=np.bool_)), dtype=np.bool_)
-        started = [int(i) for i in np.flatnonzero(mask)]
+        started = [int(i) for i in np.flatnonzero(rest.get("reset_mask", [True] * count))]
         for i in started:
             self.logs[i].abandon()
-        rest = None if options is None else given
-        observations, infos = self._envs.reset(seed=seed, options=rest)
+        observations, infos = self._envs.reset(seed=seed, options=options and rest)
+        seeds: Sequence[int | None] = [None] * count
+        if isinstance(seed, int | np.integer):
+            seeds = range(int(seed), int(seed) + count)
+        elif seed is not None:
+            seeds = seed
         for i in started:
-            if seed is None or isinstance(seed, int | np.integer):
-                own = None if seed is None else int(seed) + i
-            else:
-                own = seed[i]
-            self.logs[i].episode = Episode(observations[i], info_of(infos, i), own, settings[i])
+            info = info_of(infos, i)
+            self.logs[i].episode = Episode(observations[i], info, seeds[i], **settings[i])
             self._waiting[i] = False
         return self._advise(observations, infos, started, [])
 
@@ -172,8 +172,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         started: list[int] = []
         stepped: list[int] = []
         for i, log in enumerate(self.logs):
-            over = bool(terminated[i]), bool(truncated[i])
-            ended = any(over)
+            ended = any(over := (bool(terminated[i]), bool(truncated[i])))
             if self._waiting[i]:
                 started.append(i)
             elif ended and self._mode is AutoresetMode.SAME_STEP:
@@ -189,7 +188,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             self._waiting[i] = ended and self._mode is AutoresetMode.NEXT_STEP
         for i in started:
             settings, _ = take_settings(None, self.guided[i])
-            self.logs[i].episode = Episode(observations[i], info_of(infos, i), None, settings)
+            self.logs[i].episode = Episode(observations[i], info_of(infos, i), None, **settings)
         shown, infos = self._advise(observations, infos, started, stepped)
         return shown, rewards, terminated, truncated, infos
 
@@ -226,20 +225,18 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             episode = self.logs[i].episode
             if episode is not None and episode.guided:
                 rows.append((i, episode, how))
-        advice: dict[int, list[Hit]] = {}
-        error: dict[int, str] = {}
+        advice: dict[int, tuple[Sequence[Hit], str | None]] = {}
         try:
             found = shared_loop().run(self._search(rows)) if rows else []
         except FAILURES as failure:
-            error = {i: reason(failure) for i, _, _ in rows}
+            advice = {i: ((), reason(failure)) for i, _, _ in rows}
         else:
             for (i, episode, how), hits in zip(rows, found, strict=True):
                 episode.use(hits, how)
-                advice[i] = hits
+                advice[i] = hits, None
         shown = list(observations)
         for i, observation in enumerate(observations):
-            hits = advice.get(i, [])
-            shown[i], extra = present(observation, self.inject, hits, error.get(i))
+            shown[i], extra = present(observation, self.inject, *advice.get(i, ((), None)))
             infos = self._add_info(infos, extra, i)
         return (tuple(shown) if self.inject == "observation" else observations), infos
 

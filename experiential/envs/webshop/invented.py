@@ -27,10 +27,10 @@ class _Kind(NamedTuple):
     category: str
     query: str
     path: str
-    nouns: tuple[str, ...]
-    attributes: tuple[str, ...]
+    nouns: str
+    attributes: str
     option: str
-    values: tuple[str, ...]
+    values: str
 
 
 # fmt: off
@@ -38,82 +38,66 @@ _KINDS = (
     _Kind(
         "beauty", "shampoo & conditioner",
         "Beauty & Personal Care \u203a Hair Care \u203a Shampoo & Conditioner",
-        ("Shampoo", "Conditioner", "Hair Wash"),
-        (
-            "paraben free", "sulfate free", "dry hair", "tea tree", "coconut oil",
-            "cruelty free", "argan oil", "damaged hair",
-        ),
-        "size", ("8 ounce", "12 ounce", "16 ounce", "32 ounce"),
+        "Shampoo, Conditioner, Hair Wash",
+        "paraben free, sulfate free, dry hair, tea tree, "
+        "coconut oil, cruelty free, argan oil, damaged hair",
+        "size", "8 ounce, 12 ounce, 16 ounce, 32 ounce",
     ),
     _Kind(
         "beauty", "toothbrushes",
         "Beauty & Personal Care \u203a Oral Care \u203a Toothbrushes & Accessories",
-        ("Toothbrush", "Toothbrush Set", "Brush Heads"),
-        (
-            "bpa free", "sensitive teeth", "easy clean", "oral hygiene", "bad breath",
-            "travel size", "eco friendly", "non slip",
-        ),
-        "size", ("2 pack", "4 pack", "6 pack", "10 pack"),
+        "Toothbrush, Toothbrush Set, Brush Heads",
+        "bpa free, sensitive teeth, easy clean, oral hygiene, "
+        "bad breath, travel size, eco friendly, non slip",
+        "size", "2 pack, 4 pack, 6 pack, 10 pack",
     ),
     _Kind(
         "fashion", "men's hoodies",
         "Clothing, Shoes & Jewelry \u203a Men \u203a Clothing \u203a Hoodies",
-        ("Hoodie", "Pullover", "Zip Jacket"),
-        (
-            "machine wash", "long sleeve", "hand wash", "slim fit", "cotton spandex",
-            "quick drying", "drawstring closure", "dry clean",
-        ),
-        "size", ("small", "medium", "large", "x-large"),
+        "Hoodie, Pullover, Zip Jacket",
+        "machine wash, long sleeve, hand wash, slim fit, "
+        "cotton spandex, quick drying, drawstring closure, dry clean",
+        "size", "small, medium, large, x-large",
     ),
     _Kind(
         "fashion", "women's sandals",
         "Clothing, Shoes & Jewelry \u203a Women \u203a Shoes \u203a Sandals",
-        ("Sandals", "Slides", "Clogs"),
-        (
-            "memory foam", "open toe", "rubber sole", "ankle strap", "arch support",
-            "vegan leather", "slip resistant", "low heel",
-        ),
-        "size", ("6.5", "7.5", "8.5", "9.5"),
+        "Sandals, Slides, Clogs",
+        "memory foam, open toe, rubber sole, ankle strap, "
+        "arch support, vegan leather, slip resistant, low heel",
+        "size", "6.5, 7.5, 8.5, 9.5",
     ),
     _Kind(
         "electronics", "headphones",
         "Electronics \u203a Headphones \u203a Over-Ear Headphones",
-        ("Headphones", "Headset", "Earphones"),
-        (
-            "noise cancelling", "stereo sound", "fast charging", "high definition", "hands free",
-            "bluetooth range", "deep bass", "carrying case",
-        ),
-        "style", ("wired", "cordless", "foldable", "studio"),
+        "Headphones, Headset, Earphones",
+        "noise cancelling, stereo sound, fast charging, high definition, "
+        "hands free, bluetooth range, deep bass, carrying case",
+        "style", "wired, cordless, foldable, studio",
     ),
     _Kind(
         "electronics", "tablet cases",
         "Electronics \u203a Computers \u203a Tablet Accessories \u203a Cases",
-        ("Tablet Case", "Tablet Cover", "Tablet Sleeve"),
-        (
-            "heavy duty", "wireless charging", "shock proof", "easy install", "tempered glass",
-            "dust proof", "pencil holder", "auto sleep",
-        ),
-        "size", ("8 inch", "10 inch", "11 inch", "13 inch"),
+        "Tablet Case, Tablet Cover, Tablet Sleeve",
+        "heavy duty, wireless charging, shock proof, easy install, "
+        "tempered glass, dust proof, pencil holder, auto sleep",
+        "size", "8 inch, 10 inch, 11 inch, 13 inch",
     ),
     _Kind(
         "garden", "console tables",
         "Home & Kitchen \u203a Furniture \u203a Living Room Furniture \u203a Tables",
-        ("Console Table", "Sofa Table", "Entry Table"),
-        (
-            "solid wood", "easy assemble", "storage space", "steel frame", "space saving",
-            "living room", "metal legs", "water resistant",
-        ),
-        "size", ("30 inches", "40 inches", "50 inches", "60 inches"),
+        "Console Table, Sofa Table, Entry Table",
+        "solid wood, easy assemble, storage space, steel frame, "
+        "space saving, living room, metal legs, water resistant",
+        "size", "30 inches, 40 inches, 50 inches, 60 inches",
     ),
     _Kind(
         "grocery", "herbal tea",
         "Grocery & Gourmet Food \u203a Beverages \u203a Tea \u203a Herbal",
-        ("Tea", "Tea Bags", "Loose Leaf Tea"),
-        (
-            "caffeine free", "non gmo", "gluten free", "usda organic", "sugar free",
-            "individually wrapped", "kosher certified", "low calorie",
-        ),
-        "flavor", ("ginger", "peppermint", "chamomile", "hibiscus"),
+        "Tea, Tea Bags, Loose Leaf Tea",
+        "caffeine free, non gmo, gluten free, usda organic, "
+        "sugar free, individually wrapped, kosher certified, low calorie",
+        "flavor", "ginger, peppermint, chamomile, hibiscus",
     ),
 )
 # fmt: on
@@ -137,14 +121,15 @@ def invented_rows(
     for i, number in enumerate(numbers):
         asin = f"B0{letter}{np.base_repr(number, 36):0>7}"
         kind = _KINDS[i % len(_KINDS)]
-        attributes = rng.sample(kind.attributes, 4)
+        attributes = rng.sample(kind.attributes.split(", "), 4)
         brand = f"{rng.choice(_STARTS[part])}{rng.choice(_ENDS)}"
-        noun = rng.choice(kind.nouns)
+        noun = rng.choice(kind.nouns.split(", "))
         pricing = f"${(low := rng.randint(600, 9000) / 100)}"
         if rng.random() >= 0.8:
             pricing += f" - ${round(low * rng.uniform(1.1, 1.5), 2)}"
         colours = rng.sample(_COLOURS, rng.randint(2, 3))
-        values = sorted(rng.sample(kind.values, 2), key=kind.values.index)
+        sizes = kind.values.split(", ")
+        values = sorted(rng.sample(sizes, 2), key=sizes.index)
         options = {"Color": colours, kind.option.title(): values}
         title = f"{brand} {noun}, {attributes[0].title()}, {attributes[1].title()}"
         row = {
