@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import experiential.envs as envs
 from experiential.envs.webshop.catalogue import INSTRUCTIONS, PRODUCTS, Product, make_products
-from experiential.envs.webshop.goals import Goal, draw_prices, make_goals
+from experiential.envs.webshop.shop import Goal, draw_prices, make_goals
 from experiential.errors import ConfigError
 
 pytest.importorskip("thefuzz", reason="needs the extra webshop")

@@ -29,11 +29,7 @@ class Asker:
         self._asked: Counter[int] = Counter()
 
     async def ask(self, messages: list[Message], **options: Any) -> Generation:
-        """Return the answer to one prompt; ``options`` replace parts of the sampling.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """Return the answer to one prompt; ``options`` replace parts of the sampling."""
         seed = None
         if self.seed is not None:
             base = derived_seed(self.seed, json.dumps(messages))

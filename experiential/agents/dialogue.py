@@ -151,11 +151,7 @@ class MessageDialogue(Conversation):
     """
 
     def prompt(self) -> list[Message]:
-        """Return the messages to answer.
-
-        Raises:
-            ValueError: nothing was added since the last response.
-        """
+        """Return the messages to answer."""
         *earlier, current = self._users()
         messages: list[Message] = (
             [{"role": "system", "content": self._system}] if self._system else []
@@ -238,11 +234,7 @@ class Dialogue(Conversation):
         return [*self._closed, *([self.sequence] if any(self.sequence.mask) else [])]
 
     def stage(self) -> tuple[TokenSequence, list[int], list[SpanKind]]:
-        """Return the sequence to continue, and tokens and kinds of the pending messages.
-
-        Raises:
-            ValueError: nothing was added since the last response.
-        """
+        """Return the sequence to continue, and tokens and kinds of the pending messages."""
         if self._staged is not None:
             return self._staged
         users = self._users()

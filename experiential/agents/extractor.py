@@ -169,9 +169,6 @@ class ExtractorAgent:
             trajectory: a finished episode.
             shown: the entries that reached its actor, in order; an update names one of them by its
                 number.
-
-        Raises:
-            BackendError: the backend failed.
         """
         limit, budget = self.max_operations, self.max_chars
         if not self.principles:
@@ -192,9 +189,6 @@ class ExtractorAgent:
         """Rewrite an entry for a question; return the text and the response that it came from.
 
         An empty response leaves the entry unchanged.
-
-        Raises:
-            BackendError: the backend failed.
         """
         messages = self.prompts.refine_messages(query, experience)
         priority = min(self._sampling.priority, 0)
@@ -203,20 +197,12 @@ class ExtractorAgent:
         return (cut_middle(text, TEXT_LIMIT - 40) or entry_text(experience)), generation
 
     async def amerge(self, experiences: Sequence[EntryLike]) -> Distillation:
-        """Return operations that make entries fewer: keep, merge and discard, by their numbers.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """Return operations that make entries fewer: keep, merge and discard, by their numbers."""
         messages, count = self.prompts.merge_messages(experiences), len(experiences)
         return await self._operations(messages, count, count, CONSOLIDATION)
 
     async def ajudge(self, a: EntryLike, b: EntryLike) -> bool:
-        """Return whether two entries teach the same lesson; an unclear answer counts as no.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """Return whether two entries teach the same lesson; an unclear answer counts as no."""
         generation = await self._asker.ask(self.prompts.judge_messages(a, b))
         verdict = _VERDICT.search(_THINKING.sub("", generation.text))
         return verdict is not None and verdict[1].lower() == "yes"

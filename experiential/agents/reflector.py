@@ -97,9 +97,6 @@ class Reflector:
             trajectory: the attempt that failed.
             memory: reflections that led to success before.
             seed: of this one request, in place of the agent's.
-
-        Raises:
-            BackendError: the backend failed.
         """
         messages = self.prompts.reflect_messages(trajectory, memory, budget=self.max_chars)
         generation = await self._asker.ask(messages, **({} if seed is None else {"seed": seed}))

@@ -48,11 +48,7 @@ class TextWrapper(RecordConstructorArgs, gym.Wrapper[str, str, str, str]):
 
 
 def require_text(space: spaces.Space[Any]) -> None:
-    """Check that members of ``space`` are ``str``.
-
-    Raises:
-        TypeError: they are something else.
-    """
+    """Check that members of ``space`` are ``str``."""
     known = isinstance(space, UnicodeText | spaces.Text)
     if not known and not isinstance(deepcopy(space).sample(), str):
         raise TypeError(
@@ -62,11 +58,7 @@ def require_text(space: spaces.Space[Any]) -> None:
 
 
 def require_choice(name: str, value: str, choices: object) -> None:
-    """Check that ``value`` is one of the strings of ``choices``, a ``Literal``.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that ``value`` is one of the strings of ``choices``, a ``Literal``."""
     if value not in get_args(choices):
         raise ValueError(
             f"Expected {name} to be one of {', '.join(get_args(choices))}, got {value!r}"
@@ -276,11 +268,7 @@ class ExperienceWrapper(TextWrapper):
 
 
 def check_retrieval(k: int, when: str, inject: str, where: Filter | None = None) -> None:
-    """Check the arguments of retrieval.
-
-    Raises:
-        ValueError: one is outside its range.
-    """
+    """Check the arguments of retrieval."""
     if k < 1:
         raise ValueError(f"Expected k to be positive, got {k}")
     require_choice("when", when, When)

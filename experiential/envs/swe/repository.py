@@ -116,7 +116,7 @@ def apply(folder: Path, patch: str, *, undo: bool = False) -> None:
 
 
 class WorkTree:
-    """Read files that began as the one commit of a repository stored elsewhere.
+    """Read files that began as the one commit of a repository stored elsewhere, or raise GitError.
 
     Repositories that were made inside ``folder`` since then are undone before it is read; their
     files stay.
@@ -132,11 +132,7 @@ class WorkTree:
         self._git = partial(git, "--literal-pathspecs", cwd=folder, store=store, own=own)
 
     def changes(self) -> tuple[str, tuple[str, ...]]:
-        """Return the difference to the commit as a git diff, and the files that differ.
-
-        Raises:
-            GitError: the files cannot be read.
-        """
+        """Return the difference to the commit as a git diff, and the files that differ."""
         self._look()
         plain = "--cached --no-renames --no-ext-diff --no-textconv --no-color".split()
         words = ("diff", *plain, "HEAD")
@@ -144,11 +140,7 @@ class WorkTree:
         return self._git(*words, "--binary"), tuple(name for name in names.split("\0") if name)
 
     def write(self, target: Path, without: Sequence[str]) -> None:
-        """Write the files into the new folder ``target``, those in ``without`` as committed.
-
-        Raises:
-            GitError: the files cannot be read.
-        """
+        """Write the files into the new folder ``target``, those in ``without`` as committed."""
         self._look()
         if without:
             from_input = ("--pathspec-from-file=-", "--pathspec-file-nul")

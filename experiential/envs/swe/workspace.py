@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import weakref
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiential.envs.swe.repository import GitError, WorkTree, apply, commit_all
 from experiential.envs.swe.sandbox import Limits, Place, Result, assure_folder
-from experiential.envs.swe.source import archive_of, archives_in, pip, unpack
 from experiential.envs.swe.task import Task, touched
 from experiential.errors import ConfigError
 
 _ALWAYS_KEPT = ("conftest.py", "pytest.ini", "sitecustomize.py", "usercustomize.py")
+_ENDINGS = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar", ".zip")
+_PIP_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,7 @@ class Workshop:
         return self.cache / "venvs" / task.key
 
     def open(self, task: Task) -> Workspace:
-        """Return a fresh work folder for an episode of ``task``.
-
-        Raises:
-            ConfigError: see `prepare`.
-        """
+        """Return a fresh work folder for an episode of ``task``."""
         base = self.prepare(task)
         (self.cache / "work").mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=self.cache / "work"))
@@ -126,6 +126,8 @@ class Workshop:
 class Workspace:
     """Hold the throw-away work folder of an episode until ``close``.
 
+    Reading it raises GitError where the files are not in order.
+
     Args:
         shop: made it.
         task: the task of the episode.
@@ -145,11 +147,7 @@ class Workspace:
         self._finalizer = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def patch(self) -> str:
-        """Return the change so far as a git diff.
-
-        Raises:
-            GitError: the files cannot be read.
-        """
+        """Return the change so far as a git diff."""
         assure_folder(self.repo)
         return self._tree.changes()[0]
 
@@ -170,9 +168,6 @@ class Workspace:
 
         Files of tests are put back to what they were, then ``test_patch`` is applied, so that what
         was done to them does not count.
-
-        Raises:
-            GitError: the files cannot be read.
         """
         passed = self.passed(limits)
         return all(
@@ -182,11 +177,7 @@ class Workspace:
         )
 
     def passed(self, limits: Limits) -> frozenset[str]:
-        """Return the names of the deciding tests that pass.
-
-        Raises:
-            GitError: the files cannot be read.
-        """
+        """Return the names of the deciding tests that pass."""
         assure_folder(self.repo)
         task, copy = self._task, self._shop.place(self._task, self._folder / "judged")
         shutil.rmtree(copy.folder, ignore_errors=True)
@@ -226,3 +217,101 @@ def _passed(result: Result) -> frozenset[str]:
         if line.startswith(("FAILED ", "ERROR "))
     }
     return frozenset(passed - failed)
+
+
+def pip(*words: str) -> None:
+    """Run pip of this interpreter."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_PIP_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"Expected `pip {' '.join(words)}` to end within {_PIP_SECONDS} seconds"
+        ) from error
+    if done.returncode:
+        raise ConfigError(
+            f"Expected `pip {' '.join(words)}` to succeed (it needs the package index once):"
+            f" {done.stderr.strip()[-600:]}"
+        )
+
+
+def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -> Path:
+    """Return the archive that holds the source of ``task``.
+
+    Args:
+        task: whose source.
+        sources: folder of archives.
+        tasks_file: the file that the task stands in; archives may lie beside it.
+        kept: folder for archives that pip fetches.
+
+    Raises:
+        ConfigError: it is missing, cannot be fetched, or has another digest than the task names.
+    """
+    if task.source.startswith("pip:"):
+        requirement = task.source.removeprefix("pip:")
+        folder = kept / requirement.replace("==", "-")
+        if not folder.is_dir():
+            kept.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=kept) as fresh:
+                words = "download --quiet --no-binary :all: --no-deps --dest".split()
+                pip(*words, f"{fresh}/got", requirement)
+                Path(fresh, "got").replace(folder)
+        archive = archives_in(folder)[0]
+    else:
+        folders = [folder for folder in (sources, tasks_file.parent) if folder is not None]
+        stems = (task.instance_id, f"{task.repo.replace('/', '__')}-{task.base_commit}")
+        names = [task.source] if task.source else [f"{s}{end}" for s in stems for end in _ENDINGS]
+        paths = (folder / name for folder in folders for name in names)
+        found = next((path for path in paths if path.is_file()), None)
+        if found is None:
+            wanted = task.source or f"{stems[0]}.tar.gz or {stems[1]}.tar.gz"
+            places = " or ".join(str(folder) for folder in folders)
+            raise ConfigError(
+                f"Expected the source of {task.instance_id} as {wanted} in {places}, got no such"
+                f" file; make it with: git archive --prefix=src/ -o {stems[0]}.tar.gz"
+                f" {task.base_commit or 'COMMIT'}"
+            )
+        archive = found
+    if task.sha256 and (got := hashlib.sha256(archive.read_bytes()).hexdigest()) != task.sha256:
+        raise ConfigError(
+            f"Expected {archive} with the SHA-256 {task.sha256} for {task.instance_id}, got {got};"
+            " remove it to fetch it again"
+        )
+    return archive
+
+
+def archives_in(folder: Path) -> list[Path]:
+    """Return the archives in a folder."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in paths if path.name.endswith(_ENDINGS))
+
+
+def unpack(archive: Path, target: Path) -> None:
+    """Unpack an archive into the new folder ``target``, without its one top folder.
+
+    Raises:
+        ConfigError: it is no archive, or a file in it would lie elsewhere.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent) as fresh:
+        try:
+            if archive.name.endswith(".zip"):
+                with zipfile.ZipFile(archive) as packed:
+                    packed.extractall(fresh)
+            else:
+                with tarfile.open(archive) as packed:
+                    packed.extractall(fresh, filter="data")
+        except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
+            raise ConfigError(
+                f"Expected a source archive ({', '.join(_ENDINGS)}), got {archive}: {error}"
+            ) from error
+        inside = list(Path(fresh).iterdir())
+        top = inside[0] if len(inside) == 1 and inside[0].is_dir() else Path(fresh)
+        shutil.copytree(top, target, symlinks=True, ignore=shutil.ignore_patterns(".git"))

@@ -119,11 +119,7 @@ def read_products(folder: str | Path) -> list[Product]:
 
 
 def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Product]:
-    """Make products of rows; ``source`` and ``asking`` name the two files in errors.
-
-    Raises:
-        ConfigError: as `read_products`.
-    """
+    """Make products of rows; ``source`` and ``asking`` name the two files in errors."""
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"Expected a JSON list of products in {source}, got none in it")
     if not isinstance(asked, Mapping):

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 from experiential.bank.text import escape
 from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
-from experiential.envs.webshop.goals import Goal
 from experiential.envs.webshop.pages import (
     BACK,
     BUY,
@@ -26,7 +25,7 @@ from experiential.envs.webshop.pages import (
     page_text,
 )
 from experiential.envs.webshop.score import fuzzy_ratio, score
-from experiential.envs.webshop.shop import PARTS, Split, open_shop
+from experiential.envs.webshop.shop import PARTS, Goal, Split, open_shop
 from experiential.errors import ConfigError
 
 LONGEST = 100_000  # characters of an action that are read; a longer one is invalid

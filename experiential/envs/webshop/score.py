@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from experiential.envs.webshop.catalogue import Product
-from experiential.envs.webshop.goals import Goal
+from experiential.envs.webshop.shop import Goal
 from experiential.errors import MissingExtraError
 
 SIMILAR = 85  # two texts agree when their token set ratio (0 to 100) is above this
@@ -123,9 +123,6 @@ def score(
         goal: what was asked.
         chosen: values of the options chosen.
         price: what it costs, in dollars.
-
-    Raises:
-        MissingExtraError: the fuzzy matcher is not installed.
     """
     kind = type_factor(bought, wanted)
     texts = (bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower())
