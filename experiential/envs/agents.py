@@ -12,11 +12,7 @@ Agent = Callable[[str, dict[str, Any]], str]
 
 
 def oracle(env: gym.Env[Any, Any]) -> Agent:
-    """Return an agent that asks the innermost environment for a best action in its state.
-
-    Raises:
-        TypeError: the environment has no ``oracle_action``.
-    """
+    """Return an agent that asks the innermost environment for a best action; TypeError without."""
     inner: Any = env.unwrapped
     if not hasattr(inner, "oracle_action"):
         raise TypeError(f"Expected an environment with oracle_action(), got {type(inner).__name__}")

@@ -52,14 +52,11 @@ def with_preset(
     usual: Mapping[str, Any],
     **given: Any,
 ) -> dict[str, Any]:
-    """Return each argument of ``usual``: the given value, else the preset's, else the usual.
+    """Return each argument: the given value, else the preset's, else the usual.
 
     >>> usual = {"turns": 15, "binary": False}
     >>> with_preset("paper", {"paper": {"turns": 40}}, usual, turns=None, binary=True)
     {'turns': 40, 'binary': True}
-
-    Raises:
-        ConfigError: there is no such preset.
     """
     if preset is not None:
         one_of("preset", preset, presets)

@@ -37,21 +37,9 @@ Step = tuple[Any, ...]
 def check_text_env(env: Env, *, seed: int = 0, steps: int = 120) -> list[str]:
     """Return what to mend in an environment, one sentence each; an empty list if it is usable.
 
-    An environment without faults works with every wrapper, in training and in suites. Checked are:
-
-    * spaces and observations are text, and observations are members of their space;
-    * ``info`` has ``task``, ``task_id``, ``instance``, ``success`` and ``invalid``, each of its
-      type, and an info does not change afterwards;
-    * ``info["admissible"]``, where the environment lists actions: text, acceptable when played, in
-      every info of a running episode or in none;
-    * a seed decides an episode, in whatever thread it is played, and options are left unchanged;
-    * ``env.unwrapped.worlds``, if there is one, lists the worlds of ``options["world"]``;
-    * unacceptable text raises nothing, uses a turn and is not rewarded;
-    * rewards are finite numbers, flags are bools, ``success`` comes only with the end, and a step
-      after the end raises;
-    * ``oracle_action()``, if there is one, returns a valid action; ``close()`` may come twice.
-
-    Nothing stops the check: an exception is a fault, too. The environment is closed at the end.
+    An environment without faults works with every wrapper, in training and in suites; what that
+    takes is listed in `docs/envs/index.md`. Nothing stops the check: an exception is a fault, too.
+    The environment is closed at the end.
 
     >>> from experiential.envs.vault import VaultEnv
     >>> check_text_env(VaultEnv())
@@ -66,7 +54,7 @@ def check_text_env(env: Env, *, seed: int = 0, steps: int = 120) -> list[str]:
     """
     faults: list[str] = []
     for part in (_spaces, _resets, _options, _plays, _refusals, _oracle, _closes):
-        found = attempted(lambda part=part: list(part(env, seed, steps)))
+        found = attempted(list[str], part(env, seed, steps))
         if isinstance(found, Exception):
             faults.append(f"{part.__name__.strip('_')}: raised {_shown(found)}; it must not raise")
         else:
@@ -147,8 +135,8 @@ def _plays(env: Env, seed: int, steps: int) -> Iterator[str]:
         )
     if first and (first[-1][2] or first[-1][3]):
         listed = infos[-1].get("admissible")
-        after = attempted(lambda: env.step(listed[0] if listed else env.action_space.sample()))
-        if not isinstance(after, Exception):
+        action = listed[0] if listed else env.action_space.sample()
+        if not isinstance(attempted(env.step, action), Exception):
             yield (
                 "step: expected gymnasium.error.ResetNeeded after the end of an episode, got"
                 " another step; raise it"
@@ -190,7 +178,7 @@ def _episode(env: Env, seed: int, steps: int) -> tuple[list[Step], list[dict[str
 def _refusals(env: Env, seed: int, steps: int) -> Iterator[str]:
     for text in HOSTILE:
         env.reset(seed=seed)
-        step = attempted(lambda text=text: env.step(text))
+        step = attempted(env.step, text)
         call = f"step({ascii(text[:12])}{'...' if len(text) > 12 else ''})"
         if isinstance(step, Exception):
             yield (
@@ -228,7 +216,7 @@ def _oracle(env: Env, seed: int, steps: int) -> Iterator[str]:
         return
     env.reset(seed=seed)
     known: Any = env.unwrapped
-    action: Any = attempted(lambda: known.oracle_action())
+    action: Any = attempted(known.oracle_action)
     if isinstance(action, ValueError | TypeError):
         return  # the environment says that it has no oracle for this game
     if not isinstance(action, str):

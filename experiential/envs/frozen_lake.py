@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS
@@ -17,6 +18,7 @@ from experiential.envs.text_env import Info
 from experiential.errors import ConfigError
 
 _SALT = 0x1CE
+_OTHERS = "X√"  # the agent in a hole, the agent on the goal; where four symbols are given
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,10 @@ class LakeRules:
     rows: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         ordered("sizes", self.sizes, 2, 32)
         ordered("frozen", self.frozen, 0.0, 1.0)
         distinct(self.symbols, 6 if len(self.symbols) == 6 else 4)
-        distinct(self.all_symbols, 6)
-
-    @property
-    def all_symbols(self) -> str:
-        """Return agent, goal, hole, frozen, agent in a hole, agent on the goal."""
-        return self.symbols if len(self.symbols) == 6 else self.symbols + "X√"
+        distinct((self.symbols + _OTHERS)[:6], 6)
 
 
 LAKES: dict[str, LakeRules] = {
@@ -133,7 +129,6 @@ class FrozenLakeEnv(GridEnv):
         layouts: how many layouts; by default 10,000 in train and 100 in eval.
         feedback: the paper's messages in the observation (True), neutral ones, or none (False).
         preset: ``erl``, ``4x4`` or ``8x8``; other arguments win over it.
-        render_mode: ``ansi`` or None.
 
     >>> env = FrozenLakeEnv(preset="4x4")
     >>> print(env.reset(seed=0)[0])
@@ -168,16 +163,9 @@ class FrozenLakeEnv(GridEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        given = with_preset(
-            preset or "erl",
-            self.presets,
-            {},
-            sizes=sizes and tuple(sizes),
-            frozen=frozen and tuple(frozen),
-            budget=budget,
-            symbols=symbols,
-        )
-        self.rules = rules = LakeRules(**given)
+        sides, shares = sizes and tuple(sizes), frozen and tuple(frozen)
+        given: dict[str, Any] = dict(sizes=sides, frozen=shares, budget=budget, symbols=symbols)
+        self.rules = rules = LakeRules(**with_preset(preset or "erl", self.presets, {}, **given))
         count = 1 if rules.rows else layouts
         super().__init__(split, count, rules.budget, rules.symbols[:4], feedback, render_mode)
 
@@ -200,7 +188,7 @@ class FrozenLakeEnv(GridEnv):
         return "lost" if after in self.lake.holes else "moved"
 
     def _tiles(self) -> tuple[int, dict[Cell, str], str]:
-        agent, goal, hole, frozen, fallen, arrived = self.rules.all_symbols
+        agent, goal, hole, frozen, fallen, arrived = (self.rules.symbols + _OTHERS)[:6]
         tiles = {**dict.fromkeys(self.lake.holes, hole), self.lake.goal: goal}
         tiles[self.agent] = {hole: fallen, goal: arrived}.get(tiles.get(self.agent, ""), agent)
         return self.lake.size, tiles, frozen

@@ -21,7 +21,6 @@ from experiential.plugins import (
 )
 
 Creator = Callable[..., gym.Env[Any, Any]]
-"""An environment class, or a function that makes an environment."""
 NO_BUILTINS: dict[str, Any] = {}
 """Gymnasium's registry holds the built-in environments, so the plug-in door needs none."""
 
@@ -106,11 +105,8 @@ def make(env_id: str, **arguments: Any) -> gym.Env[Any, Any]:
     name itself.
 
     Args:
-        env_id: a name for ``resolve_env``.
+        env_id: a name for ``resolve_env``, whose errors it raises.
         **arguments: those of ``gymnasium.make`` and of the environment.
-
-    Raises:
-        ConfigError: there is no such environment or preset.
     """
     spec = resolve_env(env_id)
     if "preset" in arguments:

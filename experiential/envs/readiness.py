@@ -103,14 +103,7 @@ READINESS: dict[str, Entry] = {
 
 
 def readiness(env_id: str) -> Entry:
-    """Return the row of an environment; a foreign one has no known needs.
-
-    Args:
-        env_id: a name for ``resolve_env``.
-
-    Raises:
-        ConfigError: there is no such environment, or it cannot be imported.
-    """
+    """Return the row of an environment by a name for ``resolve_env``; foreign ones need nothing."""
     if env_id in READINESS:
         return READINESS[env_id]
     spec = resolve_env(env_id)

@@ -12,16 +12,13 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def checked(model: type[M], row: Any, expected: str, which: str) -> M:
-    """Return ``row`` as an instance of its model.
+    """Return ``row`` as an instance of its model; ConfigError names the row and its first fault.
 
     Args:
         model: what a row must hold.
         row: as it was read.
         expected: what the file should hold, with its name, for the error.
         which: the row's place in the file, for the error.
-
-    Raises:
-        ConfigError: a field is missing or wrong; row and field are named.
     """
     try:
         return model.model_validate(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,6 @@ class RoomRules:
     symbols: str = "AaBbCED"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         ordered("sizes", self.sizes, 4, 16)
         ordered("walls", (self.walls, self.walls), 0.0, 0.5)
         distinct(self.symbols, 7)
@@ -171,17 +171,14 @@ class SokobanEnv(GridEnv):
     words from the agent.
 
     Args:
-        split: ``train`` or ``eval``.
         sizes: smallest and largest side, border walls included.
         boxes: boxes and goals.
         walls: probability that an inner cell is a wall.
         max_solution: most moves that a shortest solution may have (never more than the budget).
-        budget: moves allowed.
         symbols: agent, agent on a goal, box, box on a goal, goal, wall, floor.
         layouts: how many rooms; by default 10,000 in train and 100 in eval.
         feedback: the paper's messages in the observation (True), neutral ones, or none (False).
         preset: ``erl`` or ``complementary``; other arguments win over it.
-        render_mode: ``ansi`` or None.
 
     >>> env = SokobanEnv()
     >>> observation, info = env.reset(options={"layout": 0})
@@ -217,18 +214,11 @@ class SokobanEnv(GridEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        given = with_preset(
-            preset or "erl",
-            self.presets,
-            {},
-            sizes=sizes and tuple(sizes),
-            boxes=boxes,
-            walls=walls,
-            max_solution=max_solution,
-            budget=budget,
-            symbols=symbols,
-        )
-        self.rules = rules = RoomRules(**given)
+        given: dict[str, Any] = {
+            "sizes": sizes and tuple(sizes), "boxes": boxes, "walls": walls,
+            "max_solution": max_solution, "budget": budget, "symbols": symbols,
+        }  # fmt: skip
+        self.rules = rules = RoomRules(**with_preset(preset or "erl", self.presets, {}, **given))
         super().__init__(split, layouts, rules.budget, rules.symbols, feedback, render_mode)
 
     @property

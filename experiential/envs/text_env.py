@@ -44,12 +44,9 @@ class TextEnv(gym.Env[str, str], ABC):
     Args:
         worlds: how many worlds there are.
         longest: characters that an observation may have.
-        longest_action: characters that an action may have and be in the action space; ``_turn``
-            must bear any text.
+        longest_action: characters that an action in the action space may have; ``_turn`` must bear
+            any text.
         render_mode: ``ansi`` (the last observation) or None.
-
-    Raises:
-        ConfigError: there is no such render mode.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}

@@ -18,24 +18,19 @@ from experiential.envs.text_env import Info, Step, TextEnv
 
 Split = Literal["train", "eval", "corpus"]
 
-# fmt: off
 _FIRST = (
-    "Autumn", "Bitter", "Broken", "Calm", "Clever", "Curious", "Distant", "Eager", "Early",
-    "Empty", "Faithful", "Frozen", "Gentle", "Hidden", "Hollow", "Humble", "Iron", "Jolly",
-    "Late", "Little", "Lonely", "Lucky", "Merry", "Northern", "Proud", "Quiet", "Restless",
-    "Silent", "Sleepy", "Southern", "Stormy", "Winter",
-)
+    "Autumn Bitter Broken Calm Clever Curious Distant Eager Early Empty Faithful Frozen Gentle"
+    " Hidden Hollow Humble Iron Jolly Late Little Lonely Lucky Merry Northern Proud Quiet Restless"
+    " Silent Sleepy Southern Stormy Winter"
+).split()
 _SECOND = (
-    "Anchor", "Badger", "Beacon", "Bridge", "Castle", "Cedar", "Comet", "Eagle", "Falcon",
-    "Fiddle", "Forest", "Garden", "Hammer", "Harbor", "Heron", "Island", "Lantern", "Library",
-    "Market", "Meadow", "Mill", "Monk", "Orchard", "Otter", "Palace", "Pilot", "River",
-    "Sailor", "Temple", "Tower", "Wagon", "Willow",
+    "Anchor Badger Beacon Bridge Castle Cedar Comet Eagle Falcon Fiddle Forest Garden Hammer Harbor"
+    " Heron Island Lantern Library Market Meadow Mill Monk Orchard Otter Palace Pilot River Sailor"
+    " Temple Tower Wagon Willow"
+).split()
+LEVERS = tuple(
+    "amber black blue brown gold green grey ivory jade lime pink plum red rose teal white".split()
 )
-LEVERS = (
-    "amber", "black", "blue", "brown", "gold", "green", "grey", "ivory", "jade", "lime", "pink",
-    "plum", "red", "rose", "teal", "white",
-)
-# fmt: on
 _REMARKS = ("bent", "oiled", "loose", "new", "cold", "dusty")
 _STARTS = ("door", "window", "stair", "lamp")
 _RULES = "Tries left: {}. Reply: pull <lever>."
@@ -77,7 +72,6 @@ class VaultEnv(TextEnv):
         levers: levers shown in each episode, at most 16.
         tries: pulls allowed.
         era: era of worlds for which the reset names none.
-        render_mode: ``ansi`` or None.
 
     >>> env = VaultEnv(levers=3)
     >>> observation, info = env.reset(seed=1, options={"world": 0})

@@ -57,9 +57,7 @@ class ALFWorldEnv(TextEnv):
         timeout: seconds to wait for a worker's answer.
         in_process: play in this process, for debugging.
         cached: keep translated problems on disk, in the cache folder.
-        generation: seed of the made games.
         preset: ``complementary`` (40 turns, ``failure=-1``); other arguments win over it.
-        render_mode: ``ansi`` or None.
 
     Raises:
         ConfigError: an argument is outside its range, or the data cannot be used.
@@ -109,12 +107,9 @@ class ALFWorldEnv(TextEnv):
         self._source = (split, folder, games, tuple(task_types or ()), generation)
         self._entries, self._name = _opened(*self._source)
         super().__init__(len(self._entries), render_mode=render_mode)
-        self._playing: dict[str, Any] = {
-            "recycle": recycle,
-            "timeout": timeout,
-            "in_process": in_process,
-            "cached": cached,
-        }
+        self._playing: dict[str, Any] = dict(
+            recycle=recycle, timeout=timeout, in_process=in_process, cached=cached
+        )
         self._player = Player(**self._playing)
         self._game: Game | None = None
         self._live = False
@@ -122,11 +117,7 @@ class ALFWorldEnv(TextEnv):
 
     @property
     def game(self) -> Game:
-        """Return the game that is being played.
-
-        Raises:
-            gymnasium.error.ResetNeeded: none was begun.
-        """
+        """Return the game that is being played; ResetNeeded if none was begun."""
         if self._game is None:
             raise gym.error.ResetNeeded("Expected reset() before this, got no game yet")
         return self._game
@@ -148,7 +139,6 @@ class ALFWorldEnv(TextEnv):
         return observation, self._info("")
 
     def _turn(self, action: str) -> Step:
-        """Play a command."""
         command = parse_action(" ".join(action.split()), self._state["admissible"])
         self._used += 1
         if command is None:
@@ -171,11 +161,7 @@ class ALFWorldEnv(TextEnv):
         self._live, self._over = False, True
 
     def oracle_action(self) -> str:
-        """Return the next command of the walkthrough, or of the planner off its way.
-
-        Raises:
-            EnvError: the goal cannot be reached from here.
-        """
+        """Return the next command of the walkthrough, or of the planner off its way."""
         done, known = len(self._commands), self.game.walkthrough
         if done < len(known) and known[:done] == tuple(self._commands):
             return known[done]
@@ -217,7 +203,6 @@ class ALFWorldEnv(TextEnv):
 def _opened(
     split: Split, data: str | None, number: int | None, kinds: tuple[str, ...], generation: int
 ) -> tuple[tuple[Entry, ...], str]:
-    """Return the games of a split and the start of their task ids."""
     if data is None or data == "made":
         if split not in ("train", "eval"):
             raise ConfigError(

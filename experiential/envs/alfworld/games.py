@@ -26,11 +26,9 @@ TaskType = Literal[
 TASK_TYPES: tuple[TaskType, ...] = get_args(TaskType)
 """In the order in which ALFWorld numbers them from 1."""
 FILES = {
-    "train": "train",
-    "eval": "valid_seen",
-    "valid_seen": "valid_seen",
-    "valid_unseen": "valid_unseen",
-}
+    "train": "train", "eval": "valid_seen",
+    "valid_seen": "valid_seen", "valid_unseen": "valid_unseen",
+}  # fmt: skip
 """Split to the name that ALFWorld's files give it."""
 _UNKNOWN = "UNKNOWN GOAL."
 _GOAL = re.compile(r"Your task is to: (.*?)\"")
@@ -39,17 +37,14 @@ _SOLVABLE = re.compile(rb'"solvable"\s*:\s*true')
 
 @dataclass(frozen=True)
 class Game:
-    """Hold one game.
-
-    ``walkthrough`` has commands that win it, if any are known; ``data`` has ``pddl_domain``,
-    ``grammar`` and ``pddl_problem``, as TextWorld takes them.
-    """
+    """Hold one game, with commands that win it if any are known."""
 
     id: str
     task_type: str
     goal: str
     walkthrough: tuple[str, ...]
     data: dict[str, str]
+    """``pddl_domain``, ``grammar`` and ``pddl_problem``, as TextWorld takes them."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +57,7 @@ class Entry:
 
 
 def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
-    """Return the games of a download or a packed folder (``common.json``), ordered by name.
-
-    Raises:
-        ConfigError: there is no such folder, it holds no games of this split, or a file of it is
-            damaged.
-    """
+    """Return the games of a download or a packed folder (``common.json``), ordered by name."""
     folder, name = Path(data).expanduser(), FILES[split]
     if (folder / "common.json").is_file():
         path = folder / f"{name}.jsonl.xz"
@@ -110,11 +100,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def read_game(path: Path, name: str) -> Game:
-    """Read a game of the download, with its ``traj_data.json`` if there is one.
-
-    Raises:
-        ConfigError: the file is no game; file and field are named.
-    """
+    """Read a game of the download, with its ``traj_data.json`` if there is one."""
     game = _fields(_bytes(path), str(path), "pddl_domain", "grammar", "pddl_problem")
     walkthrough: tuple[str, ...] = game.pop("walkthrough")
     goal = _GOAL.search(game["grammar"])

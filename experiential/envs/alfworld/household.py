@@ -21,18 +21,12 @@ STATES = {
 }
 """Task type to verb, where it is done, what can be so treated, and what it then is."""
 _WORDS = {
-    "pick_and_place_simple": ("put a {o} in {r}.", "put some {o} on {r}."),
-    "look_at_obj_in_light": (
-        "look at {o} under the desklamp.",
-        "examine the {o} with the desklamp.",
-    ),
-    "pick_clean_then_place_in_recep": (
-        "put a clean {o} in {r}.",
-        "clean some {o} and put it in {r}.",
-    ),
-    "pick_heat_then_place_in_recep": ("put a hot {o} in {r}.", "heat some {o} and put it in {r}."),
-    "pick_cool_then_place_in_recep": ("put a cool {o} in {r}.", "cool some {o} and put it in {r}."),
-    "pick_two_obj_and_place": ("put two {o} in {r}.", "find two {o} and put them in {r}."),
+    "pick_and_place_simple": "put a {o} in {r}. / put some {o} on {r}.",
+    "look_at_obj_in_light": "look at {o} under the desklamp. / examine the {o} with the desklamp.",
+    "pick_clean_then_place_in_recep": "put a clean {o} in {r}. / clean some {o} and put it in {r}.",
+    "pick_heat_then_place_in_recep": "put a hot {o} in {r}. / heat some {o} and put it in {r}.",
+    "pick_cool_then_place_in_recep": "put a cool {o} in {r}. / cool some {o} and put it in {r}.",
+    "pick_two_obj_and_place": "put two {o} in {r}. / find two {o} and put them in {r}.",
 }
 _OPENABLE = frozenset({"Fridge", "Microwave", "Cabinet", "Drawer", "Safe"})
 
@@ -55,8 +49,7 @@ KITCHEN = Room(
     },
     {
         **dict.fromkeys(
-            ("Mug", "Plate", "Bowl", "Cup", "Apple", "Tomato", "Potato", "Egg"),
-            "cleanable heatable coolable",
+            "Mug Plate Bowl Cup Apple Tomato Potato Egg".split(), "cleanable heatable coolable"
         ),
         **dict.fromkeys(("Lettuce", "Pan", "Pot"), "cleanable coolable"),
         **dict.fromkeys(("Fork", "Spoon", "Knife", "Spatula"), "cleanable"),
@@ -70,11 +63,7 @@ BEDROOM = Room(
         "GarbageCan": 1,
     },
     dict.fromkeys(
-        (
-            "Book", "Pen", "Pencil", "CD", "KeyChain", "CreditCard", "AlarmClock", "CellPhone",
-            "Laptop", "Watch", "Vase",
-        ),
-        "",
+        "Book Pen Pencil CD KeyChain CreditCard AlarmClock CellPhone Laptop Watch Vase".split(), ""
     ),
 )
 # fmt: on
@@ -234,7 +223,7 @@ def draw(random: Random, task_type: TaskType) -> Household:
         tables = [place for place in places if place.kind in ("Desk", "SideTable")]
         where[house.lamp] = random.choice(tables)
     shown = item(end, 1).name.rsplit(" ", 1)[0]
-    house.words = random.choice(_WORDS[task_type]).format(o=target.lower(), r=shown)
+    house.words = random.choice(_WORDS[task_type].split(" / ")).format(o=target.lower(), r=shown)
     return house
 
 
@@ -249,11 +238,7 @@ def made_games(split: Split, number: int, generation: int = 0) -> tuple[Entry, .
 
 
 def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0) -> Game:
-    """Generate a game, the same for the same arguments.
-
-    Raises:
-        MissingExtraError: alfworld, whose domain it is on, is not installed.
-    """
+    """Generate a game, the same for the same arguments."""
     drawn = (
         draw(Random(f"household {split} {generation} {index} {attempt}"), task_type)
         for attempt in count()
@@ -267,11 +252,7 @@ def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0
 
 @lru_cache
 def bundled() -> tuple[str, str]:
-    """Return the domain and grammar that come with alfworld.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Return the domain and grammar that come with alfworld; MissingExtraError without it."""
     spec = find_spec("alfworld")
     if spec is None or spec.origin is None:
         raise MissingExtraError("alfworld", "alfworld")

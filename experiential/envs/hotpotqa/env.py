@@ -15,7 +15,7 @@ from experiential.envs.answers import SCORES, exact_match
 from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.hotpotqa.multihop import invented_questions
 from experiential.envs.hotpotqa.passages import Library, Passage
-from experiential.envs.hotpotqa.questions import Question, QuestionSet, load_questions
+from experiential.envs.hotpotqa.questions import Question, load_questions
 from experiential.envs.split import split_of
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError
@@ -83,6 +83,10 @@ def read_call(action: str) -> Call | None:
     return Call("answer" if word.lower() == "answer" else "search", text) if text else None
 
 
+_cached_call = lru_cache(maxsize=_KEPT)(read_call)
+_library = lru_cache(maxsize=8)(Library)
+
+
 def names_in(text: str) -> list[str]:
     """Return the runs of capitalised words in ``text``, each once, without sentence openers.
 
@@ -126,7 +130,6 @@ class HotpotQAEnv(TextEnv):
         generation: seed of the invented world.
         preset: ``erl`` (``reward="erl"``, 5 turns) or ``evolver`` (``style="tags"``); other
             arguments win over it.
-        render_mode: ``ansi`` or None.
 
     Raises:
         ConfigError: an argument is outside its range, or the file cannot be used.
@@ -183,7 +186,7 @@ class HotpotQAEnv(TextEnv):
                 f"Expected a file with questions of split {split}, got none in {file}; use"
                 " split='all' for a small file"
             )
-        self._library = _library(known, embedder)
+        self._library = _library(known.passages, embedder)
         super().__init__(len(self.questions), render_mode=render_mode)
         self._score = SCORES[chosen["reward"]]
         self._search, self._answer = _FORMS[chosen["style"]]
@@ -204,7 +207,6 @@ class HotpotQAEnv(TextEnv):
         return f"Question: {self.task}\n{rules}", self._info("")
 
     def _turn(self, action: str) -> Step:
-        """Search or answer."""
         call = read_call(action)
         self._left -= 1
         if call is not None and call.kind == "answer":
@@ -241,9 +243,7 @@ class HotpotQAEnv(TextEnv):
         offered: list[str] | None = None
         if self.choices:  # new searches, and answers from the paragraphs read, as they were met
             read = [_named(passage) for passage in self._read]
-            words = dict.fromkeys(
-                [*names_in(self.task), *(one for names, _ in read for one in names)]
-            )
+            words = dict.fromkeys(names_in(self.task) + [one for names, _ in read for one in names])
             asked = {query.casefold() for query in self._asked}
             new = [one for one in words or [self.task] if one.casefold() not in asked]
             answers = [answer for names, years in read for answer in (*names, *years)]
@@ -251,7 +251,9 @@ class HotpotQAEnv(TextEnv):
                 answers = ["yes", "no", *answers]
             offered = [self._search.format(one) for one in new]
             offered += [self._answer.format(one) for one in dict.fromkeys(answers)]
-            offered = [one for one in offered if _is_call(one)] or [self._answer.format("unknown")]
+            offered = [one for one in offered if _cached_call(one)] or [
+                self._answer.format("unknown")
+            ]
         return self._report(name, feedback, success=success, invalid=invalid, admissible=offered)
 
 
@@ -263,17 +265,7 @@ def _named(passage: Passage) -> tuple[list[str], list[str]]:
 
 
 @lru_cache(maxsize=_KEPT)
-def _is_call(action: str) -> bool:
-    return read_call(action) is not None
-
-
-@lru_cache(maxsize=_KEPT)
 def _shown(passage: Passage) -> str:
     """Return a paragraph on one line, cut to length, without tags that this package reads."""
     text = " ".join(f"{passage.title}: {passage.text}".split())
     return escape(text if len(text) <= _PASSAGE else f"{text[:_PASSAGE]} [...]")
-
-
-@lru_cache(maxsize=8)
-def _library(known: QuestionSet, embedder: Embedder | None) -> Library:
-    return Library(known.passages, embedder)

@@ -17,24 +17,12 @@ Part = Literal["train", "eval"]
 MOST = 2000
 """Questions that one world can have."""
 
-# fmt: off
-_ONSETS = (
-    "B", "Br", "C", "D", "Dr", "F", "G", "H", "K", "L", "M", "N", "P", "R", "S", "St", "T", "Tr",
-    "V", "W",
-)
-_MIDDLES = (
-    "ab", "al", "ar", "el", "em", "en", "er", "il", "im", "in", "ol", "on", "or", "ul", "un", "ur",
-)
-_ENDINGS = ("a", "ac", "an", "ek", "en", "es", "ia", "in", "is", "o", "on", "or", "um", "us")
-_GOODS = (
-    "bells", "boats", "carpets", "clocks", "glass", "lamps", "paper", "pianos", "soap", "tiles",
-)
-_TRADES = (
-    "baker", "botanist", "engineer", "judge", "painter", "pilot", "poet", "printer", "surgeon",
-    "teacher",
-)
-_HILLS = ("Chalk", "Copper", "Green", "High", "Long", "Stone", "White", "Windy")
-# fmt: on
+_ONSETS = "B Br C D Dr F G H K L M N P R S St T Tr V W".split()
+_MIDDLES = "ab al ar el em en er il im in ol on or ul un ur".split()
+_ENDINGS = "a ac an ek en es ia in is o on or um us".split()
+_GOODS = "bells boats carpets clocks glass lamps paper pianos soap tiles".split()
+_TRADES = "baker botanist engineer judge painter pilot poet printer surgeon teacher".split()
+_HILLS = "Chalk Copper Green High Long Stone White Windy".split()
 _SALT = 0x2B0B
 _Asked = tuple[str, str, tuple[str, str]]
 """A question, its answer, and the titles of the two paragraphs that lead to it."""
@@ -61,11 +49,7 @@ class _Company(NamedTuple):
 
 
 def _world(part: Part, generation: int, size: int) -> tuple[list[_Asked], list[Passage]]:
-    """Draw rivers, towns on them, ``size`` people born there, and the companies they founded.
-
-    Returns:
-        all questions and all paragraphs about them.
-    """
+    """Draw rivers, towns on them, people born there, and the companies they founded."""
     words = [f"{a}{b}{c}" for a in _ONSETS for b in _MIDDLES for c in _ENDINGS]
     order = np.random.default_rng([_SALT, generation]).permutation(len(words))
     names = (words[int(i)] for i in order[part == "eval" :: 2])  # each part has a half of them
@@ -126,11 +110,8 @@ def invented_questions(part: Part, count: int, generation: int = 0) -> QuestionS
 
     Args:
         part: ``train`` or ``eval``.
-        count: questions, at most ``MOST``.
+        count: questions, at most ``MOST``; ConfigError for more.
         generation: seed of the world; another one is another world.
-
-    Raises:
-        ConfigError: more questions are asked for than there are names for.
     """
     if not 1 <= count <= MOST:
         raise ConfigError(

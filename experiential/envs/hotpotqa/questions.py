@@ -83,10 +83,7 @@ def load_questions(file: str | Path) -> QuestionSet:
     Each has ``question``, ``answer``, ``context`` (title and sentences of each paragraph) and,
     where known, ``_id`` (or ``id``), ``supporting_facts`` and ``answer_aliases``. A question that
     comes twice (by its id) is taken once. A file is read once per process and version of it.
-
-    Raises:
-        ConfigError: the file cannot be read, or a question in it lacks a field or has a wrong one;
-            the first one is named.
+    ConfigError names the first question that lacks a field or has a wrong one.
     """
     path = Path(file).expanduser()
     try:

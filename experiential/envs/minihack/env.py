@@ -21,18 +21,11 @@ PRESETS: dict[str, str] = {
 }
 """Short names of the four levels that the papers play."""
 
-_CLOSING = {
-    "won": "You reached the goal.",
-    "lost": "You lost.",
-    "limit": "No steps are left.",
-}
+_CLOSING = {"won": "You reached the goal.", "lost": "You lost.", "limit": "No steps are left."}
 SOLVED = (
-    "MiniHack-Room-",
-    "MiniHack-MazeWalk-",
-    "MiniHack-KeyRoom-",
-    "MiniHack-Corridor-",
+    "MiniHack-Room-", "MiniHack-MazeWalk-", "MiniHack-KeyRoom-", "MiniHack-Corridor-",
     "MiniHack-River-Narrow-",
-)
+)  # fmt: skip
 """Starts of the ids that the oracle is meant for."""
 
 _NONE = "That is no action here."
@@ -64,7 +57,6 @@ class MiniHackEnv(TextEnv):
             and lets ``apply`` beside a locked door do all of KeyRoom's unlocking.
         max_steps: turns of an episode; None for the limit of the id.
         instruction: the task in words; by default made of the level's goal and name.
-        render_mode: ``ansi`` or None.
 
     Raises:
         ConfigError: an argument is outside its range, or there is no such id.
@@ -131,7 +123,6 @@ class MiniHackEnv(TextEnv):
         return f"{self.task}\n{self._view()}", self._info(self._screen.message)
 
     def _turn(self, action: str) -> Step:
-        """Say a word: an action of the id, or an answer where NetHack asks."""
         ways = spoken(self._words())
         word = parse_action(action, ways)
         self.turn += 1
@@ -150,11 +141,7 @@ class MiniHackEnv(TextEnv):
         return observation, float(success), ending is not None and not late, late, info
 
     def oracle_action(self) -> str:
-        """Return the next word of a way that wins, or any word if none was found.
-
-        Raises:
-            ConfigError: there is no solver for this id.
-        """
+        """Return the next word of a way that wins, or any word if none was found."""
         if not self.env_id.startswith(SOLVED):
             raise ConfigError(
                 f"Expected an id that the solver knows ({', '.join(SOLVED)}), got {self.env_id}"
