@@ -86,7 +86,19 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
     tree.setdefault("recipe", path.stem)
     check_keys(tree)
     for override in overrides:
-        _apply_override(tree, override)
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"Expected an override of the form key=value, got {override!r}")
+        try:
+            value = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"Expected a YAML value in the override {override!r}, got: {_one_line(error)}"
+            ) from error
+        place, addition = key.strip().split("."), Tree()
+        _put(addition, place, value)
+        check_keys(addition)
+        _put(tree, place, value)
     _complete(tree)
     try:
         return Experiment.model_validate(tree)
@@ -100,13 +112,8 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
 
 def dump_experiment(experiment: Experiment) -> str:
     """Return the experiment as YAML that `load_experiment` reads back to an equal one."""
-    return yaml.dump(
-        experiment.model_dump(mode="json"),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=120,
-    )
+    tree = experiment.model_dump(mode="json")
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _find(recipe: str | Path) -> Path:
@@ -159,23 +166,6 @@ def _merge(base: Tree, over: Mapping[str, Any]) -> Tree:
             else value
         )
     return merged
-
-
-def _apply_override(tree: Tree, override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"Expected an override of the form key=value, got {override!r}")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"Expected a YAML value in the override {override!r}, got: {_one_line(error)}"
-        ) from error
-    path = key.strip().split(".")
-    addition: Tree = {}
-    _put(addition, path, value)
-    check_keys(addition)
-    _put(tree, path, value)
 
 
 def _put(tree: Tree, path: Sequence[str], value: Any) -> None:
@@ -291,23 +281,18 @@ def _all_keys(model: type[Settings], prefix: str = "") -> Iterator[str]:
 def _complete(tree: Tree) -> None:
     """Fill what a section of the extractor leaves out from the actor's section."""
     for key, other in SAME_AS.items():
-        parents, _, leaf = key.rpartition(".")
-        holder, whole = _value(tree, parents), _value(tree, other)
+        whole: Any = tree
+        for part in other.split("."):
+            whole = cast("Tree", whole).get(part) if isinstance(whole, dict) else None
+        *parents, leaf = key.split(".")
+        holder: Any = tree.get(parents[0], {}) if parents else tree
         # A value of the wrong type is left as given: the check that follows refuses it.
         if not isinstance(holder, dict | None) or not isinstance(whole, dict):
             continue
         own = cast("Tree", holder or {}).get(leaf)
         if isinstance(own, dict) or (own is None and key != "extractor_model"):
             merged = _merge(cast("Tree", whole), cast("Tree", own or {}))
-            _put(tree, key.split("."), merged)
-
-
-def _value(tree: Tree, key: str) -> Any:
-    """Return the value at a dotted key; None if there is none."""
-    found: Any = tree
-    for part in key.split(".") if key else ():
-        found = cast("Tree", found).get(part) if isinstance(found, dict) else None
-    return found
+            _put(tree, [*parents, leaf], merged)
 
 
 def _describe(location: tuple[int | str, ...], message: str, value: Any) -> str:

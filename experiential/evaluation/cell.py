@@ -19,39 +19,29 @@ from experiential.types import Record
 
 
 class Cell(Record):
-    """Hold the outcomes of one checkpoint under one arm.
-
-    Attributes:
-        run: name of the run's folder.
-        recipe: its recipe.
-        environment: id of its environment.
-        seed: training seed.
-        step: training step of the checkpoint.
-        arm: under which it was played.
-        checkpoint: digest of all files of the checkpoint.
-        settings: digest of the settings of the evaluation, the training seed included.
-        family: the same without the training seed; runs of one family repeat each other.
-        version: of this package.
-        outcomes: per held-out world one text of 0 and 1, a digit for each visit.
-        errors: episodes that failed for a technical reason; they count as no success.
-        entries: entries of the bank at the beginning.
-        failures: the reasons of those episodes.
-        cost: in time and tokens.
-    """
+    """Hold the outcomes of one checkpoint of a run under one arm."""
 
     run: str
+    """Name of the run's folder."""
     recipe: str
     environment: str
     seed: int
     step: int
     arm: Arm
     checkpoint: str
+    """Digest of all files of the checkpoint."""
     settings: str
+    """Digest of the settings of the evaluation, the training seed included."""
     family: str
+    """The same without the training seed; runs of one family repeat each other."""
     version: str
+    """Of this package."""
     outcomes: tuple[str, ...] = Field(min_length=1)
+    """Per held-out world one text of 0 and 1, a digit for each visit."""
     errors: int = 0
+    """Episodes that failed for a technical reason, and so count as no success."""
     entries: int = 0
+    """Entries of the bank at the beginning."""
     failures: dict[str, int] = {}
     cost: Cost = Cost()
 
@@ -65,14 +55,7 @@ class Cell(Record):
 
 
 def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoint: str) -> Cell:
-    """Return the cell of an eval event.
-
-    Args:
-        event: as `Trainer` emits it.
-        run: name of the run.
-        experiment: settings of the evaluation.
-        checkpoint: digest of the checkpoint.
-    """
+    """Return the cell of an eval event, as `Trainer` emits it."""
     kept = ("arm", "step", "errors", "entries", "failures", "cost")
     return Cell(
         run=run,
@@ -89,12 +72,7 @@ def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoi
 
 
 def cell_store(folder: Path, *, overwrite: bool = False) -> ResultStore[Cell]:
-    """Return the store of cells in a folder; a cell's name in it is its `cell_name`.
-
-    Args:
-        folder: of the files.
-        overwrite: find nothing, so that every cell is played again.
-    """
+    """Return the store of cells in a folder; a cell's name in it is its `cell_name`."""
     remedy = "remove it, or use --no-resume"
     return ResultStore(folder, Cell, about="a finished cell", remedy=remedy, overwrite=overwrite)
 
@@ -105,12 +83,7 @@ def cell_name(checkpoint: str, settings: str, arm: Arm) -> str:
 
 
 def settings_digest(experiment: Experiment, *, seed: bool = True) -> str:
-    """Return a digest of all settings except the list of arms.
-
-    Args:
-        experiment: the settings.
-        seed: count the training seed, too.
-    """
+    """Return a digest of all settings except the list of arms, and without ``seed`` the seed."""
     tree = experiment.model_dump(mode="json", exclude=None if seed else {"seed"})
     tree["eval"].pop("arms")
     return _digest(json.dumps(tree, sort_keys=True))

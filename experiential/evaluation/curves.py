@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from experiential.evaluation.visits import later
 from experiential.types import Record
 
@@ -14,16 +12,11 @@ Event = Mapping[str, Any]
 
 
 class Point(Record):
-    """Hold one evaluation during training.
-
-    Attributes:
-        step: training step.
-        episodes: training episodes so far, those that filled a bank beforehand included.
-        success: on later visits.
-    """
+    """Hold success on later visits of one evaluation during training."""
 
     step: int
     episodes: int
+    """Training episodes so far, those that filled a bank beforehand included."""
     success: float
 
 
@@ -64,10 +57,8 @@ def mean_curve(
     if not tables:
         return []
     common = sorted(set(tables[0]).intersection(*tables))
-    rows = [(x, np.array([table[x] for table in tables])) for x in common]
-    return [
-        (x, float(values.mean()), float(values.min()), float(values.max())) for x, values in rows
-    ]
+    rows = [(x, [table[x] for table in tables]) for x in common]
+    return [(x, sum(values) / len(values), min(values), max(values)) for x, values in rows]
 
 
 def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:

@@ -8,6 +8,9 @@ import numpy as np
 
 from experiential.types import Record
 
+SAMPLES, SEED = 10_000, 0
+"""Resamples of a bootstrap, and the seed of their draw."""
+
 
 class Interval(Record):
     """Hold an estimate with its 95 % interval."""
@@ -36,16 +39,12 @@ def wilson(successes: int, episodes: int, *, z: float = 1.959964) -> Interval:
     return Interval(mean=p, low=max(0.0, centre - half), high=min(1.0, centre + half))
 
 
-def paired_difference(
-    first: np.ndarray, second: np.ndarray, *, samples: int = 10_000, seed: int = 0
-) -> Interval:
+def paired_difference(first: np.ndarray, second: np.ndarray) -> Interval:
     """Return the mean of ``first - second`` with a percentile bootstrap over worlds.
 
     Args:
         first: success rate per world under one arm, shape (worlds,).
         second: the same worlds and seeds under the other arm, shape (worlds,).
-        samples: bootstrap resamples.
-        seed: of the resampling.
 
     Raises:
         ValueError: the shapes differ or are empty.
@@ -54,10 +53,10 @@ def paired_difference(
         raise ValueError(
             f"Expected two equal one-dimensional shapes, got {first.shape} and {second.shape}"
         )
-    return clustered_mean(first.astype(np.float64)[None] - second, samples=samples, seed=seed)
+    return clustered_mean(first.astype(np.float64)[None] - second)
 
 
-def clustered_mean(values: np.ndarray, *, samples: int = 10_000, seed: int = 0) -> Interval:
+def clustered_mean(values: np.ndarray, *, samples: int = SAMPLES) -> Interval:
     """Return the mean over training seeds and worlds with a percentile bootstrap over both.
 
     The clusters are the worlds: all visits to a world are drawn together. Every training seed is
@@ -71,7 +70,6 @@ def clustered_mean(values: np.ndarray, *, samples: int = 10_000, seed: int = 0) 
         values: success rates, or paired differences of them, per training seed and world, shape
             (seeds, worlds).
         samples: bootstrap resamples.
-        seed: of the resampling.
 
     Raises:
         ValueError: ``values`` is not a table, or empty.
@@ -80,14 +78,12 @@ def clustered_mean(values: np.ndarray, *, samples: int = 10_000, seed: int = 0) 
         raise ValueError(
             f"Expected a table of seeds and worlds with something in it, got shape {values.shape}"
         )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     drawn_worlds = _draws(rng, values.shape[1], samples)
     return _percentiles(float(values.mean()), _resampled(rng, values, drawn_worlds))
 
 
-def unpaired_difference(
-    first: np.ndarray, second: np.ndarray, *, samples: int = 10_000, seed: int = 0
-) -> Interval:
+def unpaired_difference(first: np.ndarray, second: np.ndarray) -> Interval:
     """Return the difference of two means on the same worlds, by runs without a common seed.
 
     Training seeds are resampled apart, worlds together.
@@ -95,24 +91,17 @@ def unpaired_difference(
     Args:
         first: success rates, shape (seeds, worlds).
         second: subtracted from them, shape (other seeds, the same worlds).
-        samples: bootstrap resamples.
-        seed: of the resampling.
 
     Raises:
         ValueError: one is no table, is empty, or the worlds differ in number.
     """
-    if (
-        first.ndim != 2
-        or second.ndim != 2
-        or first.shape[1] != second.shape[1]
-        or not first.size
-        or not second.size
-    ):
+    tables = first.ndim == second.ndim == 2 and first.size and second.size
+    if not tables or first.shape[1] != second.shape[1]:
         raise ValueError(
             f"Expected two tables over the same worlds, got shapes {first.shape} and {second.shape}"
         )
-    rng = np.random.default_rng(seed)
-    worlds = _draws(rng, first.shape[1], samples)
+    rng = np.random.default_rng(SEED)
+    worlds = _draws(rng, first.shape[1], SAMPLES)
     means = _resampled(rng, first, worlds) - _resampled(rng, second, worlds)
     return _percentiles(float(first.mean() - second.mean()), means)
 

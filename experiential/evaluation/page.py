@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from experiential.evaluation.card import Card, PerSuccess, RecipeReport
+from experiential.evaluation.card import Card, PerSuccess, RecipeReport, RunFacts
 from experiential.evaluation.intervals import Interval
 
 _STYLE = """
@@ -62,30 +62,20 @@ def write_page(card: Card, path: Path, picture: Path | None) -> Path:
         path: of the page.
         picture: a PNG to embed; without it the page says how to get one.
     """
-    body = "".join(_page(card, picture))
-    path.write_text(
-        f"<!doctype html><html lang=en><meta charset=utf-8>{body}</html>\n", encoding="utf-8"
-    )
-    return path
-
-
-def _page(card: Card, picture: Path | None) -> Iterable[str]:
-    yield f"<title>Comparison</title><style>{_STYLE}</style><h1>Comparison</h1>"
+    lines = [f"<title>Comparison</title><style>{_STYLE}</style><h1>Comparison</h1>"]
     versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
-    changed = ""
-    if card.overrides:
-        changed = f" Settings changed for the evaluation: {' '.join(card.overrides)}."
-    yield f"<p>{escape(versions)}.{escape(changed)}</p>"
-    yield from (f"<p class=note>{escape(note)}</p>" for note in card.notes)
+    changed = f" Settings changed for the evaluation: {' '.join(card.overrides)}."
+    lines.append(f"<p>{escape(versions)}.{escape(changed if card.overrides else '')}</p>")
+    lines += [f"<p class=note>{escape(note)}</p>" for note in card.notes]
     if picture is None:
         hint = "pip install 'experiential-rl[bench]'"
-        yield f"<p class=note>No picture: matplotlib is not installed ({hint}).</p>"
+        lines.append(f"<p class=note>No picture: matplotlib is not installed ({hint}).</p>")
     else:
         png = b64encode(picture.read_bytes()).decode()
-        yield f'<img alt="learning curves and intervals" src="data:image/png;base64,{png}">'
-    yield f"<p>{escape(_READING)}</p>"
+        lines.append(f'<img alt="learning curves and intervals" src="data:image/png;base64,{png}">')
+    lines.append(f"<p>{escape(_READING)}</p>")
     for recipe in card.recipes:
-        yield from _recipe(recipe)
+        lines += _tables(recipe)
     if card.comparisons:
         rows = [
             (
@@ -96,11 +86,14 @@ def _page(card: Card, picture: Path | None) -> Iterable[str]:
             )
             for c in card.comparisons
         ]
-        yield "<h2>Between recipes</h2>"
-        yield _table(("recipes", "points", "training seeds", "worlds"), rows)
+        lines.append("<h2>Between recipes</h2>")
+        lines.append(_table(("recipes", "points", "training seeds", "worlds"), rows))
+    page = f"<!doctype html><html lang=en><meta charset=utf-8>{''.join(lines)}</html>\n"
+    path.write_text(page, encoding="utf-8")
+    return path
 
 
-def _recipe(recipe: RecipeReport) -> Iterable[str]:
+def _tables(recipe: RecipeReport) -> Iterable[str]:
     yield f"<h2>{escape(recipe.name)}</h2>"
     yield f"<p>{escape(recipe.environment)}, {recipe.worlds} held-out worlds.</p>"
     visits = [f"visit {visit.visit}" for visit in recipe.arms[0].visits]
@@ -121,11 +114,8 @@ def _recipe(recipe: RecipeReport) -> Iterable[str]:
         for arm in recipe.arms
     ]
     yield _table(names, rows)
-    facts = [
-        (run.run, run.seed, run.step, run.checkpoint, run.settings, run.version)
-        for run in recipe.runs
-    ]
-    yield _table(("run", "seed", "step", "checkpoint", "settings", "version"), facts)
+    facts = [tuple(run.model_dump().values()) for run in recipe.runs]
+    yield _table(tuple(RunFacts.model_fields), facts)
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> str:

@@ -76,11 +76,8 @@ def seated_player() -> Player:
 class Watched(gym.Wrapper[str, str, str, str]):
     """Time episodes, and seat an agent that needs the environment itself.
 
-    Args:
-        env: an environment.
-        seconds: receives the wall time of each episode, from its reset to its last step until now,
-            by the seed of its reset.
-        seat: builds the agent of an episode, which stands in info; None builds none.
+    ``seconds`` receives the wall time of each episode, from its reset to its last step until now,
+    by the seed of its reset. ``seat`` builds the agent of an episode, which stands in info.
     """
 
     def __init__(

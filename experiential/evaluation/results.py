@@ -67,11 +67,7 @@ class ResultStore(Generic[R]):
         return self.folder / f"{name}.json"
 
     def find(self, name: str, settings: Mapping[str, Any] | None = None) -> R | None:
-        """Return the stored result, or None.
-
-        Args:
-            name: of the result.
-            settings: what the result's own ``settings`` must equal; None checks nothing.
+        """Return the stored result, or None; its own ``settings`` must equal those given.
 
         Raises:
             ConfigError: the file is damaged, or its result was made with other settings.
@@ -101,11 +97,7 @@ class ResultStore(Generic[R]):
         return write_whole(self.path(name), result.model_dump_json(indent=self._indent) + "\n")
 
     def all(self) -> Iterator[R]:
-        """Read every result in the folder and those below it, by name.
-
-        Raises:
-            ConfigError: a file is damaged.
-        """
+        """Read every result in the folder and those below it, by name."""
         for path in sorted(self.folder.rglob("*.json")):
             yield self._read(path)
 

@@ -30,36 +30,26 @@ MakeActor = Callable[[], ActorAgent | Player]
 
 @dataclass(frozen=True)
 class Plan:
-    """Say how a suite is played.
-
-    Attributes:
-        episodes: of each task and arm; fewer where an environment lists fewer worlds than needed.
-        visits: episodes in each world.
-        seed: of worlds, episodes and sampling.
-        split: of the environments.
-        slots: episodes at once.
-        search_and_ask: calls that a guided episode may make.
-        seat: builds an agent that needs the environment itself; None for all other agents.
-    """
+    """Say how a suite is played."""
 
     episodes: int = 100
+    """Of each task and arm; fewer where an environment lists fewer worlds than needed."""
     visits: int = 1
+    """Episodes in each world."""
     seed: int = 0
     split: str = "eval"
     slots: int = 1
+    """Episodes at once."""
     search_and_ask: int = 0
+    """Calls that a guided episode may make."""
     seat: Seat | None = None
+    """Builds an agent that needs the environment itself; None for all other agents."""
 
     def jobs(self, task: SuiteTask, worlds: int | None, condition: Any) -> list[Job]:
         """Return the episodes of a task, visit by visit.
 
         They follow from the name of the task and the seed alone, so that a task is played alike in
-        every suite and under every arm.
-
-        Args:
-            task: to play.
-            worlds: how many its environment lists; None where it lists none.
-            condition: of the episodes.
+        every suite and under every arm. ``worlds`` is None where its environment lists none.
         """
         named = zlib.crc32(task.name.encode())
         wanted = max(1, self.episodes // self.visits)
@@ -79,21 +69,15 @@ class Plan:
 
 @dataclass
 class SuiteBank:
-    """Say which bank the second arm of a suite plays with, and whether it grows.
-
-    Attributes:
-        path: its folder or address.
-        namespace: inside it.
-        embedder: for a bank that is made now; None for the default.
-        extractor: distils finished episodes, which lets the bank grow; None only reads it.
-        meter: counts what the extractor generates.
-    """
+    """Say which bank the second arm of a suite plays with, and whether it grows."""
 
     path: str
     namespace: str = "default"
     embedder: str | None = None
     extractor: Any | None = None
+    """Distils finished episodes, which lets the bank grow; None only reads it."""
     meter: Meter = field(default_factory=Meter)
+    """Counts what the extractor generates."""
 
     @property
     def arm(self) -> Literal["frozen", "on"]:
@@ -106,28 +90,21 @@ class SuiteBank:
         Raises:
             ConfigError: it cannot be opened.
         """
-        reading = self.extractor is None
+        reading, options = self.extractor is None, {"namespace": self.namespace}
         try:
-            return FolderBank(
-                self.path, namespace=self.namespace, embedder=self.embedder, read_only=reading
-            )
+            return FolderBank(self.path, embedder=self.embedder, read_only=reading, **options)
         except BankError as error:
             hint = "; with --learn a bank is made where none is" if reading else ""
             raise ConfigError(f"{error}{hint}") from error
 
 
 class SuiteResults(Record):
-    """Hold what was played of a suite so far.
-
-    Attributes:
-        settings: everything that decides what is played.
-        cells: the tasks that were played, each under one arm.
-        report: rates, means and differences of the cells, as `report` makes them.
-    """
+    """Hold what was played of a suite so far, under the settings that decide what is played."""
 
     settings: dict[str, Any]
     cells: tuple[SuiteCell, ...] = ()
     report: dict[str, Any] = {}
+    """Rates, means and differences of the cells, as `report` makes them."""
 
 
 async def play_suite(
@@ -140,13 +117,7 @@ async def play_suite(
 ) -> SuiteResults:
     """Play the cells of a suite that are not done; each task without the bank first, then with it.
 
-    Args:
-        suite: to play.
-        plan: how.
-        make_actor: builds the agent of a slot.
-        bank: of the second arm; None plays without one alone.
-        done: results so far.
-        finished: called with all results after each cell.
+    ``finished`` is called with all results after each cell.
     """
     for task in suite.tasks:
         for one in (None,) if bank is None else (None, bank):
@@ -162,13 +133,7 @@ async def play_suite(
 async def play_cell(
     task: SuiteTask, plan: Plan, make_actor: MakeActor, bank: SuiteBank | None
 ) -> SuiteCell:
-    """Play one task under one arm.
-
-    Args:
-        task: to play.
-        plan: how.
-        make_actor: builds the agent of a slot.
-        bank: of the arm; None plays without one.
+    """Play one task under one arm, with a bank or without.
 
     Raises:
         ConfigError: the environment or the bank cannot be opened.
@@ -239,24 +204,22 @@ async def _episodes(
             await arm.distil()
     finally:
         rollout.close()
-    return tuple(
-        _record(task, job, episode, seconds.get(job.task.seed, 0.0))
-        for job, episode in zip(jobs, played, strict=True)
-    )
-
-
-def _record(task: SuiteTask, job: Job, episode: Episode, seconds: float) -> PlayedEpisode:
-    trajectory, (world, _, visit) = episode.trajectory, job.task.group.partition(".")
-    return PlayedEpisode(
-        world=int(world),
-        visit=int(visit),
-        task_id=trajectory.task_id,
-        success=trajectory.success,
-        reward=trajectory.reward if trajectory.error is None else task.failure,
-        turns=len(trajectory.turns),
-        prompt_tokens=sum(len(one.prompt_ids) for one in episode.generations),
-        response_tokens=sum(len(one.response_ids) for one in episode.generations),
-        seconds=seconds,
-        shown=len(trajectory.uses),
-        error=trajectory.error,
-    )
+    records: list[PlayedEpisode] = []
+    for job, episode in zip(jobs, played, strict=True):
+        trajectory, (world, _, visit) = episode.trajectory, job.task.group.partition(".")
+        records.append(
+            PlayedEpisode(
+                world=int(world),
+                visit=int(visit),
+                task_id=trajectory.task_id,
+                success=trajectory.success,
+                reward=trajectory.reward if trajectory.error is None else task.failure,
+                turns=len(trajectory.turns),
+                prompt_tokens=sum(len(one.prompt_ids) for one in episode.generations),
+                response_tokens=sum(len(one.response_ids) for one in episode.generations),
+                seconds=seconds.get(job.task.seed, 0.0),
+                shown=len(trajectory.uses),
+                error=trajectory.error,
+            )
+        )
+    return tuple(records)

@@ -9,60 +9,53 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from experiential.evaluation.intervals import Interval, clustered_mean, paired_difference, wilson
+from experiential.evaluation.intervals import (
+    SAMPLES,
+    SEED,
+    Interval,
+    clustered_mean,
+    paired_difference,
+    wilson,
+)
 from experiential.llm.metered import Spent
 from experiential.rollout.rollout import shortened
 from experiential.types import Record
 
 
 class PlayedEpisode(Record):
-    """Hold the outcome of one episode.
-
-    Attributes:
-        world: index of its world; where the environment lists none, the number of its seed.
-        visit: number of the visit to that world, from 0.
-        task_id: name of the world, from the environment.
-        success: whether the task was done.
-        reward: sum of rewards; where the episode failed for a technical reason, the least that the
-            task gives.
-        turns: steps of the environment.
-        prompt_tokens: of all prompts; 0 where the backend shows no token ids.
-        response_tokens: of all responses; 0 likewise.
-        seconds: wall clock from the reset to the end of the last step, the agent's time included.
-        shown: entries of the bank that reached the agent.
-        error: the reason of a technical failure.
-    """
+    """Hold the outcome of one episode."""
 
     world: int
+    """Index of its world; where the environment lists none, the number of its seed."""
     visit: int
+    """Number of the visit to that world, from 0."""
     task_id: str
     success: bool
     reward: float
+    """Sum of rewards; after a technical failure the least that the task gives."""
     turns: int
     prompt_tokens: int
+    """0 where the backend shows no token ids."""
     response_tokens: int
     seconds: float
+    """From the reset to the end of the last step, the agent's time included."""
     shown: int
+    """Entries of the bank that reached the agent."""
     error: str | None = None
+    """The reason of a technical failure."""
 
 
 class SuiteCell(Record):
-    """Hold the episodes of one task under one arm.
-
-    Attributes:
-        task: name of the task.
-        arm: ``off`` plays without a bank, ``frozen`` with one that is only read, ``on`` with one
-            that grows.
-        episodes: in the order of worlds and visits.
-        entries: of the bank at the beginning and at the end; None for ``off``.
-        extractor: tokens and seconds of distillation.
-    """
+    """Hold the episodes of one task under one arm."""
 
     task: str
     arm: Literal["off", "frozen", "on"]
+    """``off``: no bank; ``frozen``: one that is only read; ``on``: one that grows."""
     episodes: tuple[PlayedEpisode, ...] = Field(min_length=1)
     entries: tuple[int, int] | None = None
+    """Of the bank at the beginning and at the end; None for ``off``."""
     extractor: Spent = Spent()
+    """Tokens and seconds of distillation."""
 
 
 MEASURES: dict[str, Callable[[PlayedEpisode], float]] = {
@@ -73,7 +66,6 @@ MEASURES: dict[str, Callable[[PlayedEpisode], float]] = {
     "seconds": lambda one: one.seconds,
 }
 OVERALL = "all tasks"
-_SAMPLES = 10_000
 
 
 def by_world(cell: SuiteCell, measure: str) -> np.ndarray:
@@ -84,22 +76,21 @@ def by_world(cell: SuiteCell, measure: str) -> np.ndarray:
     return np.array([np.mean(found[world]) for world in sorted(found)])
 
 
-def over_tasks(tables: Sequence[np.ndarray], seed: int = 0) -> Interval:
+def over_tasks(tables: Sequence[np.ndarray]) -> Interval:
     """Return the mean over tasks, each counted alike, with a percentile bootstrap.
 
     The worlds of each task are drawn apart.
 
     Args:
         tables: for each task a value per world, or a paired difference of two, shape (worlds,).
-        seed: of the resampling.
 
     Raises:
         ValueError: there is no task, or one without worlds.
     """
     if not tables or not all(len(table) for table in tables):
         raise ValueError(f"Expected tasks with worlds, got {[len(table) for table in tables]}")
-    rng = np.random.default_rng(seed)
-    drawn = [rng.choice(table, size=(_SAMPLES, len(table))).mean(axis=1) for table in tables]
+    rng = np.random.default_rng(SEED)
+    drawn = [rng.choice(table, size=(SAMPLES, len(table))).mean(axis=1) for table in tables]
     low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))
     mean = float(np.mean([table.mean() for table in tables]))
     return Interval(mean=mean, low=float(low), high=float(high))
@@ -112,7 +103,24 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
         ``tasks``, ``overall`` (empty with one task) and ``differences`` (with the bank minus
         without, paired by world), each a list of rows with an interval for every measure.
     """
-    tasks = [_summary(cell) for cell in cells]
+    tasks: list[dict[str, Any]] = []
+    for cell in cells:
+        reasons = Counter(shortened(one.error) for one in cell.episodes if one.error is not None)
+        row: dict[str, Any] = {
+            "task": cell.task,
+            "arm": cell.arm,
+            "episodes": len(cell.episodes),
+            "worlds": len({one.world for one in cell.episodes}),
+            "failed": sum(reasons.values()),
+            "failures": dict(reasons.most_common()),
+        }
+        for name in MEASURES:
+            row[name] = clustered_mean(by_world(cell, name)[None]).model_dump()
+        if all(one.visit == 0 for one in cell.episodes):  # with one visit a world: independent
+            successes = sum(one.success for one in cell.episodes)
+            row["success"] = wilson(successes, len(cell.episodes)).model_dump()
+        tasks.append(row)
+
     overall: list[dict[str, Any]] = []
     if len({cell.task for cell in cells}) > 1:
         for arm in dict.fromkeys(cell.arm for cell in cells):
@@ -121,52 +129,25 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
                 key: sum(row[key] for row in rows) for key in ("episodes", "worlds", "failed")
             }
             mine = [cell for cell in cells if cell.arm == arm]
-            measured = {
+            means = {
                 name: over_tasks([by_world(cell, name) for cell in mine]).model_dump()
                 for name in MEASURES
             }
-            overall.append({"task": OVERALL, "arm": arm, **counts, **measured})
+            overall.append({"task": OVERALL, "arm": arm, **counts, **means})
 
     plain = {cell.task: cell for cell in cells if cell.arm == "off"}
     pairs = [(cell, plain[cell.task]) for cell in cells if cell.arm != "off" and cell.task in plain]
     differences: list[dict[str, Any]] = []
     for one, other in pairs:
-        measured = {
+        paired = {
             name: paired_difference(by_world(one, name), by_world(other, name)).model_dump()
             for name in MEASURES
         }
-        differences.append({"task": one.task, "arms": [one.arm, "off"], **measured})
+        differences.append({"task": one.task, "arms": [one.arm, "off"], **paired})
     if len(pairs) > 1:
-        measured = {
-            name: over_tasks(
-                [by_world(one, name) - by_world(other, name) for one, other in pairs]
-            ).model_dump()
+        paired = {
+            name: over_tasks([by_world(a, name) - by_world(b, name) for a, b in pairs]).model_dump()
             for name in MEASURES
         }
-        differences.append({"task": OVERALL, "arms": [pairs[0][0].arm, "off"], **measured})
+        differences.append({"task": OVERALL, "arms": [pairs[0][0].arm, "off"], **paired})
     return {"tasks": tasks, "overall": overall, "differences": differences}
-
-
-def _summary(cell: SuiteCell) -> dict[str, Any]:
-    """Return a cell's measures with their intervals, by a bootstrap over worlds.
-
-    Success with one visit a world has independent episodes, hence Wilson's interval.
-    """
-    found: dict[str, Any] = {
-        name: clustered_mean(by_world(cell, name)[None]).model_dump() for name in MEASURES
-    }
-    if all(episode.visit == 0 for episode in cell.episodes):
-        successes = sum(episode.success for episode in cell.episodes)
-        found["success"] = wilson(successes, len(cell.episodes)).model_dump()
-    reasons = Counter(
-        shortened(episode.error) for episode in cell.episodes if episode.error is not None
-    )
-    return {
-        "task": cell.task,
-        "arm": cell.arm,
-        "episodes": len(cell.episodes),
-        "worlds": len({episode.world for episode in cell.episodes}),
-        "failed": sum(reasons.values()),
-        "failures": dict(reasons.most_common()),
-        **found,
-    }

@@ -32,40 +32,28 @@ DATA_PLACES = {
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """Describe one environment of a suite.
-
-    Attributes:
-        name: of the task, in results.
-        id: environment id.
-        kwargs: arguments of ``gymnasium.make`` beside the split.
-        turns: after which an episode is truncated.
-        failure: reward counted for an episode that failed for a technical reason: the least that
-            the environment gives.
-        instruction: said to the agent about the environment; the environments of text say the rest
-            themselves.
-    """
+    """Describe one environment of a suite."""
 
     name: str
     id: str
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of ``gymnasium.make`` beside the split."""
     turns: int = 30
+    """Turns after which an episode is truncated."""
     failure: float = 0.0
+    """Reward counted for a technical failure: the least that the environment gives."""
     instruction: str = ""
+    """Said to the agent about the environment; those of text say the rest themselves."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Group tasks that are evaluated together; their mean counts each task alike.
-
-    Attributes:
-        name: of the suite.
-        tasks: its environments.
-        source: paper and section that set it so.
-    """
+    """Group tasks that are evaluated together; their mean counts each task alike."""
 
     name: str
     tasks: tuple[SuiteTask, ...]
     source: str
+    """Paper and section that set it so."""
 
     def missing(self) -> dict[str, list[str]]:
         """Return the commands without which an environment cannot be made, by environment id."""
@@ -73,18 +61,12 @@ class Suite:
         return {name: steps for name, steps in needed.items() if steps}
 
     def check_ready(self) -> None:
-        """Refuse a suite one of whose environments cannot be made.
-
-        Raises:
-            ConfigError: packages or data are missing; the message has the commands.
-        """
+        """Refuse a suite with missing packages or data, by a message that has the commands."""
         if missing := self.missing():
-            to_do = "; ".join(
-                f"{name}: run {' && '.join(steps)}" for name, steps in missing.items()
-            )
+            steps = [f"{name}: run {' && '.join(steps)}" for name, steps in missing.items()]
             raise ConfigError(
                 f"Expected all environments of suite {self.name} to be ready, got some that are"
-                f" not: {to_do}"
+                f" not: {'; '.join(steps)}"
             )
 
 
@@ -110,39 +92,35 @@ def _webshop(turns: int) -> SuiteTask:
     return SuiteTask("webshop", "experiential/WebShop-v0", {"turns": turns}, turns)
 
 
-SUITES = {
-    suite.name: suite
-    for suite in (
-        Suite("room", (_ROOM,), f"{COMPLEMENTARY}, C.1 (Room-Ultimate-5x5) and C.2 (30 turns)"),
-        Suite(
-            "alfworld",
-            (_alfworld(40),),
-            f"{COMPLEMENTARY}, C.1 (reward 1 and -1) and C.2 (40 turns)",
-        ),
-        Suite(
-            "webshop",
-            (_webshop(15),),
-            f"{COMPLEMENTARY}, C.1 (1,000 products); the turns are the environment's own",
-        ),
-        Suite("hotpotqa", (_HOTPOTQA,), f"{ERL}, B.3 (reward, 5 turns)"),
-        Suite(
-            "sokoban",
-            (_SOKOBAN_ERL, _SOKOBAN_COMPLEMENTARY),
-            f"{ERL}, B.2, and {COMPLEMENTARY}, C.1 (6 by 6, two boxes)",
-        ),
-        Suite("frozenlake", (_FROZENLAKE,), f"{ERL}, B.1"),
-        Suite(
-            "three-task",
-            (_ROOM, _webshop(30), _alfworld(30)),
-            f"{COMPLEMENTARY}, C.3 (3-Tasks) and C.2 (30 turns)",
-        ),
-        Suite(
-            "six-task",
-            (_ROOM, _MAZE, _KEYROOM, _SOKOBAN_COMPLEMENTARY, _webshop(30), _alfworld(30)),
-            f"{COMPLEMENTARY}, C.3 (6-Tasks) and C.2 (30 turns)",
-        ),
-    )
-}
+_SUITES = (
+    Suite("room", (_ROOM,), f"{COMPLEMENTARY}, C.1 (Room-Ultimate-5x5) and C.2 (30 turns)"),
+    Suite(
+        "alfworld", (_alfworld(40),), f"{COMPLEMENTARY}, C.1 (reward 1 and -1) and C.2 (40 turns)"
+    ),
+    Suite(
+        "webshop",
+        (_webshop(15),),
+        f"{COMPLEMENTARY}, C.1 (1,000 products); the turns are the environment's own",
+    ),
+    Suite("hotpotqa", (_HOTPOTQA,), f"{ERL}, B.3 (reward, 5 turns)"),
+    Suite(
+        "sokoban",
+        (_SOKOBAN_ERL, _SOKOBAN_COMPLEMENTARY),
+        f"{ERL}, B.2, and {COMPLEMENTARY}, C.1 (6 by 6, two boxes)",
+    ),
+    Suite("frozenlake", (_FROZENLAKE,), f"{ERL}, B.1"),
+    Suite(
+        "three-task",
+        (_ROOM, _webshop(30), _alfworld(30)),
+        f"{COMPLEMENTARY}, C.3 (3-Tasks) and C.2 (30 turns)",
+    ),
+    Suite(
+        "six-task",
+        (_ROOM, _MAZE, _KEYROOM, _SOKOBAN_COMPLEMENTARY, _webshop(30), _alfworld(30)),
+        f"{COMPLEMENTARY}, C.3 (6-Tasks) and C.2 (30 turns)",
+    ),
+)
+SUITES = {suite.name: suite for suite in _SUITES}
 """The built-in suites by name."""
 
 
@@ -161,14 +139,14 @@ def find_suite(name: str, tasks: Sequence[str] | None = None) -> Suite:
         )
     if tasks is None:
         return suite
-    known = [task.name for task in suite.tasks]
+    known = {task.name: task for task in suite.tasks}
     for task in tasks:
         if task not in known:
             raise ConfigError(
                 f"Expected tasks of suite {name} among {', '.join(known)}, got"
                 f" {task!r}{did_you_mean(task, known)}"
             )
-    return replace(suite, tasks=tuple(task for task in suite.tasks if task.name in tasks))
+    return replace(suite, tasks=tuple(task for name, task in known.items() if name in tasks))
 
 
 def find_data() -> None:

@@ -39,39 +39,27 @@ from experiential.types import Record
 
 
 class Cost(Record):
-    """Hold the cost of an arm.
-
-    Attributes:
-        seconds: wall clock, from the copy of the bank to the last distillation.
-        actor: tokens and seconds of the actor.
-        extractor: tokens and seconds of the extractor.
-    """
+    """Hold the cost of an arm: its wall clock, and the tokens and seconds of both policies."""
 
     seconds: float = 0.0
+    """From the copy of the bank to the last distillation."""
     actor: Spent = Spent()
     extractor: Spent = Spent()
 
 
 class Visits(Record):
-    """Hold the outcomes of one arm.
-
-    Attributes:
-        arm: which arm.
-        step: training step of the weights.
-        outcomes: ``outcomes[w][v]`` is whether visit v to world w succeeded. An episode that failed
-            for a technical reason counts as no success.
-        errors: episodes that failed for a technical reason.
-        entries: of the bank at the beginning.
-        failures: how many episodes failed for which reason.
-        cost: of the arm.
-    """
+    """Hold the outcomes of one arm at a training step."""
 
     arm: str
     step: int
     outcomes: tuple[tuple[bool, ...], ...]
+    """``outcomes[w][v]``: whether visit v to world w succeeded; a technical failure did not."""
     errors: int = 0
+    """Episodes that failed for a technical reason."""
     entries: int = 0
+    """Entries of the bank at the beginning."""
     failures: dict[str, int] = {}
+    """How many episodes failed for which reason."""
     cost: Cost = Cost()
 
     def rates(self) -> list[Interval]:
@@ -89,17 +77,10 @@ class Visits(Record):
             {"visit": number, "successes": int(column.sum()), "episodes": int(column.size)}
             for number, column in enumerate(np.array(self.outcomes).T, 1)
         ]
-        event: dict[str, Any] = {
-            "event": "eval",
-            "step": self.step,
-            "arm": self.arm,
-            "visits": visits,
-            "outcomes": [[int(success) for success in row] for row in self.outcomes],
-            "errors": self.errors,
-            "entries": self.entries,
-            "cost": self.cost.model_dump(),
-        }
-        return event | ({"failures": self.failures} if self.failures else {})
+        outcomes = [[int(success) for success in row] for row in self.outcomes]
+        kept = self.model_dump(include={"step", "arm", "errors", "entries", "cost"})
+        failures = {"failures": self.failures} if self.failures else {}
+        return {"event": "eval", **kept, "visits": visits, "outcomes": outcomes, **failures}
 
 
 @dataclass(frozen=True)
@@ -154,9 +135,8 @@ class VisitEvaluator:
         Raises:
             ExperientialError: the environment failed every episode of a visit.
         """
-        settings = self._experiment
-        begin = time.perf_counter()
-        actor_before, extractor_before = self._meters.actor.spent(), self._meters.extractor.spent()
+        settings, meters, begin = self._experiment, self._meters, time.perf_counter()
+        actor_before, extractor_before = meters.actor.spent(), meters.extractor.spent()
         options = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
         options |= {
             "merge_every": 0,
@@ -174,22 +154,21 @@ class VisitEvaluator:
             render=principle_text if settings.actor.search_experience else entry_text,
         ) as opened:
             visits = await self._visits(opened)
+        cost = Cost(
+            seconds=time.perf_counter() - begin,
+            actor=meters.actor.spent() - actor_before,
+            extractor=meters.extractor.spent() - extractor_before,
+        )
+        worlds = zip(*visits, strict=True)
         reasons = failures([episode for visit in visits for episode in visit])
         return Visits(
             arm=arm,
             step=step,
-            outcomes=tuple(
-                tuple(episode.trajectory.success for episode in world)
-                for world in zip(*visits, strict=True)
-            ),
+            outcomes=tuple(tuple(e.trajectory.success for e in world) for world in worlds),
             errors=sum(reasons.values()),
             entries=opened.entries,
             failures=reasons,
-            cost=Cost(
-                seconds=time.perf_counter() - begin,
-                actor=self._meters.actor.spent() - actor_before,
-                extractor=self._meters.extractor.spent() - extractor_before,
-            ),
+            cost=cost,
         )
 
     async def _visits(self, opened: ArmBank) -> list[list[Episode]]:
@@ -225,12 +204,9 @@ class VisitEvaluator:
 
 
 def later(outcomes: Any) -> np.ndarray:
-    """Return the success rate of each world on later visits, shape (worlds,).
+    """Return the success rate of each world on visits after the first, shape (worlds,).
 
-    Later visits are those after the first; with one visit, that one.
-
-    Args:
-        outcomes: whether each visit succeeded, shape (worlds, visits).
+    ``outcomes`` says whether each visit succeeded, shape (worlds, visits); a single visit counts.
     """
     table = np.array(outcomes, dtype=np.float64)
     return (table[:, 1:] if table.shape[1] > 1 else table).mean(axis=1)
