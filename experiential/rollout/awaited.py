@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Generator
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import gymnasium as gym
 
@@ -13,21 +13,6 @@ from experiential.errors import ConfigError, EnvError, ExperientialError
 
 Start = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
-
-
-@runtime_checkable
-class AwaitableEnv(Protocol):
-    """Extend an environment by coroutines beside ``reset`` and ``step``, with the same errors."""
-
-    async def areset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> Start:
-        """Reset the environment as a coroutine."""
-        ...
-
-    async def astep(self, action: str) -> Step:
-        """Step the environment as a coroutine."""
-        ...
 
 
 class AwaitedEnv(gym.Wrapper[str, str, str, str]):
@@ -44,12 +29,8 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
     ``SearchAndAskWrapper`` answers a call itself. An answer that was not awaited before is
     fetched synchronously.
 
-    No vector version exists: it is for one environment of a rollout.
-
-    Change log: v0.1.0 added.
-
     Args:
-        env: an environment; only an ``AwaitableEnv`` is awaited, any other is called as always.
+        env: an environment; only one with ``areset`` and ``astep`` is awaited.
         reward_range: least and largest reward of a step; None takes any finite one.
 
     Raises:
@@ -62,7 +43,7 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
     ) -> None:
         super().__init__(env)
         self._range = reward_range
-        self._awaitable = env if isinstance(env, AwaitableEnv) else None
+        self._awaitable: Any = env if hasattr(env, "areset") and hasattr(env, "astep") else None
         self._start: Start | None = None
         self._step: tuple[str, Step] | None = None
 
@@ -71,9 +52,8 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         self._start = self._step = None
         if self._awaitable is not None:
             with environment_errors():
-                self._start = checked_start(
-                    await self._awaitable.areset(seed=seed, options=options)
-                )
+                answer = await self._awaitable.areset(seed=seed, options=options)
+                self._start = checked_start(answer)
 
     async def await_step(self, action: str) -> None:
         """Fetch the answer of the next ``step``, which must have the same action."""

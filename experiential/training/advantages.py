@@ -116,25 +116,17 @@ def turn_advantages(
 
     Args:
         rewards: per trajectory the reward of each turn.
-        group: id of the task instance, shape (n,), integer or text.
+        group: see ``cell_advantages``, as the next.
         guided: condition, shape (n,), bool.
         discount: gamma, in (0, 1].
-        estimator: see ``cell_advantages``.
-        eps: see ``cell_advantages``.
+        estimator: see ``cell_advantages``, as the next.
+        eps: spread up to which a cell counts as constant.
 
     Returns:
         per trajectory one advantage per turn, float32; 0 where fewer than two members got so far,
         or all have the same G_t.
-
-    Raises:
-        ValueError: shapes differ, or a reward is not finite.
     """
-    labels, condition = np.asarray(group), np.asarray(guided, dtype=bool)
-    if labels.shape != (len(rewards),) or condition.shape != (len(rewards),):
-        raise ValueError(
-            f"Expected group and guided of shape ({len(rewards)},), got {labels.shape} and"
-            f" {condition.shape}"
-        )
+    member, _ = _cells(len(rewards), group, guided)
     if not rewards:
         return []
     lengths = [len(row) for row in rewards]
@@ -144,13 +136,11 @@ def turn_advantages(
         for reward in reversed(row):
             following = reward + discount * following
             returns.insert(begin, following)
-    # A cell is a (group, turn) pair here, so that only turns of the same number meet.
-    names = np.unique(labels, return_inverse=True)[1].reshape(-1)
+    # Only turns of the same number meet.
     turns = np.concatenate([np.arange(n) for n in lengths])
-    cell = np.repeat(names, lengths) * max(lengths) + turns
-    values = cell_advantages(
-        returns, cell, np.repeat(condition, lengths), estimator=estimator, eps=eps
-    )
+    cell = np.repeat(member, lengths) * max(lengths) + turns
+    alike = np.zeros(len(cell), dtype=bool)
+    values = cell_advantages(returns, cell, alike, estimator=estimator, eps=eps)
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
@@ -159,14 +149,8 @@ def split_weights(group: npt.ArrayLike, guided: npt.ArrayLike) -> Floats:
 
     G is the number of groups, C the number of conditions present in the trajectory's group (1 or 2)
     and K_c the size of its cell. So both halves of a group count equally whatever their sizes, and
-    so do all groups.
-
-    Args:
-        group: id of the task instance, shape (n,), integer or text.
-        guided: condition, shape (n,), bool.
-
-    Returns:
-        weights, shape (n,), float32; they sum to 1 (n > 0).
+    so do all groups. ``group`` (integer or text), ``guided`` (bool) and the weights (float32, which
+    sum to 1) have shape (n,).
 
     Raises:
         ValueError: shapes differ.
@@ -198,33 +182,28 @@ def training_count_weights(
 ) -> Floats:
     """Weigh each sample by how often it was trained on: eq. 7 of Complementary RL.
 
-    w = 0 while step - last < cooldown, else (1 + count)^(-decay).
+    w = 0 while step - last < cooldown, else (1 + count)^(-decay); 1 where count is 0.
 
     Args:
         step: present training step t.
-        last_trained: step at which each sample was last trained on, shape (n,), integer; ignored
-            where ``counts`` is 0.
+        last_trained: step at which each sample was last trained on, shape (n,), integer.
         counts: how often each sample was trained on, shape (n,), integer.
         cooldown: delta; 0 turns the cooldown off.
         decay: alpha >= 0; 0 turns the discount off.
 
     Returns:
-        weights, shape (n,), float32, in [0, 1]; 1 for a sample never trained on.
+        weights, shape (n,), float32, in [0, 1].
 
     Raises:
         ValueError: shapes differ, a count is negative, or ``cooldown`` or ``decay`` is negative.
     """
     times, last = np.asarray(counts, dtype=np.int64), np.asarray(last_trained, dtype=np.int64)
     if times.shape != last.shape or times.ndim != 1:
-        raise ValueError(
-            f"Expected counts and last_trained of one shape (n,), got {times.shape} and"
-            f" {last.shape}"
-        )
+        shapes = f"{times.shape} and {last.shape}"
+        raise ValueError(f"Expected counts and last_trained of one shape (n,), got {shapes}")
     if cooldown < 0 or decay < 0 or (times < 0).any():
-        raise ValueError(
-            f"Expected counts, cooldown and decay of at least 0, got cooldown {cooldown}, decay"
-            f" {decay}"
-        )
+        found = f"cooldown {cooldown}, decay {decay}"
+        raise ValueError(f"Expected counts, cooldown and decay of at least 0, got {found}")
     resting = (times > 0) & (step - last < cooldown)
     return np.where(resting, 0.0, (1.0 + times) ** -float(decay)).astype(np.float32)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -50,19 +49,18 @@ class _History(Record):
     last: int
 
 
-class _State(Record):
-    waiting: tuple[tuple[Key, _Waiting], ...]
-    history: tuple[tuple[Key, _History], ...]
-    counters: dict[str, int]
-
-
-@dataclass(slots=True)
-class BufferCounters:
+class BufferCounters(Record, frozen=False):
     """Count samples ``evicted`` for lack of room, ``stale`` by age, and ``trained`` on."""
 
     evicted: int = 0
     stale: int = 0
     trained: int = 0
+
+
+class _State(Record):
+    waiting: tuple[tuple[Key, _Waiting], ...]
+    history: tuple[tuple[Key, _History], ...]
+    counters: BufferCounters
 
 
 class ExtractorBuffer:
@@ -189,7 +187,7 @@ class ExtractorBuffer:
         state = _State(
             waiting=tuple(self._waiting.items()),
             history=tuple(self._history.items()),
-            counters=asdict(self.counters),
+            counters=self.counters,
         )
         return state.model_dump(mode="json")
 
@@ -201,12 +199,11 @@ class ExtractorBuffer:
         """
         try:
             read = _State.model_validate(state)
-            counters = BufferCounters(**read.counters)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise CheckpointError(
                 f"Expected the state of an extractor buffer, got {error}; choose another checkpoint"
             ) from error
-        self.counters = counters
+        self.counters = read.counters
         self._history = dict(read.history)
         self._waiting = {}
         for key, sample in read.waiting:

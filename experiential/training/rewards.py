@@ -46,16 +46,9 @@ def relative_rewards(
 ) -> npt.NDArray[np.float64]:
     """Compute the gain of each guided member: R - mean R of its group's free members.
 
-    See appendix B.2 of Complementary RL.
-
-    Args:
-        outcomes: R per trajectory, shape (n,), in [0, 1].
-        group: its group, n of any hashable kind.
-        guided: its condition, shape (n,), bool.
-
-    Returns:
-        gains, shape (n,), in [-1, 1]; not a number for free members, and where a group has no free
-        member.
+    See appendix B.2 of Complementary RL. ``outcomes`` (R, in [0, 1]), ``group`` (of any hashable
+    kind), ``guided`` and the gains have shape (n,). A gain is not a number for free members, and
+    where a group has no free member.
 
     Raises:
         ValueError: the shapes differ.

@@ -145,10 +145,7 @@ class PolicyRuntime(LLM):
 
     @abstractmethod
     async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Return the log-probability of each trained token under the current weights, in nats.
-
-        Temperature and constraint are those of its sample.
-        """
+        """Return the log-probability of each trained token under the current weights, in nats."""
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Return the entropy at each trained token under the current weights, in nats.
@@ -156,9 +153,8 @@ class PolicyRuntime(LLM):
         Raises:
             ConfigError: this kind of runtime does not compute it.
         """
-        raise ConfigError(
-            f"Expected a runtime that gives entropies, got {type(self).__name__}; use runtime=local"
-        )
+        name = type(self).__name__
+        raise ConfigError(f"Expected a runtime that gives entropies, got {name}; use runtime=local")
 
     async def sync(self) -> int:
         """Make generation use the trained weights, if it does not yet; return its version."""
@@ -177,10 +173,7 @@ class PolicyRuntime(LLM):
         """
 
     async def anchor(self) -> None:
-        """Make the current weights the reference of the KL penalty, if the policy keeps a copy.
-
-        The base below LoRA adapters and the reference of a cluster's policy stay as they are.
-        """
+        """Make the current weights the reference of the KL penalty, if the policy keeps a copy."""
 
     async def export(self, folder: Path) -> None:
         """Write the weights in Hugging Face format, for use elsewhere."""
@@ -243,10 +236,7 @@ def sample_from_generation(
 ) -> Sample:
     """Make a sample of one response, without the tokens that a constraint forced.
 
-    Args:
-        generation: a response with token ids and behaviour log-probabilities.
-        advantages: one per response token, or one for all. NaN marks tokens to leave out.
-        weight: weight of the sequence.
+    ``advantages`` has one per response token, or is one for all; NaN marks tokens to leave out.
     """
     n = len(generation.response_ids)
     one = isinstance(advantages, int | float)

@@ -34,15 +34,7 @@ from experiential.training.metrics import Metrics, Observer, episode_row, peak_m
 from experiential.training.roles import Roles
 from experiential.training.runtime import LossSettings, Policies, TrainStats, build_runtime
 
-_FILES = (
-    "metrics.jsonl",
-    "episodes.jsonl",
-    "bank",
-    "checkpoints",
-    "evaluation",
-    "actor",
-    "extractor",
-)
+_FILES = "metrics.jsonl episodes.jsonl bank checkpoints evaluation actor extractor".split()
 
 
 class Trainer:
@@ -68,11 +60,10 @@ class Trainer:
         observer: Observer | None = None,
         runtimes: Policies | None = None,
     ) -> None:
-        self.experiment, self.output, self._resume = experiment, Path(output), resume
+        self.experiment, self.output = experiment, Path(output)
         self._store = CheckpointStore(self.output / "checkpoints")
         self._restored = self._store.latest() if resume else None
-        self._observer = observer
-        self._given = runtimes
+        self._observer, self._given = observer, runtimes
         self._start = 0
         self._visits: list[Visits] = []
         self._bank: ForkableBank | None = None
@@ -130,12 +121,7 @@ class Trainer:
         return self._summary(step, time.perf_counter() - begin)
 
     async def aevaluate(self, checkpoint: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-        """Evaluate a checkpoint in this run's folder without training; return the eval events.
-
-        Args:
-            checkpoint: its folder, of this run or another.
-            manifest: its manifest, from ``CheckpointStore.latest``.
-        """
+        """Evaluate any run's checkpoint in this run's folder; return the eval events."""
         self._restored = checkpoint, manifest
         async with contextlib.AsyncExitStack() as stack:
             await self._open(stack)
@@ -226,10 +212,9 @@ class Trainer:
         run = self.experiment.run
         begin, tokens = time.perf_counter(), self._tokens()
         # Rollouts ahead stop before the next checkpoint, evaluation or end.
-        pauses = [
-            (step // n + 1) * n for n in (run.checkpoint_every, self.experiment.eval.every) if n
-        ]
-        episodes, rollout_s = await self._ahead.take(step, min([run.steps, *pauses]))
+        every = filter(None, (run.checkpoint_every, self.experiment.eval.every))
+        pause = min([run.steps, *((step // n + 1) * n for n in every)])
+        episodes, rollout_s = await self._ahead.take(step, pause)
         waited = time.perf_counter() - begin
         if self._track is not None:
             trajectories = [e.trajectory for e in episodes]
