@@ -19,12 +19,8 @@ class RolloutsAhead(Generic[T]):
     """Play steps one after the other, at most ``ahead`` beyond the last one taken.
 
     So a step is played by weights that lack at most ``ahead`` updates; its samples carry the
-    version and the log-probabilities of the weights that drew them.
-
-    Args:
-        play: plays one step.
-        ahead: steps that may be played, or playing, beyond the one taken; 0 plays a step when it is
-            asked for.
+    version and the log-probabilities of the weights that drew them. 0 plays a step when it is asked
+    for.
     """
 
     def __init__(self, play: Callable[[int], Awaitable[T]], ahead: int) -> None:
@@ -61,24 +57,14 @@ class RolloutsAhead(Generic[T]):
 
 
 class BankUpkeep:
-    """Merge, deduplicate and prune the bank on their schedules, and report failures.
-
-    Args:
-        manager: merges and deduplicates.
-        settings: how many steps lie between two runs of each kind of work.
-        emit: receives the metrics event of each pruning.
-    """
+    """Merge, deduplicate and prune the bank on the schedules of the settings."""
 
     def __init__(self, manager: ExperienceManager, settings: BankSettings, emit: Observer) -> None:
         self._manager, self._settings, self._emit = manager, settings, emit
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def after_step(self, step: int) -> None:
-        """Start the work due after ``step``, counted from 0.
-
-        Raises:
-            ExperientialError: work that was started earlier has failed since.
-        """
+        """Start the work due after ``step``, counted from 0; raise what failed since."""
         for task in [task for task in self._tasks if task.done()]:
             self._tasks.discard(task)
             task.result()  # a failed merge ends the run with its reason, not in silence

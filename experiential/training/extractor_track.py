@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiential.bank.protocol import Bank
@@ -15,6 +15,7 @@ from experiential.training.rewards import Key, critic_reward, outcome, relative_
 from experiential.training.runtime import (
     LossSettings,
     PolicyRuntime,
+    Sample,
     TrainStats,
     sample_from_generation,
 )
@@ -93,7 +94,7 @@ class ExtractorTrack:
                 uses.append((use, critic_reward(use.verdict, base) + bonus))
         # A bank behind a server takes a while, so a thread reads it. The buffer changes on the
         # event loop only, in the order of the trajectories: an update never meets half of it.
-        written = await asyncio.to_thread(lambda: [self._written_by(use) for use, _ in uses])
+        written = await asyncio.to_thread(lambda: [list(self._written_by(use)) for use, _ in uses])
         for (_, reward), found in zip(uses, written, strict=True):
             for key, generation, span in found:
                 self.buffer.add_use(key, reward, generation, span)
@@ -143,19 +144,15 @@ class ExtractorTrack:
         self.buffer.load_state_dict(state["buffer"])
         self.updates, self.malformed = state["updates"], state["malformed"]
 
-    def _written_by(self, use: Use) -> list[tuple[Key, Generation, Span | None]]:
-        """Return the generations of the version, its merged ancestors and the refinement."""
-        origins: list[tuple[Key, str, Span | None]] = []
+    def _written_by(self, use: Use) -> Iterator[tuple[Key, Generation, Span | None]]:
+        """Yield the generations of the version, of its merged ancestors and of the refinement."""
         for key in self._bank.lineage(use.experience_id, use.experience_version):
             entry = self._bank.version(*key)
-            if entry is not None and entry.provenance.generation is not None:
-                origins.append((key, entry.provenance.generation, entry.provenance.span))
-        if use.refinement is not None:
-            origins.append(((use.refinement, 0), use.refinement, None))
-        found = ((key, self._bank.generation(name), span) for key, name, span in origins)
-        return [
-            (key, generation, span) for key, generation, span in found if generation is not None
-        ]
+            name = entry.provenance.generation if entry is not None else None
+            if entry is not None and name is not None and (found := self._bank.generation(name)):
+                yield key, found, entry.provenance.span
+        if use.refinement is not None and (found := self._bank.generation(use.refinement)):
+            yield (use.refinement, 0), found, None
 
     async def _update(self, step: int) -> None:
         for _ in range(self._settings.updates_per_step):
@@ -163,17 +160,13 @@ class ExtractorTrack:
             batch = self.buffer.take(step, version)
             if not batch:
                 continue
-            samples = [
-                sample_from_generation(
-                    item.generation,
-                    [
-                        item.advantage * item.weight if kept else math.nan
-                        for kept in span_mask(item.generation, item.span, self._runtime.tokenizer)
-                    ],
-                )
-                for item in batch
-                if item.generation.response_ids
-            ]
+            samples: list[Sample] = []
+            for item in batch:
+                if item.generation.response_ids:
+                    mask = span_mask(item.generation, item.span, self._runtime.tokenizer)
+                    value = item.advantage * item.weight
+                    values = [value if kept else math.nan for kept in mask]
+                    samples.append(sample_from_generation(item.generation, values))
             low, high = self._settings.options.eps_low, self._settings.options.eps_high
             loss = LossSettings(kind="cispo", low=low, high=high, kl=self._settings.kl, seed=step)
             self.last = await self._runtime.train(samples, loss)
@@ -202,22 +195,14 @@ def counted_uses(trajectory: Trajectory) -> list[Use]:
 def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: Any) -> list[bool]:
     """Mark the response tokens of the operation at ``span``; all if it is the only one.
 
-    A response with several operations gives each its own advantage, so a token counts for an
-    operation when its characters overlap the span. Brackets and tags, which all operations share,
-    are left out.
-
-    Args:
-        generation: the response, with token ids.
-        span: first and last (exclusive) character of the operation in ``generation.text``; None
-            means all.
-        tokenizer: decodes the ids.
+    A token counts for an operation when its characters overlap the span, in ``generation.text``.
+    Brackets and tags, which all operations share, are left out.
     """
     n = len(generation.response_ids)
     if span is None or generation.text.count('"op"') <= 1:
         return [True] * n
-    ends = [
-        len(tokenizer.decode(generation.response_ids[: i + 1], skip_special_tokens=True))
-        for i in range(n)
-    ]
+    ids = generation.response_ids
+    texts = (tokenizer.decode(ids[: i + 1], skip_special_tokens=True) for i in range(n))
+    ends = [len(text) for text in texts]
     starts = [0, *ends[:-1]]
     return [start < span[1] and end > span[0] for start, end in zip(starts, ends, strict=True)]

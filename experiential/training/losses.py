@@ -81,7 +81,7 @@ def blocked_tokens(
 
 
 class Terms(NamedTuple):
-    """Hold the tokens of the samples that one policy loss is computed for.
+    """Hold the n tokens of the m samples that one policy loss is computed for.
 
     Attributes:
         logp: log-probability of each token under the policy, shape (n,), carries the gradient.
@@ -162,9 +162,6 @@ def batch_loss(
     Returns:
         the loss, a scalar, and its metrics; those of a loss that only some samples ask for
         (`Sample.kind`) carry its name in front.
-
-    Raises:
-        ConfigError: the loss is unknown.
     """
     device = logp.device
     kinds = [s.kind or loss.kind for s in members]
@@ -341,12 +338,8 @@ def reverse_kl_loss(
     term that is left out, the gradient of log pi itself, has mean zero under pi. The value is not
     the divergence; ``kl_teacher`` estimates that (k3, per token).
 
-    Args:
-        logp: log-probability of each token under the policy that drew it, without the context that
-            the teacher has, shape (n,), float.
-        teacher_logp: the same token under the teacher, shape (n,).
-        segment: see ``ppo_clip_loss``.
-        weights: see ``ppo_clip_loss``.
+    ``logp`` is without the context that the teacher has; the arguments have the shapes of those of
+    ``ppo_clip_loss``.
 
     Raises:
         ValueError: the token tensors have different shapes.
@@ -363,9 +356,8 @@ def reverse_kl_loss(
 def _same_shape(first: Tensor, *others: Tensor) -> None:
     shapes = [tuple(t.shape) for t in (first, *others)]
     if first.ndim != 1 or len(set(shapes)) != 1:
-        raise ValueError(
-            f"Expected token tensors of one shape (n,), got {', '.join(map(str, shapes))}"
-        )
+        found = ", ".join(map(str, shapes))
+        raise ValueError(f"Expected token tensors of one shape (n,), got {found}")
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -38,10 +38,7 @@ class Row:
         return positions
 
     def visible(self) -> NDArray[np.bool_]:
-        """Return whether token i attends to token j, shape (n, n).
-
-        It does if j is i itself or an earlier token on the same path.
-        """
+        """Return whether token i attends to token j, itself or earlier on a path, shape (n, n)."""
         seen = np.zeros((len(self.tokens), len(self.tokens)), dtype=np.bool_)
         for path in set(self.paths):
             seen[np.ix_(path, path)] |= np.tri(len(path), dtype=np.bool_)
@@ -52,14 +49,9 @@ def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
     """Pack every sample's inputs ``tokens[:last position]`` into rows, longest first.
 
     Sorted lexicographically, a sequence stands right before its extensions and beside those it
-    shares most with, so one backward pass finds what to share with what. A sequence that only
-    shares a beginning with its neighbour branches off its row where that computes less than a row
-    of its own, each row of n tokens costing n + n^2 / parity.
-
-    Args:
-        samples: the samples to pack.
-        parity: row length at which attention costs as much as all else; 0 keeps every row one
-            unbranched sequence.
+    shares most with. One that only shares a beginning with its neighbour branches off its row where
+    that computes less than a row of its own, a row of n tokens costing n + n^2 / parity: ``parity``
+    is the length at which attention costs as much as all else; 0 keeps every row unbranched.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):

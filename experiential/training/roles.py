@@ -71,9 +71,9 @@ class Roles:
         prompts = prompt_set_name(self._experiment.model)
         if settings.mode == "retry":
             return Retry(prompts=prompts)
-        temperature = actor.temperature
+        tokens = REFLECTION_TOKENS
         return Reflector(
-            self._actor, prompts=prompts, temperature=temperature, max_tokens=REFLECTION_TOKENS
+            self._actor, prompts=prompts, temperature=actor.temperature, max_tokens=tokens
         )
 
 

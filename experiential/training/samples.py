@@ -30,10 +30,9 @@ def actor_samples(
 
     Advantages are relative to the members of a group in the same condition (``advantage: split``,
     eq. 5 of Complementary RL, whose weights let both halves of a group count equally) or to all of
-    them (``pooled``, eq. 4, all trajectories equally); second attempts are compared with second
-    attempts. ``estimator`` says how, ``credit`` whether a trajectory or each of its turns has one,
-    ``aggregate`` how the tokens of a trajectory add up, and ``drop_constant`` whether cells that
-    teach nothing take weight.
+    them (``pooled``, eq. 4); second attempts are compared with second attempts. ``estimator`` says
+    how, ``credit`` whether a trajectory or each of its turns has one, ``aggregate`` how the tokens
+    of a trajectory add up, and ``drop_constant`` whether cells that teach nothing take weight.
 
     Episodes that failed for a technical reason give none; those with zero advantage only where a KL
     penalty holds them to the reference.
@@ -92,10 +91,8 @@ def uninformative(
 ) -> dict[str, int]:
     """Count the parts of a batch without a learning signal, so that none is lost silently.
 
-    Returns:
-        ``empty``: finished episodes without a response; ``lone``: cells (group, condition, attempt)
-            of one member; ``constant``: cells of more members whose rewards are all equal. Counts
-            of zero are left out.
+    ``empty`` are finished episodes without a response, ``lone`` cells (group, condition, attempt)
+    of one member, ``constant`` cells of more whose rewards are all equal. Zeros are left out.
     """
     played = trainable(episodes)
     finished = [e for e in episodes if e.trajectory.error is None]
@@ -113,10 +110,7 @@ def uninformative(
 def _cells(
     played: Sequence[Episode], settings: ActorSettings
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return, per episode, the number of its group and its half of the group.
-
-    Second attempts form groups of their own; with ``pooled`` a group has one half.
-    """
+    """Return the group and half of each episode; second attempts form groups of their own."""
     keys = [(e.trajectory.group, e.job.attempt if e.job else 1) for e in played]
     names = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     group = np.array([names[key] for key in keys], dtype=np.int64)
@@ -139,13 +133,8 @@ def trajectory_samples(
     """Make samples of one trajectory's responses, its weight shared by their trained tokens.
 
     Responses whose prompt continues the previous prompt and response token by token become one
-    sample, so that a conversation kept whole costs one forward pass and has one sequence-level
-    ratio. A schema applies to one response only, so samples with one stay separate.
-
-    Args:
-        generations: the responses, in order.
-        advantage: of all of them, or one for each.
-        weight: of the trajectory.
+    sample: one forward pass, one sequence-level ratio. A schema applies to one response only, so
+    samples with one stay separate. ``advantage`` is one of all responses, or one for each.
     """
     chained: list[Sample] = []
     values = [advantage] * len(generations) if isinstance(advantage, int | float) else advantage
