@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import gymnasium as gym
 
@@ -118,11 +118,8 @@ def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]
     return make(settings.id, max_episode_steps=settings.max_turns, **(settings.kwargs | kwargs))
 
 
-class Stack(NamedTuple):
-    """Hold a wrapped environment and its innermost wrapper, which awaits the environment."""
-
-    env: gym.Env[str, str]
-    inner: AwaitedEnv
+Stack = tuple[gym.Env[str, str], AwaitedEnv]
+"""A wrapped environment and its innermost wrapper, which awaits the environment."""
 
 
 @dataclass
@@ -205,7 +202,7 @@ class Rollout:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for slot in self._slots:
             if slot.stack is not None:
-                self._note_close(attempted(slot.stack.env.close))
+                self._note_close(attempted(slot.stack[0].close))
         self._slots.clear()
 
     async def _episode(self, slot: Slot, job: Job) -> Episode:
@@ -242,8 +239,8 @@ class Rollout:
         except (BackendError, EnvError) as error:
             failed = isinstance(error, EnvError)
             if failed and slot.stack is not None:
-                stack, slot.stack = slot.stack, None
-                self._note_close(await run(threads, lambda: attempted(stack.env.close)))
+                close, slot.stack = slot.stack[0].close, None
+                self._note_close(await run(threads, lambda: attempted(close)))
             trajectory = Trajectory(
                 task=str(info.get("task", "")),
                 group=task.group,
@@ -264,9 +261,9 @@ class Rollout:
         if self._lookups:
             asking: dict[str, Any] = {"tag": "search_experience", "refine": False, "offer": True}
             tool = SearchAndAskWrapper(base, bank=self._manager, max_calls=self._lookups, **asking)
-            return Stack(tool, inner)
+            return tool, inner
         env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, inject="system")
-        return Stack(SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner)
+        return SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner
 
     def _note_close(self, failure: Exception | None) -> None:
         if isinstance(failure, EnvError):

@@ -152,9 +152,9 @@ class ExtractorBuffer:
             step: present training step, t of eq. 7.
             version: present extractor version (optimiser steps), for the age of generations.
         """
-        for key in [key for key, sample in self._waiting.items() if self._stale(sample, version)]:
-            del self._waiting[key]
-            self.counters.stale += 1
+        fresh = {key: one for key, one in self._waiting.items() if self._fresh(one, version)}
+        self.counters.stale += len(self._waiting) - len(fresh)
+        self._waiting = fresh
         weights = self._chosen(step, version)
         if len(weights) < self.batch_size:
             return []
@@ -215,12 +215,12 @@ class ExtractorBuffer:
             self.counters.evicted += 1
         self._waiting[key] = sample
 
-    def _stale(self, sample: _Waiting, version: int) -> bool:
-        return version - sample.generation.policy_version > self.max_staleness
+    def _fresh(self, sample: _Waiting, version: int) -> bool:
+        return version - sample.generation.policy_version <= self.max_staleness
 
     def _chosen(self, step: int, version: int) -> dict[Key, float]:
         """Return the next batch with its weights; fewer samples if there is no full batch."""
-        keys = [key for key, sample in self._waiting.items() if not self._stale(sample, version)]
+        keys = [key for key, sample in self._waiting.items() if self._fresh(sample, version)]
         past = [self._history.get(key) for key in keys]
         last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
         weights: list[float] = training_count_weights(

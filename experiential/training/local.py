@@ -215,36 +215,30 @@ class LocalRuntime(PolicyRuntime):
                 order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
             parts = min(loss.mini_batches, len(order))
             edges = [round(i * len(order) / parts) for i in range(parts + 1)]
-            for a, b in pairwise(edges):
-                self._step([samples[i].weighted(parts) for i in order[a:b]], loss, stats, sums)
+            for a, b in pairwise(edges):  # one optimiser step, accumulated over micro-batches
+                part = [samples[i].weighted(parts) for i in order[a:b]]
+                total = sum(len(s.positions) for s in part)
+                self._optimizer.zero_grad(set_to_none=True)
+                for rows in self._micro_batches(part):
+                    value, metrics = self._loss(rows, part, loss, total)
+                    cast("Any", value).backward()  # torch leaves its arguments untyped
+                    stats.loss += float(value.detach())
+                    stats.forwarded_tokens += sum(len(r.tokens) for r in rows)
+                    add_sums(sums, metrics)
+                norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.optim.max_grad_norm)
+                if torch.isfinite(norm):
+                    cast("Any", self._optimizer).step()
+                else:
+                    stats.metrics["skipped"] = stats.metrics.get("skipped", 0.0) + 1.0
+                stats.grad_norm += float(norm)
+                stats.updates += 1
+                self.llm.weights_changed(self.version + 1)
         self._activate(training=False)
         stats.loss /= max(1, stats.updates)
         stats.grad_norm /= max(1, stats.updates)
         stats.metrics |= means(sums)
-        stats.version = self.version
-        stats.seconds = time.perf_counter() - begin
+        stats.version, stats.seconds = self.version, time.perf_counter() - begin
         return stats
-
-    def _step(
-        self, samples: list[Sample], loss: LossSettings, stats: TrainStats, sums: Sums
-    ) -> None:
-        """Make one optimiser step, its gradient accumulated over micro-batches."""
-        self._optimizer.zero_grad(set_to_none=True)
-        total = sum(len(s.positions) for s in samples)
-        for rows in self._micro_batches(samples):
-            value, metrics = self._loss(rows, samples, loss, total)
-            cast("Any", value).backward()  # torch leaves its arguments untyped
-            stats.loss += float(value.detach())
-            stats.forwarded_tokens += sum(len(r.tokens) for r in rows)
-            add_sums(sums, metrics)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.optim.max_grad_norm)
-        if torch.isfinite(norm):
-            cast("Any", self._optimizer).step()
-        else:
-            stats.metrics["skipped"] = stats.metrics.get("skipped", 0.0) + 1.0
-        stats.grad_norm += float(norm)
-        stats.updates += 1
-        self.llm.weights_changed(self.version + 1)
 
     def _micro_batches(self, samples: list[Sample]) -> Iterator[list[Row]]:
         if self._branching is None:
