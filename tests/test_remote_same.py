@@ -227,6 +227,7 @@ def _trust_book(w: World) -> Any:
         book.is_trusted(w.first),
         len(book.trusted),
         w.bank.trusted(after=2),
+        w.bank.trusted(after=2, at=w.bank.commits()[0].id),
     )
 
 

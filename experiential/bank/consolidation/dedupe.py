@@ -296,11 +296,7 @@ class Passes:
 
 
 def merge(
-    draft: Draft,
-    state: State,
-    history: History,
-    vectors: dict[EntryKey, Vector],
-    found: Duplicates,
+    draft: Draft, state: State, history: History, vectors: dict[EntryKey, Vector], found: Duplicates
 ) -> Duplicates | None:
     """Merge one group inside a commit; return None if nothing is left to merge.
 

@@ -21,12 +21,11 @@ from experiential.bank.checks import checked_text
 from experiential.bank.consolidation import dedupe
 from experiential.bank.http import wire
 from experiential.bank.http.connection import Connection
-from experiential.bank.http.served import At, Page, ServedBank, Version, Written
+from experiential.bank.http.served import At, Info, Near, Page, Version, Written
 from experiential.bank.index.embed import Embedder, embedder_id, resolve_embedder
 from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, View
 from experiential.bank.records import Commit, Difference, Duplicates, Judge, LogEntry
-from experiential.bank.search.searchable import Searchable
 from experiential.bank.search.where import Scope, Where
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import attempted
@@ -53,13 +52,19 @@ def _sends(method: M, operation: str = "") -> M:
     return cast("M", send)
 
 
-class ServiceClient:
-    """Send operations to one namespace of a server; reads are of the view ``view``, or present."""
+class RemoteView(View):
+    """Read a bank behind a server as it stood after one commit.
+
+    Args:
+        connection: to the server.
+        namespace: of the bank.
+        view: the state to read; None reads the present one.
+    """
 
     def __init__(self, connection: Connection, namespace: str, view: At | None = None) -> None:
-        self.connection = connection
         self.namespace = namespace
-        self.view = view
+        self._connection = connection
+        self._view = view
 
     def send(self, name: str, /, **values: Any) -> Any:
         """Return the answer to one operation.
@@ -68,8 +73,6 @@ class ServiceClient:
             ValueError: a value does not fit its parameter.
         """
         operation = wire.OPERATIONS[name]
-        if "at" in operation.body.model_fields:
-            values["at"] = self.view
         try:
             body = operation.body(**values)
         except ValidationError as error:
@@ -80,40 +83,29 @@ class ServiceClient:
             raise ValueError(
                 f"Expected {field} of {name!r} to be right, got {first['input']!r}: {first['msg']}"
             ) from error
-        return self.connection.call(operation, self.namespace, body)
+        return self._connection.call(operation, self.namespace, body)
 
-    info = _sends(ServedBank.info)
-    at = _sends(ServedBank.at)
-    get = _sends(ServedBank.get)
-    read = _sends(ServedBank.read)
-    entries = _sends(ServedBank.entries)
-    search = _sends(ServedBank.search)
-    nearest = _sends(ServedBank.nearest)
-    embed = _sends(ServedBank.embed)
-    trusted_versions = _sends(ServedBank.trusted_versions)
-    trust_after = _sends(ServedBank.trust_after)
-
-
-class RemoteReader(Searchable):
-    """Read and search one state of a bank behind a server."""
-
-    _reads: ServiceClient
+    def _info(self) -> Info:
+        return self.send("info", at=self._view)
 
     def __len__(self) -> int:
-        return self._reads.info().entries
+        return self._info().entries
 
     def entries(self) -> Iterator[Experience]:
         """Return every entry of one moment; the first page is fetched now, others when needed."""
-        return self._following(self._reads.entries())
+        return self._following(self.send("entries", at=self._view))
 
     def _following(self, page: Page) -> Iterator[Experience]:
         yield from page.entries
         while page.cursor is not None:
-            page = self._reads.entries(cursor=page.cursor)
+            page = self.send("entries", cursor=page.cursor, at=self._view)
             yield from page.entries
 
     def get(self, id: str) -> Experience | None:
-        return self._reads.get(id)
+        return self.send("get", id=id, at=self._view)
+
+    def read(self, experience: Experience) -> Experience:
+        return experience  # its counters came with it
 
     def nearest(
         self,
@@ -125,52 +117,44 @@ class RemoteReader(Searchable):
     ) -> list[list[Scored[Experience]]]:
         if not queries and not words:
             return []
-        filters = [None if one is None else one.to_json() for one in where]
-        rows = self._reads.nearest(list(queries), n, list(exclude), filters, words)
+        rows: list[list[Near]] = self.send(
+            "nearest",
+            queries=list(queries),
+            n=n,
+            exclude=list(exclude),
+            where=[None if one is None else one.to_json() for one in where],
+            words=words,
+            at=self._view,
+        )
         return [[Scored(hit.experience, hit.score, hit.words) for hit in row] for row in rows]
 
     def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
         if not queries:
             return []
-        return self._reads.search(
-            queries,
-            k=k,
-            hybrid=hybrid,
-            exclude_instance=scope.exclude,
-            where=None if scope.where is None else scope.where.to_json(),
-        )
-
-
-class RemoteView(RemoteReader, View):
-    """Read a bank behind a server as it stood after one commit."""
-
-    def __init__(self, reads: ServiceClient, commit: int) -> None:
-        self.commit = commit
-        self._reads = reads
-
-    def read(self, experience: Experience) -> Experience:
-        return experience  # its counters came with it
+        where = None if scope.where is None else scope.where.to_json()
+        filters = {"exclude_instance": scope.exclude, "where": where}
+        return self.send("search", queries=queries, k=k, hybrid=hybrid, at=self._view, **filters)
 
 
 class RemoteEmbedder(TextEmbedder):
     """Embed texts at a server; the cache is there too, so nothing is counted here."""
 
-    def __init__(self, service: ServiceClient, id: str) -> None:
+    def __init__(self, bank: RemoteView, id: str) -> None:
         self.id = id
         self.hits = 0
         self.misses = 0
         self.wrapped: Embedder = self
-        self._service = service
+        self._bank = bank
 
     def __call__(self, texts: Sequence[str]) -> Vector:
-        return np.asarray(self._service.embed(list(texts)), dtype=np.float32)
+        return np.asarray(self._bank.send("embed", texts=list(texts)), dtype=np.float32)
 
 
 class RemoteQueue(Queue):
     """Read and update the distillation queue of a bank behind a server."""
 
-    def __init__(self, service: ServiceClient) -> None:
-        self.send = service.send
+    def __init__(self, bank: RemoteView) -> None:
+        self.send = bank.send
 
     state = _sends(Queue.state, "queue_state")
     waiting = _sends(Queue.waiting, "queue_waiting")
@@ -183,20 +167,20 @@ class RemoteQueue(Queue):
 class RemoteBook(TrustBook):
     """Know the trusted entry versions of a bank behind a server."""
 
-    def __init__(self, service: ServiceClient, after: int) -> None:
+    def __init__(self, bank: RemoteView, after: int) -> None:
         if after < 1:
             raise ValueError(
                 f"Expected a positive number of tasks to trust an entry after, got {after}"
             )
         self.after = after
         self.trusted: frozenset[tuple[str, int]] = frozenset()
-        self._service = service
+        self._bank = bank
 
     def refresh(self) -> None:
-        self.trusted = frozenset(self._service.trusted_versions(self.after))
+        self.trusted = frozenset(self._bank.send("trusted_versions", after=self.after))
 
 
-class RemoteBank(RemoteReader, Bank):
+class RemoteBank(RemoteView, Bank):
     """Use the bank of ``experiential serve``; the methods are documented in `Bank`.
 
     Arguments, results and errors are those of a folder's bank. A write is on the server's disk when
@@ -233,14 +217,14 @@ class RemoteBank(RemoteReader, Bank):
         if not isinstance(connection, Connection):
             connection = Connection(os.fspath(connection), token, timeout, patience)
         self.url = connection.url
-        self.namespace = namespace
         self.read_only = read_only
         self.refused: Counter[str] = Counter()
         self._options = {"token": token, "timeout": timeout, "patience": patience}
-        self._service = ServiceClient(connection, namespace)
+        self._now = RemoteView(connection, namespace)
         weakref.finalize(self, connection.close)
-        info = self._service.info()
-        self._embedder = RemoteEmbedder(self._service, info.embedder)
+        info = self._now._info()
+        self._embedder = RemoteEmbedder(self._now, info.embedder)
+        self._queue = RemoteQueue(self._now)
         own = None if embedder is None else embedder_id(resolve_embedder(embedder))
         if own not in (None, info.embedder):
             raise BankError(
@@ -248,8 +232,7 @@ class RemoteBank(RemoteReader, Bank):
                 " leave embedder= out, the server makes the vectors"
             )
         view = At(commit=info.head, seen=info.head) if read_only else None
-        self._reads = ServiceClient(connection, namespace, view)
-        self._queue = RemoteQueue(self._service)
+        super().__init__(connection, namespace, view)
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {**self._options, "namespace": self.namespace, "read_only": self.read_only}
@@ -264,20 +247,19 @@ class RemoteBank(RemoteReader, Bank):
             raise ReadOnlyBankError(
                 "Expected a writable bank, got one opened with read_only=True; open it without"
             )
-        return self._reads.send(name, **values)
+        return super().send(name, **values)
 
     @property
     def head(self) -> int:
-        view = self._reads.view
-        return self._service.info().head if view is None else view.commit
+        return self._now._info().head if self._view is None else self._view.commit
 
     @property
     def text_limit(self) -> int:
-        return self._service.info().text_limit
+        return self._now._info().text_limit
 
     @property
     def closed(self) -> bool:
-        return self._service.connection.closed
+        return self._connection.closed
 
     @property
     def embedder(self) -> TextEmbedder:
@@ -289,11 +271,11 @@ class RemoteBank(RemoteReader, Bank):
 
     @property
     def redacted(self) -> Counter[str]:
-        return Counter(self._service.info().redacted)
+        return Counter(self._now._info().redacted)
 
     def close(self) -> None:
         """Close the connections; the server goes on. Safe to call twice."""
-        self._service.connection.close()
+        self._connection.close()
 
     # Reading and evidence
 
@@ -309,14 +291,14 @@ class RemoteBank(RemoteReader, Bank):
 
     @property
     def trust_after(self) -> int:
-        return self._service.trust_after()
+        return self.send("trust_after")
 
     @trust_after.setter
     def trust_after(self, after: int) -> None:
         self.send("set_trust_after", after=after)
 
     def trust_book(self, after: int) -> TrustBook:
-        return RemoteBook(self._service, after)
+        return RemoteBook(self._now, after)
 
     def counters(self, experience: Experience) -> Statistics:
         return experience.statistics  # they came with it
@@ -324,7 +306,7 @@ class RemoteBank(RemoteReader, Bank):
     def read(self, experience: Experience) -> Experience:
         if self.read_only:  # counters stay as they were when the bank was opened
             return experience
-        statistics = self._service.read(experience.id)
+        statistics = self.send("read", id=experience.id)
         return experience.model_copy(update={"statistics": statistics})
 
     def commits(self) -> list[Commit]:
@@ -334,15 +316,15 @@ class RemoteBank(RemoteReader, Bank):
         return self._until_here(self.send("history", id=id))
 
     def _until_here(self, commits: list[C]) -> list[C]:
-        view = self._reads.view
+        view = self._view
         return [commit for commit in commits if view is None or commit.id <= view.commit]
 
     def diff(self, a: int, b: int) -> Difference:
         return self.send("diff", a=self._checked_commit(a), b=self._checked_commit(b))
 
     def at(self, commit: int) -> View:
-        view = self._service.at(self._checked_commit(commit))
-        return RemoteView(ServiceClient(self._service.connection, self.namespace, view), commit)
+        view = self.send("at", commit=self._checked_commit(commit))
+        return RemoteView(self._connection, self.namespace, view)
 
     def _checked_commit(self, commit: object) -> int:
         # `type` and not `isinstance`: users may pass anything, and True is not a commit
