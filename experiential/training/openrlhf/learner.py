@@ -67,15 +67,9 @@ class PluggedLoss(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         """Return the scaled loss, the share of clipped tokens and the KL from the behaviour policy.
 
-        Args:
-            log_probs: shape (b, t - 1), carries the gradient; 0 where ``action_mask`` is.
-            old_log_probs: of the behaviour policy, same shape; the samples hold them too.
-            advantages: same shape; the samples hold them too.
-            action_mask: 1 where a token was sampled, same shape.
-            rollout_log_probs: not used: the behaviour policy is the engine that sampled.
-            dp_size: ranks among which the batch is divided.
-            batch_num_tokens: trained tokens of the whole batch over ``accumulated``.
-            global_batch_size: not used: sequences carry their own weights.
+        ``log_probs``, shape (b, t - 1), carries the gradient; ``action_mask``, same shape, is 1
+        where a token was sampled; ``batch_num_tokens`` are the trained tokens of the whole batch
+        over ``accumulated``, and ``dp_size`` ranks divide the batch. The samples hold all else.
         """
         logp = log_probs[action_mask.bool()]
         total = float(batch_num_tokens) * self.accumulated
@@ -131,9 +125,7 @@ class Learner:
     def learn(self, settings: LossSettings, updates: int) -> RankStats:
         """Train on the samples taken since the last call, as many on every rank.
 
-        Args:
-            settings: loss to minimise.
-            updates: optimiser steps of one epoch over the samples of all ranks.
+        ``updates`` are the optimiser steps of one epoch over the samples of all ranks.
         """
         self.loss.settings, self.loss.stats = settings, RankStats(updates=updates * settings.epochs)
         self._trainer.max_epochs = settings.epochs

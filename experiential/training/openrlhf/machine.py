@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Gpu(NamedTuple):
-    """Describe one GPU.
-
-    Attributes:
-        number: index in nvidia-smi and in CUDA_VISIBLE_DEVICES.
-        gb: memory, in units of 1e9 bytes.
-    """
+    """Describe one GPU; ``number`` is its index for CUDA, ``gb`` its memory in 1e9 bytes."""
 
     number: str
     uuid: str
@@ -27,10 +22,7 @@ class Gpu(NamedTuple):
 def find_gpus(environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...] | None:
     """Return the GPUs that a process started now would see, or None without ``nvidia-smi``.
 
-    ``CUDA_VISIBLE_DEVICES`` is obeyed, since Ray obeys it.
-
-    Args:
-        environ: environment variables; those of this process when None.
+    ``CUDA_VISIBLE_DEVICES`` of ``environ``, by default ``os.environ``, is obeyed, since Ray does.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

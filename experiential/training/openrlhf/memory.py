@@ -126,23 +126,20 @@ convert its weights.
 
 
 def shape_of(name: str) -> Shape | None:
-    """Return the shape of a model, or None when only a download could tell.
+    """Return the shape of the model called ``name``, or None when only a download could tell.
 
     A folder's ``config.json`` is read; ``tiny`` is the packaged one; a few hub names are known
     (`PUBLISHED`).
-
-    Args:
-        name: as in the setting ``model.name``.
 
     Raises:
         ModelNotFoundError: a folder that does not exist, or whose config.json is not JSON.
     """
     if name in PUBLISHED:
         return PUBLISHED[name]
-    where = resolve_model(name)
-    if not isinstance(where, Path):
+    folder = resolve_model(name)
+    if not isinstance(folder, Path):
         return None
-    file = where / "config.json"
+    file = folder / "config.json"
     try:
         return shape_from_config(json.loads(file.read_text("utf-8")))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -25,10 +25,12 @@ _SHARD_BYTES = 2 << 30
 def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, Any]) -> None:
     """Gather weights and AdamW's moments in float32 and write them in shards of at most 2 GB.
 
+    All ranks must call it. The index is written last, so a folder with one is whole.
+
     Args:
-        engine: a DeepSpeed engine with ZeRO stage 1, 2 or 3; called on all its ranks.
-        folder: seen by rank 0; created. The index is written last, so a folder with one is whole.
-        writes: whether this is the rank that writes; all must gather.
+        engine: a DeepSpeed engine with ZeRO stage 1, 2 or 3.
+        folder: seen by rank 0; created.
+        writes: whether this is the rank that writes.
         facts: JSON to keep in the index.
     """
     save_file: Any = import_module("safetensors.torch").save_file
