@@ -10,7 +10,7 @@ from contextlib import closing
 from copy import deepcopy
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import gymnasium as gym
 
@@ -31,6 +31,8 @@ from experiential.training.openrlhf.supervisor import (
 )
 
 T = TypeVar("T")
+MakeEnv = Callable[[], gym.Env[str, str]]
+_DESCRIPTION = ("observation_space", "action_space", "metadata", "render_mode")
 _log = logging.getLogger(__name__)
 _THREADS = 128
 """Environments that one worker steps at once; its threads are made as they are needed."""
@@ -44,15 +46,6 @@ _SHARE_OF_CPU = 0.01
 """CPUs that Ray reserves for a worker: environments mostly wait. With 0, Ray would also place
 workers on nodes that offer no CPU.
 """
-
-
-class Spaces(NamedTuple):
-    """Describe an environment before it is played."""
-
-    observation: gym.Space[str]
-    action: gym.Space[str]
-    metadata: dict[str, Any]
-    render_mode: str | None
 
 
 class EnvHost:
@@ -74,36 +67,29 @@ class EnvHost:
     def __repr__(self) -> str:
         return f"EnvHost({self._index})"
 
-    async def begin(self, known: Sequence[tuple[EnvSettings, dict[str, Any]]]) -> str:
+    async def begin(self, known: Sequence[MakeEnv]) -> str:
         """Make one environment of each kind, to import its package; return the node's address."""
-        for settings, kwargs in known:
-            await awaited(self.describe(settings, kwargs))
+        for make in known:
+            await awaited(self.describe(make))
         return str(joined_ray().util.get_node_ip_address())
 
-    async def describe(self, settings: EnvSettings, kwargs: dict[str, Any]) -> Spaces:
+    async def describe(self, make: MakeEnv) -> dict[str, Any]:
         """Return the spaces of an environment, from one that is made and closed."""
 
-        def look() -> Spaces:
-            with closing(make_env(settings, kwargs)) as env:
-                metadata = dict(env.metadata)
-                return Spaces(env.observation_space, env.action_space, metadata, env.render_mode)
+        def look() -> dict[str, Any]:
+            with closing(make()) as env:
+                return {name: getattr(env, name) for name in _DESCRIPTION}
 
         return await self._run(look)
 
     async def reset(
-        self,
-        number: int,
-        settings: EnvSettings,
-        kwargs: dict[str, Any],
-        seed: int | None,
-        options: dict[str, Any] | None,
+        self, number: int, make: MakeEnv, seed: int | None, options: dict[str, Any] | None
     ) -> Start:
         """Start an episode; the environment is made at first, and again after a failure."""
         if number not in self._envs:
-            self._envs[number] = await self._call(number, lambda: make_env(settings, kwargs))
-        return await self._call(
-            number, lambda: self._envs[number].reset(seed=seed, options=options)
-        )
+            self._envs[number] = await self._call(number, make)
+        env = self._envs[number]
+        return await self._call(number, lambda: env.reset(seed=seed, options=options))
 
     async def step(self, number: int, action: str) -> Any:
         """Step the environment of this number."""
@@ -184,8 +170,8 @@ class EnvWorkers:
             )
         joined_ray()
         self.settings = cluster
-        self._known: list[tuple[EnvSettings, dict[str, Any]]] = []
-        self._spaces: dict[str, Spaces] = {}
+        self._known: list[MakeEnv] = []
+        self._spaces: dict[str, dict[str, Any]] = {}
         self._numbers = count()
 
         def begin(index: int) -> Incarnation:
@@ -225,12 +211,13 @@ class EnvWorkers:
             EnvError: the environment cannot be made.
         """
         kind = repr((settings.id, settings.max_turns, settings.kwargs | kwargs))
+        make = partial(make_env, settings, kwargs)
         if kind not in self._spaces:
             home, seconds = shared_loop().run(self.home(0)), self.settings.start_timeout
-            spaces = self.ask(*home, "describe", settings, kwargs, seconds=seconds)
+            spaces = self.ask(*home, "describe", make, seconds=seconds)
             self._spaces[kind] = shared_loop().run(spaces)
-            self._known.append((settings, kwargs))
-        return RemoteEnv(self, next(self._numbers), settings, kwargs, self._spaces[kind])
+            self._known.append(make)
+        return RemoteEnv(self, next(self._numbers), make, self._spaces[kind])
 
     async def home(self, number: int) -> tuple[Supervisor, Incarnation]:
         """Return the worker that holds an environment, started: its own, or one that is left.
@@ -328,24 +315,15 @@ class RemoteEnv(gym.Env[str, str]):
     Args:
         workers: the pool that makes it.
         number: of this environment in the pool.
-        settings: of the environment to make.
-        kwargs: override those of the settings.
-        spaces: of this kind of environment.
+        make: builds the environment in a worker.
+        spaces: spaces, metadata and render mode of this kind of environment.
     """
 
     def __init__(
-        self,
-        workers: EnvWorkers,
-        number: int,
-        settings: EnvSettings,
-        kwargs: dict[str, Any],
-        spaces: Spaces,
+        self, workers: EnvWorkers, number: int, make: MakeEnv, spaces: dict[str, Any]
     ) -> None:
-        self._workers, self._number = workers, number
-        self._settings, self._kwargs = settings, kwargs
-        self.observation_space = deepcopy(spaces.observation)
-        self.action_space = deepcopy(spaces.action)
-        self.metadata, self.render_mode = dict(spaces.metadata), spaces.render_mode
+        self._workers, self._number, self._make = workers, number, make
+        vars(self).update(deepcopy(spaces))
         self._home: tuple[Supervisor, Incarnation] | None = None
 
     async def areset(
@@ -358,7 +336,7 @@ class RemoteEnv(gym.Env[str, str]):
             ExperientialError: no worker is left.
         """
         self._home = await self._workers.home(self._number)
-        return await self._ask("reset", self._settings, self._kwargs, seed, options)
+        return await self._ask("reset", self._make, seed, options)
 
     async def astep(self, action: str) -> Step:
         """Act; raise ``EnvError`` where ``reset`` was not called, or as ``areset`` does."""
