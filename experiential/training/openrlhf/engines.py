@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
-from experiential.config import ClusterSettings
 from experiential.training.openrlhf.supervisor import Incarnation, LostActorError, Supervisor
 
 
@@ -27,32 +25,16 @@ class Engine(Supervisor):
 class Engines:
     """Balance requests among engines that serve the same weights.
 
+    An engine that takes longer than ``cluster.call_timeout`` for a request counts as dead.
+
     Args:
-        name: of the policy.
-        begin: starts engine ``i`` and returns at once.
-        count: engines.
-        cluster: time-outs and restarts. An engine that takes longer than ``call_timeout`` for a
-            request counts as dead.
+        engines: started when they are needed.
         reconnect: awaited after an engine was started again: connects it and sends it the weights
             of now.
-        fixed: reason for not starting a lost engine again, for the error; None starts it again.
     """
 
-    def __init__(
-        self,
-        name: str,
-        begin: Callable[[int], Incarnation],
-        count: int,
-        cluster: ClusterSettings,
-        *,
-        reconnect: Callable[[], Awaitable[None]],
-        fixed: str | None = None,
-    ) -> None:
-        self._engines = [
-            Engine(f"{name} engine {i}", partial(begin, i), cluster, fixed=fixed)
-            for i in range(count)
-        ]
-        self._reconnect = reconnect
+    def __init__(self, engines: list[Engine], reconnect: Callable[[], Awaitable[None]]) -> None:
+        self._engines, self._reconnect = engines, reconnect
         self._mending = asyncio.Lock()
         self._running, self._busy, self._busy_since = 0, 0.0, 0.0
 

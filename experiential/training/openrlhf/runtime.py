@@ -34,12 +34,12 @@ from experiential.sync import EventLoopThread
 from experiential.training.losses import Sums, add_sums, means
 from experiential.training.openrlhf import parts, versions
 from experiential.training.openrlhf.bank_actor import BankActor
-from experiential.training.openrlhf.engines import Engines
+from experiential.training.openrlhf.engines import Engine, Engines
 from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
 from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
-from experiential.training.openrlhf.supervisor import Incarnation, answers, is_joined, joined_ray
+from experiential.training.openrlhf.supervisor import answers, is_joined, joined_ray
 from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
 from experiential.training.runtime import (
     LossSettings,
@@ -130,23 +130,23 @@ class OpenRLHFRuntime(PolicyRuntime):
             return tuple(ids)
 
         self._render = render
-        group, fixed, sleeping = None, None, list[Any]()
-        if shared is not None:  # OpenRLHF starts all engines of a shared group in one call
+        if shared is None:
+            group = fixed = None
+            seeds = range(seed, seed + settings.engines)
+            starts = [partial(parts.start_engine, model, settings, seed=one) for one in seeds]
+        else:  # OpenRLHF starts all engines of a shared group in one call
             shared.join(name)
             group, fixed, seconds = shared.group, _FIXED, cluster.start_timeout
             sleeping = parts.start_sleeping_engines(
                 model, settings, group, seed=seed, name=name, seconds=seconds
             )
-
-        def begin(number: int) -> Incarnation:
-            if sleeping:
-                return parts.watch_engine(sleeping[number])
-            return parts.start_engine(model, settings, seed=seed + number)
-
+            starts = [partial(parts.watch_engine, handle) for handle in sleeping]
         self._ranks: list[Any] = []
-        self._engines = Engines(
-            name, begin, settings.engines, cluster, reconnect=self._reconnect, fixed=fixed
-        )
+        engines = [
+            Engine(f"{name} engine {i}", start, cluster, fixed=fixed)
+            for i, start in enumerate(starts)
+        ]
+        self._engines = Engines(engines, self._reconnect)
         try:
             handles = self._engines.handles
             self._group = parts.start_ranks(settings, group)
