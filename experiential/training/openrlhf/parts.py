@@ -159,20 +159,19 @@ def start_sleeping_engines(
     Raises:
         BackendError: one did not start, or took longer than ``seconds``.
     """
+    ray: Any = import_module("ray")
     found: SimpleQueue[list[Any] | Exception] = SimpleQueue()
     start = partial(_create_engines, settings.engines, model, settings, seed, group)
     Thread(target=lambda: found.put(attempted(start)), name=f"{name} engines", daemon=True).start()
     try:
         engines = found.get(timeout=seconds)
+        if isinstance(engines, Exception):
+            raise engines
     except Empty:
         raise BackendError(
             f"Expected the engines of the {name} to start within {seconds:g} s"
             " (cluster.start_timeout)"
         ) from None
-    ray: Any = import_module("ray")
-    try:
-        if isinstance(engines, Exception):
-            raise engines
     except ray.exceptions.RayError as error:
         cause = str(error).strip().splitlines()[-1]
         raise BackendError(
