@@ -676,7 +676,7 @@ class FolderBank(StateReader, Bank):
                 self.refused.update(draft.refused)
                 self._redacted.update(draft.redacted)
                 if self._follower is not None:
-                    self._follower.note(len(draft.changes))
+                    self._follower.wake(len(draft.changes))
 
     def _reside(self) -> None:
         """Search a large bank in memory until the index store holds the whole journal."""

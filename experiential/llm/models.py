@@ -125,11 +125,7 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def add_adapters(
-    model: Any,
-    lora: LoraSettings,
-    names: Sequence[str],
-) -> Any:
+def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
     """Wrap ``model`` with one LoRA adapter per name over a shared frozen base; the first is active.
 
     Adapters are float32, also over a base of lower precision.

@@ -9,6 +9,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,12 +121,12 @@ class SentenceEmbedder:
 _BUILTINS = {"hashing": HashingEmbedder}
 
 
+@dataclass
 class UnknownEmbedder:
     """Stand for an embedder that this process cannot make: the bank can be read, not searched."""
 
-    def __init__(self, id: str, reason: object = None) -> None:
-        self.id = id
-        self.reason = reason
+    id: str
+    reason: object = None
 
     def __call__(self, texts: list[str]) -> Vector:
         """Raise BankError."""

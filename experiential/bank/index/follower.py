@@ -153,14 +153,11 @@ class IndexFollower:
         is_gone = self._site.folder is not None and not self._site.folder.is_dir()
         return last > 0 and (self._held != last or is_gone)
 
-    def note(self, changes: int) -> None:
-        """Count new changes of the journal, and wake the thread when enough have come together."""
+    def wake(self, changes: int = BATCH) -> None:
+        """Count new changes, and catch up in the background when enough have come together."""
         self._pending += changes
-        if self._pending >= BATCH:
-            self.wake()
-
-    def wake(self) -> None:
-        """Catch up soon, in the background."""
+        if self._pending < BATCH:
+            return
         self._pending = 0
         if self._thread is None:
             name = "experiential-index"

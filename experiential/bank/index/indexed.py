@@ -48,11 +48,12 @@ def search_indexed(
         size = len(live) if ids is None else len(ids)
         # Ask for more if the store cannot check the whole filter, and again while a row is short:
         # some of the answers are old versions, or out of the query's scope.
-        scale = 1 if where is None or where.is_indexed else math.ceil(len(live) / max(1, size))
-        asked = 2 * n * scale + _SPARE
+        clauses = {} if where is None else where.indexed
+        is_whole = where is None or len(clauses) == len(where.fields)
+        asked = 2 * n * (1 if is_whole else math.ceil(len(live) / max(1, size))) + _SPARE
         while short and (ids is None or size > _FEW):
             count = min(asked, len(live), _MOST)
-            found = replica.search(queries[short], count, {} if where is None else where.indexed)
+            found = replica.search(queries[short], count, clauses)
             still_short: list[int] = []
             for place, hits in zip(short, found, strict=True):
                 current = [

@@ -159,12 +159,7 @@ class Nearest:
             return self._search(queries, n, table, scopes, texts)
 
     def _search(
-        self,
-        queries: Vector,
-        n: int,
-        table: Table,
-        scopes: Sequence[Scope],
-        texts: Sequence[str],
+        self, queries: Vector, n: int, table: Table, scopes: Sequence[Scope], texts: Sequence[str]
     ) -> list[Row]:
         resident, is_large = self._published
         asked = list(zip(texts, scopes, strict=True)) if texts else []

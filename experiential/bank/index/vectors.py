@@ -81,7 +81,15 @@ class Snapshot:
                 if label is not None and (hidden := self.labels.get(label)):
                     scores[row, [one for one in hidden if one < count]] = -np.inf
                 if where is not None:
-                    scores[row, ~self._passing(where)] = -np.inf
+                    # two threads that test the same items find the same
+                    known = self.masks.get(where, np.empty(0, dtype=np.bool_))
+                    if len(known) < count:
+                        new = [where.matches(item) for item in self.items[len(known) : count]]
+                        known = np.concatenate([known, np.array(new, dtype=np.bool_)])
+                        if len(self.masks) >= _MOST_MASKS:
+                            self.masks.clear()
+                        self.masks[where] = known
+                    scores[row, ~known[:count]] = -np.inf
             columns, values, counts = best_of_each(scores, n)
             items = map(self.items.__getitem__, columns.tolist())
             triples = zip(items, values.tolist(), repeat(0.0), strict=False)
@@ -89,18 +97,6 @@ class Snapshot:
             edges = [0, *np.cumsum(counts).tolist()]
             found.extend(hits[begin:end] for begin, end in pairwise(edges))
         return found
-
-    def _passing(self, where: Where) -> Mask:
-        """Return for each row whether its item passes; two threads that ask find the same."""
-        known, count = self.masks.get(where, np.empty(0, dtype=np.bool_)), len(self.matrix)
-        if len(known) < count:
-            passed = (where.matches(item) for item in self.items[len(known) : count])
-            new = np.fromiter(passed, dtype=np.bool_, count=count - len(known))
-            known = np.concatenate([known, new])
-            if len(self.masks) >= _MOST_MASKS:
-                self.masks.clear()
-            self.masks[where] = known
-        return known[:count]
 
 
 def best_of_each(scores: Vector, n: int) -> tuple[Indices, Vector, Indices]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, overload
 
 from experiential.bank.index.vectors import Scored
-from experiential.bank.search.strategies import Candidate, above_floor, candidates_for
+from experiential.bank.search.strategies import PER_PLACE, Candidate, above_floor
 from experiential.bank.search.where import Filter, Scope, Where
 from experiential.config import RetrievalSettings
 from experiential.types import Experience, Hit
@@ -82,30 +82,29 @@ class Searchable(Protocol):
         Args:
             query: one text or a list of texts.
             k: how many hits for each.
-            hybrid: weight of the words that query and entry share beside their cosine, in [0, 1],
-                as ``bank.options.retrieval.hybrid``: hits are ranked by
-                (1 - hybrid) cosine + hybrid words, which is their score. Candidates are the nearest
-                entries and those that words find best, ``16 k`` of each. The first search with
-                words indexes them.
+            hybrid: weight of the words that query and entry share beside their cosine, in [0, 1]:
+                hits are ranked by (1 - hybrid) cosine + hybrid words, which is their score.
+                Candidates are the nearest entries and those that words find best, ``16 k`` of each.
+                The first search with words indexes them.
             exclude_instance: leave out entries that were made from this task instance, by whatever
                 updates and merges.
-            where: only entries that are so: values by field, ``{"kind": "lesson", "tags":
-                ["alfworld", "webshop"]}``. The fields ``kind`` and ``task`` are the entry's own,
-                others are of its metadata; several values are alternatives (see
-                ``experiential.bank.search.where.Where``). If ``k`` entries pass, there are ``k``
-                hits.
+            where: only entries that pass a filter, as ``{"kind": "lesson", "tags": ["alfworld",
+                "webshop"]}``, see ``experiential.bank.search.where.Where``.
         """
-        queries, weight = checked_queries(query, k), checked_weight(hybrid)
-        wanted = candidates_for(k, _POOL) if weight else k
+        queries = checked_queries(query, k)
+        is_number = isinstance(hybrid, int | float) and not isinstance(hybrid, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_number or not 0.0 <= hybrid <= 1.0:
+            raise ValueError(f"Expected hybrid to be a number from 0 to 1, got {hybrid!r}")
+        wanted = k * _POOL * PER_PLACE if hybrid else k
         exclude, filters = [exclude_instance] * len(queries), [Where.of(where)] * len(queries)
         answers: list[list[Hit]] = []
-        for row in self.nearest(queries, wanted, exclude, filters, words=weight > 0.0):
+        for row in self.nearest(queries, wanted, exclude, filters, words=hybrid > 0.0):
             found = {scored.item.id: scored.item for scored in row}
             candidates = [Candidate(one.item.id, one.score, one.words) for one in row]
-            best = above_floor(candidates, -math.inf, weight)[:k]
+            best = above_floor(candidates, -math.inf, hybrid)[:k]
             answers.append(
                 [
-                    Hit(experience=self.read(found[one.id]), score=one.relevance(weight), rank=rank)
+                    Hit(experience=self.read(found[one.id]), score=one.relevance(hybrid), rank=rank)
                     for rank, one in enumerate(best)
                 ]
             )
@@ -120,23 +119,8 @@ def scopes_of(
     return [Scope(*one) for one in zip(exclude or nothing, where or nothing, strict=True)]
 
 
-def checked_weight(hybrid: object) -> float:
-    """Return the weight of words.
-
-    Raises:
-        ValueError: it is not a number in [0, 1].
-    """
-    if isinstance(hybrid, bool) or not isinstance(hybrid, int | float) or not 0.0 <= hybrid <= 1.0:
-        raise ValueError(f"Expected hybrid to be a number from 0 to 1, got {hybrid!r}")
-    return float(hybrid)
-
-
 def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:
-    """Return the queries as a list.
-
-    Raises:
-        ValueError: one is no text, or blank without ``blank``, or k is no positive number.
-    """
+    """Return the queries as a list, or raise ValueError; blank ones are for ``blank`` alone."""
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise ValueError(f"Expected k to be a positive whole number, got {k!r}")
     if not isinstance(query, (str, list, tuple)):

@@ -14,9 +14,9 @@ from experiential.bank.index.vectors import Scored
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
 from experiential.bank.search.strategies import (
+    PER_PLACE,
     Candidate,
     Retrievals,
-    candidates_for,
     find_strategy,
     select,
 )
@@ -170,7 +170,7 @@ class Searcher:
         """Return the entries near each query; runs for several batches at a time."""
         if self._probation is not None:
             self._probation.wake()
-        wanted = candidates_for(max(request.k for request in batch), self._settings.pool)
+        wanted = max(request.k for request in batch) * self._settings.pool * PER_PLACE
         rows = self._nearest(batch, wanted)
         if self._probation is not None:
             self._probation.sift(

@@ -8,7 +8,7 @@ group ``experiential.strategies``. In Python it may also be registered under a s
 ... def second_best(candidates, seen, settings, rng, k):
 ...     return [(candidate, 1.0) for candidate in candidates[1 : k + 1]]
 >>> near = [Candidate("a", 0.9), Candidate("b", 0.8)]
->>> second_best(near, Retrievals(8), RetrievalOptions(), random.Random(0), 1)[0][0].id
+>>> second_best(near, Retrievals(8), RetrievalOptions(), Random(0), 1)[0][0].id
 'b'
 >>> _ = STRATEGIES.pop("second best")
 """
@@ -16,9 +16,9 @@ group ``experiential.strategies``. In Python it may also be registered under a s
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from random import Random
 from typing import NamedTuple
 
 from experiential.bank.options import RetrievalOptions
@@ -30,7 +30,6 @@ class Candidate(NamedTuple):
     """Hold one entry near a query.
 
     Attributes:
-        id: of the entry.
         cosine: similarity to the query, in [-1, 1].
         words: weighted share of the query's words in the entry, in [0, 1]; 0 without hybrid
             retrieval.
@@ -45,13 +44,11 @@ class Candidate(NamedTuple):
         return (1.0 - hybrid) * self.cosine + hybrid * self.words
 
 
-_TIED = 4
-"""Candidates fetched for each place of the pool, so that ties at its border can rotate."""
-
-
-def candidates_for(k: int, pool: int) -> int:
-    """Return how many entries to fetch by cosine, and as many by words, to choose ``k`` of."""
-    return k * pool * _TIED
+Candidates = Sequence[Candidate]
+Picks = list[tuple[Candidate, float]]
+"""Chosen candidates, each with the probability with which it was drawn."""
+PER_PLACE = 4
+"""Candidates to fetch for each place of the pool, so that ties at its border can rotate."""
 
 
 class Pick(NamedTuple):
@@ -127,9 +124,7 @@ def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float
     return -rank - weight * math.log1p(count) - float(recent)
 
 
-def above_floor(
-    candidates: Sequence[Candidate], floor: float, hybrid: float = 0.0
-) -> list[Candidate]:
+def above_floor(candidates: Candidates, floor: float, hybrid: float = 0.0) -> list[Candidate]:
     """Return the candidates at or above the floor, the most relevant first.
 
     With hybrid retrieval the share of words may reach the floor in place of the cosine, so that
@@ -143,41 +138,29 @@ def above_floor(
 
 
 def cut_pool(
-    candidates: Sequence[Candidate],
+    candidates: Candidates,
     seen: Retrievals,
     size: int,
     floor: float,
     tie: float = 1e-3,
     hybrid: float = 0.0,
 ) -> list[Candidate]:
-    """Return the top ``size`` candidates that reach the floor.
-
-    Of those tied at the border, the least retrieved are taken.
-    """
+    """Return the top ``size`` that reach the floor; of ties at the border, the least retrieved."""
     above = above_floor(candidates, floor, hybrid)
     if len(above) <= size:
         return above
     ranks = shared_ranks([c.relevance(hybrid) for c in above], tie)
     border = ranks[size - 1]
-    tied = sorted(
-        (place for place in range(border, len(above)) if ranks[place] == border),
-        key=lambda place: seen.count(above[place].id),
-    )
-    return above_floor(
-        [*above[:border], *(above[place] for place in tied[: size - border])], floor, hybrid
-    )
+    tied = [one for one, rank in zip(above, ranks, strict=True) if rank == border]
+    tied.sort(key=lambda one: seen.count(one.id))
+    return above_floor([*above[:border], *tied[: size - border]], floor, hybrid)
 
 
-def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random) -> list[Pick]:
-    """Draw ``k`` places without replacement.
+def draw(scores: Sequence[float], k: int, temperature: float, rng: Random) -> list[Pick]:
+    """Draw ``k`` places without replacement, each with softmax(s / temperature) over those left.
 
-    Args:
-        scores: s(m) of each place.
-        k: how many.
-        temperature: 0 takes the best (earlier places win ties) with propensity 1; above 0, each
-            pick is drawn with probability softmax(s / temperature) over the places left, and that
-            probability is its propensity.
-        rng: where the draws come from.
+    That probability is the propensity of a pick. Temperature 0 takes the best with propensity 1;
+    earlier places win ties.
     """
     left = sorted(range(len(scores)), key=lambda place: -scores[place])
     if temperature == 0.0:
@@ -190,10 +173,7 @@ def draw(scores: Sequence[float], k: int, temperature: float, rng: random.Random
     return picks
 
 
-Strategy = Callable[
-    [Sequence[Candidate], Retrievals, RetrievalOptions, random.Random, int],
-    list[tuple[Candidate, float]],
-]
+Strategy = Callable[[Candidates, Retrievals, RetrievalOptions, Random, int], Picks]
 """Takes candidates (most relevant first), earlier retrievals, settings, a source of draws and k;
 returns up to k (candidate, propensity) pairs.
 """
@@ -221,17 +201,17 @@ def find_strategy(name: str) -> Strategy:
 
 
 def select(
-    candidates: Sequence[Candidate],
+    candidates: Candidates,
     seen: Retrievals,
     settings: RetrievalOptions,
-    rng: random.Random,
+    rng: Random,
     k: int | None = None,
     choose: Strategy | None = None,
-) -> list[tuple[Candidate, float]]:
-    """Return the entries for one query with their propensities, and note them in ``seen``.
+) -> Picks:
+    """Choose the entries for one query, and note them in ``seen``; none if none reach the floor.
 
     Calling this for the queries of a micro-batch one after the other is the reservation: a group of
-    identical queries spreads over the pool. The result is empty if nothing reaches the floor.
+    identical queries spreads over the pool.
 
     Args:
         candidates: entries near the query.
@@ -251,12 +231,8 @@ def select(
 
 @strategy("diverse")
 def diverse(
-    candidates: Sequence[Candidate],
-    seen: Retrievals,
-    settings: RetrievalOptions,
-    rng: random.Random,
-    k: int,
-) -> list[tuple[Candidate, float]]:
+    candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
+) -> Picks:
     """Choose by eq. 6 among the ``pool * k`` most relevant candidates."""
     size, hybrid = settings.pool * k, settings.hybrid
     pool = cut_pool(candidates, seen, size, settings.floor, settings.tie, hybrid)
@@ -271,24 +247,16 @@ def diverse(
 
 @strategy("nearest")
 def nearest(
-    candidates: Sequence[Candidate],
-    seen: Retrievals,
-    settings: RetrievalOptions,
-    rng: random.Random,
-    k: int,
-) -> list[tuple[Candidate, float]]:
+    candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
+) -> Picks:
     """Choose the ``k`` nearest, always the same ones, as most systems do."""
     return [(candidate, 1.0) for candidate in candidates[:k]]
 
 
 @strategy("utility")
 def by_utility(
-    candidates: Sequence[Candidate],
-    seen: Retrievals,
-    settings: RetrievalOptions,
-    rng: random.Random,
-    k: int,
-) -> list[tuple[Candidate, float]]:
+    candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
+) -> Picks:
     """Choose by relevance times EvolveR's Laplace score (s + 1)/(u + 2) among ``pool * k``."""
     pool = candidates[: settings.pool * k]
     scores = [one.relevance(settings.hybrid) * seen.utility(one.id) for one in pool]
@@ -298,12 +266,8 @@ def by_utility(
 
 @strategy("random")
 def at_random(
-    candidates: Sequence[Candidate],
-    seen: Retrievals,
-    settings: RetrievalOptions,
-    rng: random.Random,
-    k: int,
-) -> list[tuple[Candidate, float]]:
+    candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
+) -> Picks:
     """Draw ``k`` of the nearest ``pool * k`` uniformly: the control of experiments on retrieval."""
     pool = candidates[: settings.pool * k]
     count = min(k, len(pool))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from pydantic_core import to_jsonable_python
@@ -17,6 +18,7 @@ Value = str | int | float | bool | None
 _MOST_FILTERS = 32
 
 
+@dataclass(init=False, unsafe_hash=True)
 class Where:
     """Filter the entries that a search may find. Immutable and hashable.
 
@@ -33,13 +35,12 @@ class Where:
     False
 
     Args:
-        fields: a value (text, number, bool or None) or a non-empty list of values for each field.
-
-    Raises:
-        ValueError: it is anything else.
+        fields: a value (text, number, bool or None) or a non-empty list of values for each field;
+            anything else raises ValueError.
     """
 
-    __slots__ = ("_clauses", "_fields")
+    fields: dict[str, tuple[Value, ...]] = field(compare=False)
+    clauses: tuple[tuple[str, frozenset[tuple[str, object]]], ...] = field(repr=False)
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         if not isinstance(fields, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
@@ -47,14 +48,14 @@ class Where:
                 f"Expected where to be a mapping of fields to values, got {fields!r}; for example"
                 " {'kind': 'lesson'}"
             )
-        self._fields: dict[str, tuple[Value, ...]] = {}
-        for field, given in fields.items():
-            if not isinstance(field, str) or not field.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+        self.fields = {}
+        for key, given in fields.items():
+            if not isinstance(key, str) or not key.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(
                     "Expected the fields of where to be kind, task or names of metadata fields, got"
-                    f" {field!r}"
+                    f" {key!r}"
                 )
-            name, forms = disarm(canonical(field)), list[Value]()
+            name, forms = disarm(canonical(key)), list[Value]()
             several = isinstance(given, list | tuple | set | frozenset)
             values = tuple(cast("Iterable[Any]", given)) if several else (given,)
             for value in values:
@@ -74,10 +75,9 @@ class Where:
                     f"Expected where[{name!r}] to have a value, got {given!r}, which no entry has;"
                     f" leave {name!r} out to find all"
                 )
-            self._fields[name] = tuple(forms)
-        self._clauses = tuple(
-            sorted((name, frozenset(map(_key, values))) for name, values in self._fields.items())
-        )
+            self.fields[name] = tuple(forms)
+        clauses = ((name, frozenset(map(_key, values))) for name, values in self.fields.items())
+        self.clauses = tuple(sorted(clauses))
 
     @staticmethod
     def of(fields: Mapping[str, Any] | Where | None) -> Where | None:
@@ -85,24 +85,15 @@ class Where:
         if fields is None or isinstance(fields, Where):
             return fields
         where = Where(fields)
-        return where if where._fields else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Where) and self._clauses == other._clauses
-
-    def __hash__(self) -> int:
-        return hash(self._clauses)
-
-    def __repr__(self) -> str:
-        return f"Where({self._fields!r})"
+        return where if where.fields else None
 
     def to_json(self) -> dict[str, list[Value]]:
         """Return the filter as plain data."""
-        return {name: list(values) for name, values in self._fields.items()}
+        return {name: list(values) for name, values in self.fields.items()}
 
     def matches(self, item: Experience) -> bool:
         """Return whether an entry passes."""
-        for name, wanted in self._clauses:
+        for name, wanted in self.clauses:
             held: object = item.kind if name == "kind" else item.task
             if name not in ("kind", "task"):
                 held = item.metadata.get(name)
@@ -119,16 +110,11 @@ class Where:
         What passes the whole filter passes this part.
         """
         return {
-            name: [cast("str", value or "") for value in values]
-            for name, values in self._fields.items()
+            name: [str(value or "") for value in values]
+            for name, values in self.fields.items()
             if name in ("kind", "task")
             and all(isinstance(v, str) or (v is None and name == "task") for v in values)
         }
-
-    @property
-    def is_indexed(self) -> bool:
-        """Return whether index stores can check all of it."""
-        return len(self.indexed) == len(self._fields)
 
 
 Filter = Mapping[str, Any] | Where
@@ -136,11 +122,7 @@ Filter = Mapping[str, Any] | Where
 
 
 class Scope(NamedTuple):
-    """Limit one query to entries that pass ``where`` and were not made from ``exclude``.
-
-    Attributes:
-        exclude: a task instance.
-    """
+    """Limit a query to entries that pass ``where``, not made from the task ``exclude``."""
 
     exclude: str | None = None
     where: Where | None = None
@@ -166,12 +148,7 @@ class Members:
                 ids[id] = None
 
     def of(self, where: Where, entries: Callable[[], Iterable[Live]]) -> list[str]:
-        """Return the ids of the entries that pass.
-
-        Args:
-            where: the filter.
-            entries: returns all entries; called for a filter that is new.
-        """
+        """Return the ids of the entries that pass; a filter that is new asks for all of them."""
         known = self._known.pop(where, None)
         if known is None:
             items = (live.experience for live in entries())
