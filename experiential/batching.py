@@ -157,12 +157,7 @@ class Batcher(Generic[A, R]):
         return call.results()
 
     def close(self, error: Exception, timeout: float | None = None) -> None:
-        """End the threads; whoever still waits, or calls later, gets the error.
-
-        Args:
-            error: for callers.
-            timeout: seconds to wait for each thread.
-        """
+        """End the threads; whoever still waits, or calls later, gets the error."""
         with self._arrived:
             self._closed = error
             left = [*self._queue]

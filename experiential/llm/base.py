@@ -42,10 +42,7 @@ class SamplingParams(Record):
 
 
 class LLM(ABC):
-    """Generate text.
-
-    ``generate`` may be awaited concurrently: a backend batches concurrent requests itself.
-    """
+    """Generate text; a backend batches concurrent requests itself."""
 
     name: str = "llm"
     version: int = 0
@@ -55,11 +52,7 @@ class LLM(ABC):
 
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
-        """Sample one response.
-
-        Raises:
-            BackendError: the backend failed; the message says what was asked and what came.
-        """
+        """Sample one response, or raise BackendError."""
 
     def close(self) -> None:  # noqa: B027  (an optional hook, not an abstract method)
         """Release threads, sockets and weights."""
@@ -80,10 +73,6 @@ def open_llm(name: str, **options: Any) -> LLM:
         name: ``local``, ``openai``, ``scripted``, an entry point of ``experiential.llms``, or
             ``module:attribute``: a callable that takes keyword options and returns an `LLM`.
         options: passed on; ``model`` names the weights where a backend has several.
-
-    Raises:
-        ConfigError: no such backend, options that it refuses, or something else than an `LLM`.
-        MissingExtraError, ModelNotFoundError: the backend cannot run here.
 
     >>> open_llm("scripted", replies=["go north"]).name
     'scripted'
@@ -106,9 +95,6 @@ def open_llm(name: str, **options: Any) -> LLM:
 
 def read_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Return the options written as ``key=value`` on a command line; values are YAML.
-
-    Raises:
-        ConfigError: a pair without a key, or a value that is not YAML.
 
     >>> read_options(["timeout=5", "extra_body={top_k: 3}"])
     {'timeout': 5, 'extra_body': {'top_k': 3}}

@@ -42,12 +42,7 @@ class TrieNode:
 
 
 class ChoiceTrie:
-    """Arrange the token sequences of some strings, each ended by the end-of-turn token, in a trie.
-
-    Raises:
-        BackendError: no choices, a tokenizer without an end-of-turn token, or a choice that
-            contains that token.
-    """
+    """Arrange the token sequences of some strings, each ended by the end-of-turn token, in a trie."""
 
     def __init__(self, choices: Sequence[str], tokenizer: Any) -> None:
         eos: int | None = tokenizer.eos_token_id
@@ -96,11 +91,7 @@ class SchemaState:
         return self._matcher.is_stopped()
 
     def accept(self, token: int) -> None:
-        """Take the next token.
-
-        Raises:
-            BackendError: the schema forbids it.
-        """
+        """Take the next token; BackendError if the schema forbids it."""
         if not self._matcher.consume_token(token):
             raise BackendError(
                 f"Expected a token that the schema allows, got {token}: {self._matcher.get_error()}"
@@ -128,10 +119,6 @@ class Schemas:
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         vocabulary: number of logits of the model, which may be more than the tokenizer has tokens.
-
-    Raises:
-        MissingExtraError: llguidance is not installed.
-        BackendError: the tokenizer cannot be read.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
@@ -150,20 +137,16 @@ class Schemas:
         self._compiled = lru_cache(maxsize=_SCHEMAS)(self._compile)
 
     def start(self, schema: str) -> SchemaState:
-        """Return the state before the first token of a response to ``schema`` (see `canonical`).
-
-        Raises:
-            BackendError: the schema cannot be compiled.
-        """
+        """Return the state before the first token of a response to ``schema`` (see `canonical`)."""
         with self._lock:
             return SchemaState(self._compiled(schema).deep_copy(), self._vocabulary)
 
     def allowed(
         self, schema: str, response: Sequence[int], places: Sequence[int]
     ) -> NDArray[np.bool_]:
-        """Return which tokens could have come at each of ``places``, shape (places, vocabulary).
+        """Replay a response; return which tokens could have come at ``places``, rising indices.
 
-        ``places`` are rising indices of ``response``, which is replayed.
+        The shape is (places, vocabulary).
         """
         state = self.start(schema)
         rows = np.empty((len(places), self._vocabulary), dtype=np.bool_)

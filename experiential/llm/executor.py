@@ -60,11 +60,7 @@ class DeviceExecutor:
         self._thread.start()
 
     async def run(self, fn: Callable[[], T], *, priority: int = 0) -> T:
-        """Run ``fn`` on the executor's thread and return its result, from any event loop.
-
-        Raises:
-            BackendError: the executor is closed, or was closed before ``fn`` started.
-        """
+        """Run ``fn`` on the executor's thread and return its result, from any event loop."""
         future = self.submit(fn, priority=priority)
         try:
             return await asyncio.wrap_future(future)
@@ -77,11 +73,7 @@ class DeviceExecutor:
             raise
 
     def submit(self, fn: Callable[[], T], *, priority: int = 0, delay: float = 0.0) -> Future[T]:
-        """Queue ``fn``, which becomes runnable ``delay`` seconds from now.
-
-        Raises:
-            BackendError: the executor is closed.
-        """
+        """Queue ``fn``, which becomes runnable ``delay`` seconds from now."""
         future: Future[T] = Future()
         job = _Job(time.monotonic() + delay, next(self._order), priority, fn, future)
         with self._condition:

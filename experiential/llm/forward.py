@@ -27,11 +27,7 @@ _SLACK = 64
 
 @dataclass
 class LLMStats:
-    """Count what a backend has done since it was made.
-
-    ``forwarded_tokens`` counts after deduplication and prefix cache, without padding; ``seconds``
-    are those of compute.
-    """
+    """Count what a backend has done since it was made."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -39,8 +35,8 @@ class LLMStats:
     generated_tokens: int = 0
     forwards: int = 0
     forwarded_rows: int = 0
-    forwarded_tokens: int = 0
-    seconds: float = 0.0
+    forwarded_tokens: int = 0  # after deduplication and prefix cache, without padding
+    seconds: float = 0.0  # of compute
 
 
 class ForwardPass:
@@ -125,15 +121,10 @@ class ForwardPass:
         tokens: Sequence[Sequence[int] | NDArray[np.int64]],
         seen: Sequence[int],
     ) -> Tensor:
-        """Append tokens to each row and return its next-token logits.
-
-        Args:
-            block: the states of the rows.
-            tokens: new token ids of each row.
-            seen: tokens that each row has seen already.
+        """Append tokens to the rows of a block, which have seen so many of theirs already.
 
         Returns:
-            logits, shape (rows, vocabulary), float32.
+            next-token logits, shape (rows, vocabulary), float32.
         """
         widths = [len(ids) for ids in tokens]
         width = max(widths)

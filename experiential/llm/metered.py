@@ -10,19 +10,12 @@ from experiential.types import Generation, Record
 
 
 class Spent(Record):
-    """Hold the cost of some requests.
-
-    Attributes:
-        requests: responses that were asked for.
-        prompt_tokens: tokens of their prompts, those found in a prefix cache included.
-        generated_tokens: tokens of the responses.
-        seconds: wall-clock time in which at least one request was open.
-    """
+    """Hold the cost of some requests."""
 
     requests: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # those found in a prefix cache included
     generated_tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall-clock time in which at least one request was open
 
     @property
     def tokens(self) -> int:
@@ -39,10 +32,7 @@ class Spent(Record):
 
 
 class Meter:
-    """Add up what its backends generate; they may be used from several threads.
-
-    A backend that does not show token ids counts requests and seconds only.
-    """
+    """Add up what backends generate, on any threads; without token ids requests and seconds only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,10 +76,6 @@ class Metered(LLM):
     'go north'
     >>> meter.spent().requests
     1
-
-    Args:
-        llm: the backend that generates.
-        meter: may be shared by several backends.
     """
 
     def __init__(self, llm: LLM, meter: Meter) -> None:

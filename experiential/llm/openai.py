@@ -82,12 +82,7 @@ class OpenAILLM(LLM):
         ] = weakref.WeakKeyDictionary()
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
-        """Sample one response at the server.
-
-        Raises:
-            BackendError: the server refused, was out of reach or sent no chat completion, after all
-                retries; or it cannot take choices or token ids.
-        """
+        """Sample one response at the server."""
         sampling = sampling or SamplingParams()
         if is_token_prompt(prompt):
             raise BackendError(

@@ -54,18 +54,16 @@ class Request:
     """Hold one prompt and the response so far.
 
     Attributes:
-        prompt: token ids of the prompt.
-        limit: response tokens allowed; ignored when a trie decides the end.
+        limit: response tokens allowed; ignored when choices decide the end.
         eos: tokens that end the response.
         uniform: gives the next random number in [0, 1) of this request.
-        trie: the choices, when the response is one of some strings.
+        node: the state of a response that is one of some choices; at first the root of their trie.
         schema: the state of the response under its JSON schema, when it has one.
         allowed: per token of a restricted response, the tokens it was drawn from; empty under a
             schema, whose sets the trainer finds again by replaying the response.
-        prefix: prompt and forced first tokens: the input of the first forward.
-        pending: sampled or forced tokens that the model has not seen yet.
         seen: tokens that the model has seen: the row's length in the key-value block.
-        node: the state of the response in ``trie``.
+        pending: sampled or forced tokens that the model has not seen yet.
+        prefix: prompt and forced first tokens: the input of the first forward.
     """
 
     prompt: tuple[int, ...]
@@ -74,7 +72,7 @@ class Request:
     eos: frozenset[int]
     stops: StopFinder
     uniform: Callable[[], float]
-    trie: ChoiceTrie | None = None
+    node: TrieNode | None = None
     schema: SchemaState | None = None
     future: asyncio.Future[None] | None = None
     response: list[int] = field(default_factory=list[int])
@@ -86,11 +84,8 @@ class Request:
     seen: int = 0
     pending: tuple[int, ...] = ()
     prefix: tuple[int, ...] = ()
-    node: TrieNode | None = None
 
     def __post_init__(self) -> None:
-        if self.trie is not None:
-            self.node = self.trie.root
         self._take_forced()
         self.prefix = (*self.prompt, *self.response)
 
@@ -121,8 +116,7 @@ class Request:
             self.finish = FinishReason.STOP
         elif len(self.response) >= self.limit:
             self.finish = FinishReason.LENGTH
-        alone = len(self.response) == start + 1  # the common case, once a row and forward
-        self.pending = (token,) if alone else tuple(self.response[start:])
+        self.pending = tuple(self.response[start:])
 
     def text(self) -> str:
         """Return the finished text; it ends with its first stop string, if it has one."""
@@ -155,11 +149,7 @@ class Request:
 def response_limit(
     prompt: int, sampling: SamplingParams, trie: ChoiceTrie | None, context: int | None
 ) -> int:
-    """Return the response tokens that fit: ``max_tokens`` cut to the context length.
-
-    Raises:
-        BackendError: the prompt, or the prompt and the longest choice, do not fit into the context.
-    """
+    """Return ``max_tokens`` cut to the context; BackendError if prompt and choices do not fit."""
     if prompt == 0:
         raise BackendError("Expected a prompt of at least one token, got an empty one")
     needed = 1 if trie is None else trie.longest

@@ -58,12 +58,7 @@ class ScriptedLLM(LLM):
             self._reply = lambda messages: next(endless)
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
-        """Return the next reply.
-
-        Raises:
-            BackendError: the reply is not among ``sampling.choices``, or token ids came without a
-                tokenizer.
-        """
+        """Return the next reply."""
         sampling, tokenizer = sampling or SamplingParams(), self.tokenizer
         prompt_ids: tuple[int, ...] = ()
         if is_token_prompt(prompt):

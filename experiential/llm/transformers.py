@@ -41,17 +41,11 @@ class TransformersLLM(LLM):
         device: used when ``model`` is a name; auto, cpu, cuda, cuda:1 ...
         max_batch: sequences decoded together, per priority.
         prefix_cache_tokens: tokens of key-value states kept for reuse; 0 turns the cache off.
-        executor: thread that runs the model; policies on one device share one. One of its own by
-            default.
-        adapter: peft adapter to activate before each forward, so that two policies can share one
-            base.
+        executor: thread that runs the model, shared by policies on one device; by default its own.
+        adapter: peft adapter to activate before each forward, so that policies can share one base.
         name: name of the policy, recorded in each ``Generation``.
         version: optimiser steps the weights have seen.
         batch_wait: seconds without a new request after which the waiting ones are started.
-
-    Raises:
-        MissingExtraError: torch or transformers is not installed.
-        ModelNotFoundError: the name or folder cannot be resolved.
     """
 
     def __init__(
@@ -131,12 +125,7 @@ class TransformersLLM(LLM):
         return Schemas(self.tokenizer, self._vocabulary)
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
-        """Sample one response; concurrent calls, from any event loops, are decoded together.
-
-        Raises:
-            BackendError: the prompt does not fit the context, the model failed, or the backend is
-                closed.
-        """
+        """Sample one response; concurrent calls, from any event loops, are decoded together."""
         import torch
 
         if self._closed:
@@ -160,7 +149,7 @@ class TransformersLLM(LLM):
             self._eos,
             self._stops,
             lambda: torch.rand((), dtype=torch.float64, generator=source).item(),
-            trie,
+            None if trie is None else trie.root,
             schema,
         )
         if request.finish is None:
@@ -187,11 +176,7 @@ class TransformersLLM(LLM):
         )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a prompt; messages go through the chat template.
-
-        Raises:
-            BackendError: a token id is out of range, or there is no chat template.
-        """
+        """Return the token ids of a prompt; messages go through the chat template."""
         if is_token_prompt(prompt):
             ids = tuple(prompt)
             if min(ids) < 0 or max(ids) >= self._vocabulary:

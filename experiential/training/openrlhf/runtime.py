@@ -230,7 +230,7 @@ class OpenRLHFRuntime(PolicyRuntime):
             if sampling.choices:  # one token at each branch; forced tokens cost no request
                 trie = self._tries(sampling.choices)
                 request = Request(
-                    ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie
+                    ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie.root
                 )
                 while request.finish is None:
                     assert request.node is not None
