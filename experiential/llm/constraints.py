@@ -42,7 +42,7 @@ class TrieNode:
 
 
 class ChoiceTrie:
-    """Arrange the token sequences of some strings, each ended by the end-of-turn token, in a trie."""
+    """Arrange the tokens of some strings, each ended by the end-of-turn token, in a trie."""
 
     def __init__(self, choices: Sequence[str], tokenizer: Any) -> None:
         eos: int | None = tokenizer.eos_token_id

@@ -32,7 +32,7 @@ class Spent(Record):
 
 
 class Meter:
-    """Add up what backends generate, on any threads; without token ids requests and seconds only."""
+    """Add up what backends generate, on any threads; tokens only if they show token ids."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
