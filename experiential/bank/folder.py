@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from experiential.bank.checks import checked_folder, checked_text
 from experiential.bank.consolidation import dedupe, forget
 from experiential.bank.evidence import credit
 from experiential.bank.evidence.explain import explain
@@ -56,7 +56,7 @@ from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import WriterLock
 from experiential.bank.storage.queue import DistillationQueue
 from experiential.bank.storage.receipts import Receipts
-from experiential.bank.text import TEXT_LIMIT, Gate
+from experiential.bank.text import TEXT_LIMIT, Gate, checked_text
 from experiential.bank.view import BankView, StateReader
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import weakly
@@ -109,7 +109,7 @@ class FolderBank(StateReader, Bank):
         read_only: bool = False,
         store: str | None = None,
     ) -> None:
-        self.path = checked_folder(path)
+        self.path = _checked_folder(path)
         self.namespace = checked_text(namespace, "namespace")
         self.read_only = read_only
         self.refused: Counter[str] = Counter()
@@ -425,14 +425,14 @@ class FolderBank(StateReader, Bank):
 
     def _submitted(self, trajectory: Trajectory, distil: bool, group: Group) -> bool:
         is_recorded = self._ledger.is_recorded(trajectory.id)
-        if self.queue.state(trajectory.id) is not None if distil else is_recorded:
+        if self._queue.state(trajectory.id) is not None if distil else is_recorded:
             return False
         with group.draft("run", "record", trajectory.id) as draft:
             if not is_recorded:
                 self._ledger.record(trajectory, draft.commit)
                 for use in credit.counted_uses(trajectory):
                     draft.credit(use.experience_id, trajectory.success)
-            return not distil or self.queue.put(trajectory.id)
+            return not distil or self._queue.put(trajectory.id)
 
     def apply(
         self,
@@ -450,7 +450,7 @@ class FolderBank(StateReader, Bank):
         source = source_of(distillation, trajectory, extractor_version)
 
         def write(group: Group) -> list[Experience]:
-            if item is not None and not self.queue.finish(item):
+            if item is not None and not self._queue.finish(item):
                 return []
             with group.draft("extractor", "trajectory", trajectory.id, gate) as draft:
                 if distillation.generation is not None:
@@ -599,7 +599,7 @@ class FolderBank(StateReader, Bank):
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
         """Return a writable copy in another folder; see ``ForkableBank.fork``."""
-        folder = checked_folder(path)
+        folder = _checked_folder(path)
         if (folder / JOURNAL_NAME).exists():
             raise BankError(
                 f"Expected a folder without a bank to fork into, got {str(folder)!r}; choose"
@@ -671,7 +671,7 @@ class FolderBank(StateReader, Bank):
                 yield group
             # Readers see a commit only now, when it is durable.
             for draft in group.drafts:
-                self._state.publish(draft.changes, draft.statistics.maps[0])
+                self._state.publish(draft.changes, draft.own_statistics)
                 self._head = draft.commit
                 self.refused.update(draft.refused)
                 self._redacted.update(draft.redacted)
@@ -730,10 +730,25 @@ class FolderBank(StateReader, Bank):
             )
 
     def _check_open(self) -> None:
-        if self.closed:
+        if not self._finalizer.alive:
             raise BankError(
                 "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
             )
+
+
+def _checked_folder(path: object) -> Path:
+    """Return a folder name as a path; refuse an address, a file, and any other value."""
+    if isinstance(path, str) and "://" in path:
+        raise BankError(
+            f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with"
+            " http:// or https://"
+        )
+    if not isinstance(path, (str, os.PathLike)) or not str(path):  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"Expected path to be a folder name, got {path!r}")
+    folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]
+    if folder.exists() and not folder.is_dir():
+        raise BankError(f"Expected a folder, got the file {str(folder)!r}; choose another path")
+    return folder
 
 
 def _shut(

@@ -16,7 +16,7 @@ from experiential.bank.consolidation.dedupe import Passes
 from experiential.bank.evidence.trust import Episodes, checked_episodes, probation_of
 from experiential.bank.extractor import Extractor
 from experiential.bank.folder import FolderBank
-from experiential.bank.index.embed import EntryKey, texts_to_embed
+from experiential.bank.index.embed import texts_to_embed
 from experiential.bank.operations import keys_to_embed
 from experiential.bank.options import bank_settings
 from experiential.bank.protocol import Bank, is_bank
@@ -146,8 +146,9 @@ class ExperienceManager:
 
     async def _start(self, seed: int) -> None:
         self._searcher = Searcher(self.bank, self.settings.retrieval, seed, self._probation)
-        # One worker each: what comes while it is busy is embedded, or written, together. Episodes
-        # that end in one tick of the loop wait a millisecond for each other, and share a commit.
+        # One worker each: what comes while it is busy is embedded (into the bank's cache), or
+        # written, together. Episodes that end in one tick of the loop wait a millisecond for each
+        # other, and share a commit.
         self._embedding: Batcher[str, Any] = Batcher(
             lambda texts: list(self.bank.embedder(texts)), workers=1
         )
@@ -362,7 +363,8 @@ class ExperienceManager:
             distillation = await asyncio.wait_for(
                 self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
             )
-            await self._embed(keys_to_embed(distillation, shown, trajectory.task or None))
+            keys = keys_to_embed(distillation, shown, trajectory.task or None)
+            await self._embedding.arun(texts_to_embed(keys))
             written = await self._write(
                 self.bank.apply,
                 distillation,
@@ -376,7 +378,6 @@ class ExperienceManager:
             return
         self._open.discard(id)
         self._counts["distilled"] += 1
-        self._tally(distillation)
         self._tell("on_distillation", self.on_distillation, trajectory, distillation, written)
         cap, policy = self.settings.cap, self.settings.eviction
         if not cap or len(self.bank) <= cap:
@@ -480,7 +481,8 @@ class ExperienceManager:
                 distillation = await asyncio.wait_for(
                     extractor.amerge(shown), self.settings.distill_timeout
                 )
-                await self._embed(keys_to_embed(distillation, shown))
+                keys = keys_to_embed(distillation, shown)
+                await self._embedding.arun(texts_to_embed(keys))
                 written = await self._write(
                     self.bank.consolidate,
                     distillation,
@@ -491,7 +493,6 @@ class ExperienceManager:
                 self._count_failure("merge", error)
                 failed = True
                 return []
-            self._tally(distillation)
             self._tell("on_merge", self.on_merge, shown, distillation, written)
             return written
 
@@ -634,23 +635,25 @@ class ExperienceManager:
         call = partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._writer, call)
 
-    async def _embed(self, keys: Sequence[EntryKey]) -> None:
-        """Fill the bank's cache with the vectors of these entries, many callers in one batch."""
-        await self._embedding.arun(texts_to_embed(keys))
-
     def _count_failure(self, what: str, error: Exception) -> str:
         reason = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
         self._failures[f"{what}: {reason}"] += 1
         return reason
 
-    def _tally(self, distillation: Distillation) -> None:
+    def _tell(
+        self,
+        name: str,
+        hook: Callable[[T, Distillation, list[Experience]], None] | None,
+        source: T,
+        distillation: Distillation,
+        written: list[Experience],
+    ) -> None:
+        """Count the operations of a distillation that was applied, and call the user's hook."""
         self._operations.update(operation.op for operation in distillation.parsed.operations)
         self._refused.update(refusal.reason for refusal in distillation.parsed.refused)
-
-    def _tell(self, name: str, hook: Callable[..., None] | None, *news: object) -> None:
         if hook is not None:
             try:
-                hook(*news)
+                hook(source, distillation, written)
             except Exception as error:  # noqa: BLE001  (what a user's hook does ends no worker)
                 self._count_failure(name, error)
 

@@ -16,6 +16,7 @@ from experiential.types import (
     Experience,
     Merge,
     Provenance,
+    Statistics,
     Trajectory,
     Update,
 )
@@ -128,7 +129,8 @@ def consolidate(
                 entry = _merged(operation, named, source, origins)
                 vector = vectors[EntryKey(entry.text, entry.task)]
                 written.append(draft.put(entry, vector, origins))
-                draft.count(entry.id, total(draft.counted(parent.id) for parent in named))
+                counts = [draft.counted(parent.id) or Statistics() for parent in named]
+                draft.count(entry.id, total(counts))
     return written
 
 

@@ -44,11 +44,7 @@ class TextEmbedder(Protocol):
 
 
 class Queue(Protocol):
-    """Hold the trajectories that wait for distillation, durably.
-
-    The id of an item is that of its trajectory. ``Bank.submit`` adds items, ``Bank.apply``
-    finishes them.
-    """
+    """Hold trajectories, by their ids, from ``Bank.submit`` to ``Bank.apply``, durably."""
 
     def state(self, id: str) -> str | None:
         """Return "queued", "done", "dead", or None for an unknown item."""
@@ -219,9 +215,7 @@ class Bank(View, Protocol):
     def uplift(self, id: str, version: int | None = None) -> Uplift:
         """Estimate the effect of one entry version against free members of the same groups.
 
-        Args:
-            id: of the entry.
-            version: None takes the live version, or the last one of a removed entry.
+        ``version`` None takes the live version, or the last one of a removed entry.
 
         Raises:
             BankError: there is no such entry or version.
@@ -247,17 +241,12 @@ class Bank(View, Protocol):
     def trust_book(self, after: int) -> TrustBook:
         """Return a book of trusted entry versions; call its ``refresh`` before use.
 
-        Args:
-            after: independent tasks on which an entry must have helped; at least 1.
+        ``after`` is the number of independent tasks on which an entry must have helped, at least 1.
         """
         ...
 
     def standing(self, id: str, *, after: int | None = None) -> Standing:
-        """Judge the live version of an entry on all evidence.
-
-        Args:
-            id: of the entry.
-            after: required number of independent tasks; ``trust_after`` by default.
+        """Judge the live version of an entry on all evidence; ``after`` is as in ``trusted``.
 
         Raises:
             BankError: there is no such entry.
@@ -387,7 +376,7 @@ class Bank(View, Protocol):
                 this bound.
             min_uses: counted uses that an entry must have had before it may be removed.
             dry_run: change nothing, only return the entries.
-            author: written into the commit.
+            author: named in the commit.
         """
         ...
 
@@ -408,7 +397,7 @@ class Bank(View, Protocol):
                 so in a bank of better ones "utility" evicts the new.
             seed: of "random"; the draw depends on it and on the last commit.
             dry_run: change nothing, only return the entries.
-            author: written into the commit.
+            author: named in the commit.
         """
         ...
 
@@ -424,8 +413,8 @@ class Bank(View, Protocol):
         """Merge near-duplicates into the oldest of each group, in one commit; return the groups.
 
         The survivor's new version has the summed counters and the whole group as parents. Entries
-        of different kinds are never duplicates. Texts are embedded without their tasks, so this
-        may take as long as writing the bank did.
+        of different kinds are never duplicates. This may take as long as writing the bank did,
+        because texts are embedded again, without their tasks.
 
         Args:
             threshold: least cosine of two texts that may say the same.

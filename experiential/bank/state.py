@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import ChainMap, Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -27,7 +27,22 @@ class Change(NamedTuple):
     seq: int
 
 
-class State:
+class Counters:
+    """Hold the counters of entries: those of the journal, and the retrievals since opening."""
+
+    statistics: MutableMapping[str, Statistics]
+    retrieved: Counter[str]
+
+    def counted(self, id: str) -> Statistics | None:
+        """Return the counters of an entry with the retrievals since opening; None if unknown."""
+        known, retrieved = self.statistics.get(id), self.retrieved.get(id, 0)
+        if not retrieved:
+            return known
+        known = known or Statistics()
+        return known.model_copy(update={"retrievals": known.retrievals + retrieved})
+
+
+class State(Counters):
     """Hold live entries, counters and search structure; readers need no lock."""
 
     def __init__(
@@ -35,7 +50,7 @@ class State:
     ) -> None:
         self.entries: dict[str, Live] = {}
         self.statistics = statistics
-        self.retrieved: Counter[str] = Counter()
+        self.retrieved = Counter()
         self.nearest = nearest
         self._tally = threading.Lock()
         self._unsaved: set[str] = set()
@@ -47,10 +62,6 @@ class State:
         """Return the experience with its present counters."""
         known = self.counted(experience.id)
         return experience if known is None else experience.model_copy(update={"statistics": known})
-
-    def counted(self, id: str) -> Statistics | None:
-        """Return the counters of an entry with the retrievals since opening; None if unknown."""
-        return _with_retrievals(self, id)
 
     def note(self, ids: Iterable[str]) -> None:
         """Count retrievals, in memory."""
@@ -102,13 +113,14 @@ class State:
         self._contents.setdefault(content_of(stored.experience), {})[stored.experience.id] = None
 
 
-class StagedState:
+class StagedState(Counters):
     """Stage writes on a base state, unseen by readers; it is the base of the next writes."""
 
     def __init__(self, base: State | StagedState) -> None:
         self.changes: list[Change] = []
         self._staged: dict[str, Live | None] = {}
-        self.statistics = ChainMap[str, Statistics]({}, base.statistics)
+        self.own_statistics: dict[str, Statistics] = {}
+        self.statistics = ChainMap(self.own_statistics, base.statistics)
         self.retrieved = base.retrieved
         self._base = base
 
@@ -133,7 +145,7 @@ class StagedState:
         """Take over the writes staged on this one."""
         self.changes += other.changes
         self._staged.update(other._staged)
-        self.statistics.update(other.statistics.maps[0])
+        self.statistics.update(other.own_statistics)
 
 
 class Draft(StagedState):
@@ -184,25 +196,13 @@ class Draft(StagedState):
     def count(self, id: str, known: Statistics) -> None:
         """Set the counters of an entry, without its retrievals since opening."""
         self.statistics[id] = known
-        self._ledger.save({id: self.counted(id)})
+        self._ledger.save({id: self.counted(id) or known})
 
     def credit(self, id: str, success: bool) -> None:
         """Count one use of an entry and how it ended."""
         known = self.statistics.get(id) or Statistics()
         update = {"uses": known.uses + 1, "successes": known.successes + success}
         self.count(id, known.model_copy(update=update))
-
-    def counted(self, id: str) -> Statistics:
-        """Return the counters of an entry with the retrievals since opening."""
-        return _with_retrievals(self, id) or Statistics()
-
-
-def _with_retrievals(state: State | StagedState, id: str) -> Statistics | None:
-    known, retrieved = state.statistics.get(id), state.retrieved.get(id, 0)
-    if not retrieved:
-        return known
-    known = known or Statistics()
-    return known.model_copy(update={"retrievals": known.retrievals + retrieved})
 
 
 def content_of(experience: Experience) -> Content:

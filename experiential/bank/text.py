@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from experiential.bank.checks import checked_text
 from experiential.bank.redaction import Redacted, redact, redact_field
 from experiential.errors import BankError
 from experiential.types import Add, Distillation, Experience, Merge, Operation, Update
@@ -106,6 +105,13 @@ def clean(text: str) -> Redacted:
     """
     text, secrets = redact(disarm(canonical(text)))
     return Redacted(disarm(text), secrets)  # what is left around a secret may be a tag
+
+
+def checked_text(value: object, name: str) -> str:
+    """Return text that is not blank; errors call it ``name``."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"Expected {name} to be non-empty text, got {value!r}")
+    return value
 
 
 class Gate:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from pydantic import ValidationError
 
-from experiential.bank.checks import checked_text
 from experiential.bank.consolidation import dedupe
 from experiential.bank.http import wire
 from experiential.bank.http.connection import Connection
@@ -27,6 +26,7 @@ from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, View
 from experiential.bank.records import Commit, Difference, Duplicates, Judge, LogEntry
 from experiential.bank.search.where import Scope, Where
+from experiential.bank.text import checked_text
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import attempted
 from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory
