@@ -287,8 +287,7 @@ class ExperienceManager:
         if self.extractor is not None:
             try:
                 text, generation = await asyncio.wait_for(
-                    self.extractor.arefine(query, hits[0].experience),
-                    self.settings.distill_timeout,
+                    self.extractor.arefine(query, hits[0].experience), self.settings.distill_timeout
                 )
             except Exception as error:  # noqa: BLE001  (the entry itself is the answer then)
                 self._count_failure("refine", error)

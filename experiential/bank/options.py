@@ -97,32 +97,32 @@ def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
     """
     own = dict(given)
     further = dict(own.pop("options", None) or {})
+    known = sorted(ManagerOptions.model_fields.keys() - BankSettings.model_fields.keys())
     for name in further:
-        known = [*(ManagerOptions.model_fields.keys() - BankSettings.model_fields.keys())]
         if name not in (*known, "retrieval"):
-            where = f"bank.{name}" if name in BankSettings.model_fields else ""
-            hint = f"; set {where}" if where else did_you_mean(name, known)
+            is_setting = name in BankSettings.model_fields
+            hint = f"; set bank.{name}" if is_setting else did_you_mean(name, known)
+            raise ConfigError(f"Expected bank.options among {', '.join(known)}, got {name!r}{hint}")
+    rare = further.pop("retrieval", {})
+    if not isinstance(rare, Mapping):
+        raise ConfigError(
+            "Expected bank.options.retrieval to be a mapping, as"
+            f" bank.options.retrieval.hybrid=0.3, got {rare!r}"
+        )
+    names = sorted(RetrievalOptions.model_fields)
+    for name in cast("Mapping[str, Any]", rare):
+        if name not in names:
             raise ConfigError(
-                f"Expected bank.options among {', '.join(sorted(known))}, got {name!r}{hint}"
+                f"Expected bank.options.retrieval among {', '.join(names)}, got"
+                f" {name!r}{did_you_mean(name, names)}"
             )
-    if "retrieval" in further:
-        rare = further.pop("retrieval")
-        if not isinstance(rare, Mapping):
-            raise ConfigError(
-                "Expected bank.options.retrieval to be a mapping, as"
-                f" bank.options.retrieval.hybrid=0.3, got {rare!r}"
-            )
-        rare = cast("Mapping[str, Any]", rare)
-        names = sorted(RetrievalOptions.model_fields)
-        for name in rare:
-            if name not in names:
-                raise ConfigError(
-                    f"Expected bank.options.retrieval among {', '.join(names)}, got"
-                    f" {name!r}{did_you_mean(name, names)}"
-                )
-        own["retrieval"] = {**_plain(own.get("retrieval")), **rare}
+    retrieval = own.get("retrieval")
+    if isinstance(retrieval, RetrievalSettings):  # an instance of it has too few fields
+        retrieval = retrieval.model_dump()
+    if rare:
+        own["retrieval"] = {**(retrieval or {}), **rare}
     elif "retrieval" in own:
-        own["retrieval"] = _plain(own["retrieval"])
+        own["retrieval"] = {} if retrieval is None else retrieval
     try:
         return ManagerOptions(**{**further, **own})
     except ValidationError as error:
@@ -133,10 +133,3 @@ def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
             f"Expected options of ExperienceManager among: {known}; got {name}={first['input']!r}"
             f" ({first['msg']})"
         ) from error
-
-
-def _plain(retrieval: Any) -> Any:
-    """Return retrieval settings as a mapping; an instance of the base class has too few fields."""
-    if retrieval is None:
-        return {}
-    return retrieval.model_dump() if isinstance(retrieval, RetrievalSettings) else retrieval

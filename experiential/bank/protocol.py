@@ -140,7 +140,7 @@ class Bank(View, Protocol):
 
     @property
     def embedder(self) -> TextEmbedder:
-        """Return the embedder of this bank, with its cache."""
+        """Return the embedder of this bank."""
         ...
 
     @property
@@ -206,10 +206,7 @@ class Bank(View, Protocol):
         ...
 
     def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
-        """Return every (id, version) credited for a use of this version: itself and its ancestors.
-
-        Ancestors are the versions that it was merged from, and those that they were merged from.
-        """
+        """Return what a use is credited to: (id, version) of the entry and all it was merged from."""
         ...
 
     def uplift(self, id: str, version: int | None = None) -> Uplift:
@@ -325,7 +322,7 @@ class Bank(View, Protocol):
 
         Args:
             distillation: the operations and the generation that asked for them.
-            trajectory: the episode that was distilled.
+            trajectory: the episode.
             shown: the entries that ``Update`` counts, from 1. An operation on an entry that is out
                 of range or gone is refused and counted in ``refused``.
             item: the queue item to finish in the same transaction; nothing is written when it is
@@ -433,8 +430,8 @@ class Bank(View, Protocol):
     ) -> list[Duplicates]:
         """Merge groups found by ``deduplicate(dry_run=True)`` in one commit; return those merged.
 
-        An entry that changed since it was found, or is gone, stays out. No entry may be in two
-        groups. ``ref`` and ``author`` are written into the commit.
+        No entry may be in two groups; one that changed since, or is gone, stays out. ``ref`` and
+        ``author`` are named in the commit.
         """
         ...
 
