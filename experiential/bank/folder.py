@@ -83,11 +83,7 @@ class FolderBank(StateReader, Bank):
 
     Args:
         path: the folder, made on first use.
-        namespace: entries of different namespaces never meet; each has its own history.
-        embedder: a callable, the name of one ("hashing", an entry point, ``module:attribute``), a
-            sentence-transformers name or folder, or None: the recorded embedder, or the default
-            model for a new bank.
-        read_only: open a copy of the bank as it is now.
+        namespace: as in `ExperienceBank`, and so are ``embedder`` and ``read_only``.
         store: where the index of a large bank is: "chroma" (in the folder), the address of a
             Chroma server, "exact" (in memory only), an entry point or ``module:attribute``; None
             leaves it where it is, at first "chroma".

@@ -206,7 +206,7 @@ class Bank(View, Protocol):
         ...
 
     def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
-        """Return what a use is credited to: (id, version) of the entry and all it was merged from."""
+        """Return the (id, version) credited for a use: this one, and all that it was merged from."""
         ...
 
     def uplift(self, id: str, version: int | None = None) -> Uplift:

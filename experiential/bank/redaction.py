@@ -19,60 +19,43 @@ class Redacted(NamedTuple):
     kinds: Counter[str]
 
 
-_TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    (
-        "private_key",
-        re.compile(
-            r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END (?:[A-Z0-9]+"
-            r" ){0,3}PRIVATE KEY(?: BLOCK)?-----|\Z)",
-            re.DOTALL,
+_TOKENS = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        (
+            "private_key",
+            r"(?s)-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END"
+            r" (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----|\Z)",
         ),
-    ),
-    ("jwt", re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){1,3}", re.ASCII)),
-    (
-        "aws_access_key",
-        re.compile(
-            r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AIPA|ANPA|ANVA|"
-            r"AROA)[A-Z0-9]{16}(?![A-Za-z0-9])"
+        ("jwt", r"(?a)(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){1,3}"),
+        (
+            "aws_access_key",
+            r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AIPA|ANPA|ANVA|AROA)[A-Z0-9]{16}"
+            r"(?![A-Za-z0-9])",
         ),
-    ),
-    (
-        "github_token",
-        re.compile(r"(?<![A-Za-z0-9])(?:gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{22,})"),
-    ),
-    (
-        "gitlab_token",
-        re.compile(
-            r"(?<![A-Za-z0-9])(?:gl(?:agent|cbt|dt|ft|imt|oas|pat|ptt|rt|soat)-|"
-            r"GR1348941)[\w-]{20,}",
-            re.ASCII,
+        (
+            "github_token",
+            r"(?<![A-Za-z0-9])(?:gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{22,})",
         ),
-    ),
-    (
-        "slack_token",
-        re.compile(
+        (
+            "gitlab_token",
+            r"(?a)(?<![A-Za-z0-9])(?:gl(?:agent|cbt|dt|ft|imt|oas|pat|ptt|rt|soat)-|GR1348941)"
+            r"[\w-]{20,}",
+        ),
+        (
+            "slack_token",
             r"(?<![A-Za-z0-9])(?:xox[a-z]-|xapp-\d-)[A-Za-z0-9-]{10,}|"
-            r"hooks\.slack\.com/services/[A-Za-z0-9/_-]{20,}"
+            r"hooks\.slack\.com/services/[A-Za-z0-9/_-]{20,}",
         ),
-    ),
-    ("google_api_key", re.compile(r"(?<![\w-])(?:AIza[\w-]{35}|ya29\.[\w-]{20,})", re.ASCII)),
-    ("stripe_key", re.compile(r"(?<![A-Za-z0-9])(?:[rs]k_(?:live|test)|whsec)_[A-Za-z0-9]{16,}")),
-    (
-        "api_key",
-        re.compile(
-            r"(?<![\w-])sk-(?:ant|proj|svcacct|admin|or|lf)-(?=[\w-]*\d)[\w-]{16,}", re.ASCII
+        ("google_api_key", r"(?a)(?<![\w-])(?:AIza[\w-]{35}|ya29\.[\w-]{20,})"),
+        ("stripe_key", r"(?<![A-Za-z0-9])(?:[rs]k_(?:live|test)|whsec)_[A-Za-z0-9]{16,}"),
+        ("api_key", r"(?a)(?<![\w-])sk-(?:ant|proj|svcacct|admin|or|lf)-(?=[\w-]*\d)[\w-]{16,}"),
+        ("api_key", r"(?a)(?<![\w-])sk-(?=[\w-]*?(?:\w{24}|(?=[A-Za-z_]*\d)\w{16}))[\w-]+"),
+        (
+            "access_token",
+            r"(?a)(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,})",
         ),
-    ),
-    (
-        "api_key",
-        re.compile(r"(?<![\w-])sk-(?=[\w-]*?(?:\w{24}|(?=[A-Za-z_]*\d)\w{16}))[\w-]+", re.ASCII),
-    ),
-    (
-        "access_token",
-        re.compile(
-            r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,})", re.ASCII
-        ),
-    ),
+    )
 )
 _HEADERS = (
     re.compile(
