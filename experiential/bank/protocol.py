@@ -206,7 +206,7 @@ class Bank(View, Protocol):
         ...
 
     def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
-        """Return the (id, version) credited for a use: this one, and all that it was merged from."""
+        """Return the (id, version) credited for a use: this one and all it was merged from."""
         ...
 
     def uplift(self, id: str, version: int | None = None) -> Uplift:
