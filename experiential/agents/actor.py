@@ -22,7 +22,6 @@ STOP = ("</action>", "</search_and_ask>", "</search_experience>", "</search_know
 """Strings that end a response; four, since services take no more. An answer needs none."""
 
 T = TypeVar("T")
-
 _OPEN = re.compile(rf"<(action|{'|'.join(CALLS)})>", re.IGNORECASE)
 
 
@@ -112,11 +111,7 @@ class ActorAgent:
         return run_sync(self.aact(observation, info))
 
     async def aact(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
-        """Return the action for ``observation``.
-
-        Args:
-            observation: the environment's current text.
-            info: the environment's info; ``admissible`` and ``experience_prompt`` are used.
+        """Return the action for ``observation``; of ``info`` use admissible and experience_prompt.
 
         Raises:
             BackendError: the backend failed; the turn may be asked for again.
@@ -149,8 +144,8 @@ class ActorAgent:
     ) -> list[Generation]:
         """Return an episode's responses after the prompts that other advice, or none, would give.
 
-        Internalisation learns from them. Nothing is sampled: only the prompts of the responses
-        change. The agent is then at the end of that episode.
+        Nothing is sampled: only the prompts of the responses change. The agent is then at the end
+        of that episode.
 
         Args:
             observations: the observation that each response answered.

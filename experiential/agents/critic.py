@@ -30,8 +30,8 @@ class CriticAgent:
     The verdict is one of three words, to which the response is restricted where the backend can;
     refining is a second request.
 
-    Caveat: an episode waits for both. No vector version is needed: the coroutine may run
-    concurrently.
+    Caveat: an episode waits for both. A failing backend raises ``BackendError``. No vector version
+    is needed: the coroutine may run concurrently.
 
     >>> from experiential.llm.scripted import ScriptedLLM
     >>> CriticAgent(ScriptedLLM(["reject"])).judge("Open the door.", "Doors open inwards.", 0.9)
@@ -72,9 +72,6 @@ class CriticAgent:
             task: the task at hand.
             entry: the entry retrieved for it.
             success_rate: of the actor at this task so far, in [0, 1].
-
-        Raises:
-            BackendError: the backend failed.
         """
         asked = self.prompts.critic_messages(task, entry, success_rate)
         answer = _THINKING.sub("", (await self._asker.ask(asked, choices=VERDICTS)).text)

@@ -67,6 +67,8 @@ class TokenSequence:
 class Conversation:
     """Hold what was said: the base of `MessageDialogue` and `Dialogue`.
 
+    A prompt with no message since the last response is a ValueError.
+
     Args:
         history: past exchanges that a prompt shows, None for all. The first message always stays,
             for it holds the goal and the advice; a note counts the turns left out after it.
@@ -174,8 +176,7 @@ class Dialogue(Conversation):
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        history: past exchanges that a prompt shows, None for all.
-        keep_first: whether the first message stays when turns are dropped.
+        history, keep_first: see `Conversation`.
 
     Attributes:
         sequence: the current sequence, up to the last response.
@@ -194,11 +195,7 @@ class Dialogue(Conversation):
         self._closed: list[TokenSequence] = []
 
     def prompt(self) -> list[int]:
-        """Return the token ids to continue, generation prompt included.
-
-        Raises:
-            ValueError: nothing was added since the last response.
-        """
+        """Return the token ids to continue, generation prompt included."""
         sequence, tokens, _ = self.stage()
         return sequence.tokens + tokens
 

@@ -44,16 +44,12 @@ def open_extractor(name: str, llm: LLM, **options: Any) -> Extractor:
 
     Args:
         name: ``default``, an entry point of ``experiential.extractors``, or ``module:attribute``: a
-            callable that takes the backend and keyword options and returns an object with what
-            `experiential.bank.extractor.Extractor` lists (``version``, ``adistill``, ``arefine``,
-            ``amerge``).
+            callable that takes the backend and keyword options and returns an `Extractor`.
         llm: the backend to ask.
-        **options: those of `ExtractorAgent`, as training passes them; a foreign extractor uses the
-            ones it needs and takes the rest as ``**options``.
+        **options: those of `ExtractorAgent`; a foreign extractor uses the ones it needs.
 
     Raises:
-        ConfigError: no such extractor, options that it refuses, or an object without those
-            attributes.
+        ConfigError: no such extractor, options that it refuses, or an incomplete object.
 
     >>> from experiential.llm.scripted import ScriptedLLM
     >>> open_extractor("default", ScriptedLLM(["[]"]), max_operations=2).version

@@ -90,13 +90,12 @@ class PromptSet:
     def actor_system(
         self, instruction: str, experience: str | None = None, *, constrained: bool = False
     ) -> str:
-        """Return the actor's system message.
+        """Return the actor's system message, which explains no format if ``constrained``.
 
         Args:
             instruction: description by the environment's author; trusted text, unused in ``brief``.
             experience: a block made by `experience_block`, or None.
-            constrained: the reply is restricted to the admissible actions, so no format is
-                explained.
+            constrained: the reply is restricted to the admissible actions.
         """
         given = f"{instruction.strip()}\n\n" if instruction.strip() else ""
         text = self._fill("actor_choice" if constrained else "actor_system", instruction=given)
@@ -138,10 +137,7 @@ class PromptSet:
     ) -> list[Message]:
         """Return the question to a reflector about a first attempt, withheld comments included.
 
-        Args:
-            trajectory: the attempt.
-            memory: reflections that led to success before.
-            budget: characters of play; longer play is shortened in the middle.
+        ``memory`` are reflections that led to success before.
         """
         shown = self._list("memory", memory)
         record = self._record(trajectory, budget, withheld=True)

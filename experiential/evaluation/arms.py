@@ -27,7 +27,7 @@ from experiential.errors import BackendError
 from experiential.evaluation.filler import filler, token_count
 from experiential.rollout.rollout import NoBank
 from experiential.types import Answer, Condition, Experience, Generation, Hit, Trajectory
-from experiential.wrappers.episode import ManagerLike
+from experiential.wrappers.experience import ManagerLike
 
 PLACEBO = "placebo"
 """Id of the entries that the placebo arm shows; no bank holds such an entry."""

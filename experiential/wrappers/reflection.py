@@ -14,8 +14,7 @@ from experiential.agents.reflector import Reflection
 from experiential.envs.text_space import UnicodeText
 from experiential.errors import EnvError
 from experiential.types import Trajectory
-from experiential.wrappers.episode import FAILURES, Episode, reason
-from experiential.wrappers.experience import TextWrapper, require_choice
+from experiential.wrappers.experience import FAILURES, Episode, TextWrapper, reason, require_choice
 
 Inject = Literal["observation", "system"]
 _INSTANCE = ("instance", "task_id", "task")

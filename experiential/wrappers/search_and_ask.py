@@ -13,16 +13,19 @@ import gymnasium as gym
 from experiential.agents.prompts import numbered, principle_text
 from experiential.envs.text_space import UnicodeText
 from experiential.types import Hit, Trajectory
-from experiential.wrappers.episode import (
+from experiential.wrappers.experience import (
     FAILURES,
     BankOrManager,
     Episode,
     EpisodeLog,
+    ExperienceWrapper,
+    TextWrapper,
     connect,
+    hit_as_dict,
+    layers,
     reason,
     take_settings,
 )
-from experiential.wrappers.experience import ExperienceWrapper, TextWrapper, hit_as_dict, layers
 
 PATIENCE = 8
 """Refused calls in a row that truncate an episode, so that an agent that only calls still ends."""
@@ -146,13 +149,7 @@ class SearchAndAskWrapper(TextWrapper):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Start an episode with all calls left.
-
-        Without an ``ExperienceWrapper`` below, this wrapper consumes the same options.
-
-        Raises:
-            TypeError: ``options["guided"]`` is not a bool.
-        """
+        """Start an episode with all calls left; consume the options of ``ExperienceWrapper``."""
         self._calls = self._refused = self._turns = 0
         if self.log is None:
             observation, info = self.env.reset(seed=seed, options=options)

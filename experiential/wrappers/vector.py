@@ -16,24 +16,22 @@ from experiential.bank.search.where import Filter
 from experiential.envs.text_space import UnicodeText
 from experiential.sync import shared_loop
 from experiential.types import Hit, Trajectory
-from experiential.wrappers.episode import (
+from experiential.wrappers.experience import (
     FAILURES,
     BankOrManager,
     Episode,
     EpisodeLog,
     How,
-    connect,
-    reason,
-    take_settings,
-)
-from experiential.wrappers.experience import (
     Inject,
     LiveArguments,
     When,
     check_retrieval,
+    connect,
     present,
+    reason,
     require_text,
     retrieval_query,
+    take_settings,
 )
 
 _SETTINGS = ("guided", "group", "policy_version")
@@ -139,12 +137,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Start all episodes, or those in ``options["reset_mask"]``.
-
-        Raises:
-            TypeError: a value of ``options["guided"]`` is not a bool.
-            ValueError: an option has the wrong number of values.
-        """
+        """Start all episodes, or those in ``options["reset_mask"]``."""
         rest, count = dict(options or {}), self.num_envs
         rows = {key: _one_each(key, rest.pop(key), count) for key in _SETTINGS if key in rest}
         settings = [
@@ -227,38 +220,36 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
                 rows.append((i, episode, how))
         advice: dict[int, tuple[Sequence[Hit], str | None]] = {}
         try:
-            found = shared_loop().run(self._search(rows)) if rows else []
+            found = shared_loop().run(self._search(rows)) if rows else {}
         except FAILURES as failure:
             advice = {i: ((), reason(failure)) for i, _, _ in rows}
         else:
-            for (i, episode, how), hits in zip(rows, found, strict=True):
-                episode.use(hits, how)
-                advice[i] = hits, None
+            for i, episode, how in rows:
+                episode.use(found[i], how)
+                advice[i] = found[i], None
         shown = list(observations)
         for i, observation in enumerate(observations):
             shown[i], extra = present(observation, self.inject, *advice.get(i, ((), None)))
             infos = self._add_info(infos, extra, i)
         return (tuple(shown) if self.inject == "observation" else observations), infos
 
-    async def _search(self, rows: Sequence[tuple[int, Episode, How]]) -> list[list[Hit]]:
+    async def _search(self, rows: Sequence[tuple[int, Episode, How]]) -> dict[int, list[Hit]]:
         """Search once per hidden instance; the manager's micro-batch joins concurrent calls."""
-        groups: dict[str | None, list[int]] = {}
-        for place, (i, _, _) in enumerate(rows):
-            hidden = self.logs[i].scope()["exclude_instance"]
-            groups.setdefault(hidden, []).append(place)
+        groups: dict[str | None, list[tuple[int, Episode, How]]] = {}
+        for row in rows:
+            groups.setdefault(self.logs[row[0]].scope()["exclude_instance"], []).append(row)
         calls = [
             self.manager.asearch(
-                [retrieval_query(*rows[place][1:]) for place in places],
+                [retrieval_query(episode, how) for _, episode, how in group],
                 k=self.k,
-                episode=[rows[place][1].id for place in places],
-                **self.logs[rows[places[0]][0]].scope(),
+                episode=[episode.id for _, episode, _ in group],
+                **self.logs[group[0][0]].scope(),
             )
-            for places in groups.values()
+            for group in groups.values()
         ]
-        found: list[list[Hit]] = [[] for _ in rows]
-        for places, answers in zip(groups.values(), await asyncio.gather(*calls), strict=True):
-            for place, hits in zip(places, answers, strict=True):
-                found[place] = hits
+        found: dict[int, list[Hit]] = {}
+        for group, answers in zip(groups.values(), await asyncio.gather(*calls), strict=True):
+            found |= {i: hits for (i, _, _), hits in zip(group, answers, strict=True)}
         return found
 
 

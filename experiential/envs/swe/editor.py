@@ -54,15 +54,7 @@ class Editor:
         for name in ["path", *_NEEDS.get(command, [])]:
             if call.text(name) is None:
                 raise BadCallError(f"Expected the parameter {name} with {command}.")
-        path = self._path((call.text("path") or "").strip())
-        try:
-            return getattr(self, f"_{command}")(path, call)
-        except (OSError, RecursionError) as error:
-            raise RefusedError(
-                f"{self._name(path)}: {getattr(error, 'strerror', None) or 'cannot be used'}."
-            ) from error
-
-    def _path(self, given: str) -> Path:
+        given = (call.text("path") or "").strip()
         relative = Path(given)
         for root in (self._shown, self._folder):
             relative = relative.relative_to(root) if relative.is_relative_to(root) else relative
@@ -74,7 +66,12 @@ class Editor:
             raise RefusedError(
                 f"{given[:100]} is outside the repository; give paths relative to its root."
             )
-        return path
+        try:
+            return getattr(self, f"_{command}")(path, call)
+        except (OSError, RecursionError) as error:
+            raise RefusedError(
+                f"{self._name(path)}: {getattr(error, 'strerror', None) or 'cannot be used'}."
+            ) from error
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._folder).as_posix()

@@ -12,16 +12,9 @@ from pathlib import Path
 from experiential.errors import ExperientialError
 
 _SECONDS = 120
-_IGNORED = """\
-__pycache__/
-*.pyc
-.pytest_cache/
-.hypothesis/
-.mypy_cache/
-.ruff_cache/
-*.egg-info/
-.coverage
-"""
+_IGNORED = (
+    "__pycache__/ *.pyc .pytest_cache/ .hypothesis/ .mypy_cache/ .ruff_cache/ *.egg-info/ .coverage"
+).split()
 _PLAIN = {
     "core.hooksPath": os.devnull,
     "core.attributesFile": os.devnull,
@@ -58,15 +51,10 @@ def git(
     """
     settings = [word for name, value in _PLAIN.items() for word in ("-c", f"{name}={value}")]
     placed = [f"--git-dir={store}", f"--work-tree={cwd}"] if store else []
-    known = {
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_TERMINAL_PROMPT": "0",
-        "LC_ALL": "C",
-        "HOME": str(cwd),
-    }
-    dates = {f"GIT_{who}_DATE": "2000-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
-    env = {"PATH": os.environ.get("PATH", os.defpath)} | known | dates
+    date = "2000-01-01T00:00:00Z"
+    env = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "HOME": str(cwd)}
+    env |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_TERMINAL_PROMPT": "0"}
+    env |= {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
     if store and own:  # git writes beside the store, not into it
         (own / "objects").mkdir(exist_ok=True)
         env |= {
@@ -99,7 +87,7 @@ def commit_all(folder: Path) -> None:
     (folder / ".git" / "info").mkdir(exist_ok=True)
     git("add", "--all", "--force", cwd=folder)
     git("commit", "--quiet", "--allow-empty", "--message=base", cwd=folder)
-    (folder / ".git" / "info" / "exclude").write_text(_IGNORED)
+    (folder / ".git" / "info" / "exclude").write_text("".join(f"{name}\n" for name in _IGNORED))
 
 
 def apply(folder: Path, patch: str, *, undo: bool = False) -> None:

@@ -64,15 +64,9 @@ class Place:
         for name in ("repo", "tmp"):
             assure_folder(self.folder / name)
         root = str(self.root)
-        env = {
-            "PATH": os.defpath + ":/usr/sbin:/sbin",
-            "HOME": f"{root}/tmp",
-            "TMPDIR": f"{root}/tmp",
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PAGER": "cat",
-            "GIT_PAGER": "cat",
-        }
+        env = {"PATH": os.defpath + ":/usr/sbin:/sbin", "PAGER": "cat", "GIT_PAGER": "cat"}
+        env |= {"HOME": f"{root}/tmp", "TMPDIR": f"{root}/tmp", "LANG": "C.UTF-8"}
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
         env |= {name: value.replace("{root}", root) for name, value in self.variables.items()}
         private = "\n".join(str(path) for path in self.private)
         layers = "namespaces" if self.isolated else "limits"

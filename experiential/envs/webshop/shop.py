@@ -74,10 +74,6 @@ def open_shop(split: Split, folder: str | None, generation: int) -> tuple[Shop, 
         split: of a folder by index, of an invented shop ``train`` or ``eval``.
         folder: where WebShop's two files are; None for an invented shop.
         generation: seed of drawn prices and bounds, and of the invented shop.
-
-    Raises:
-        ConfigError: the files cannot be used, or there is no goal in that split.
-        MissingExtraError: a package of the extra is missing.
     """
     if folder is None:
         if split not in ("train", "eval"):
