@@ -73,9 +73,8 @@ class EnvSettings(Settings):
     reward_range: tuple[float, float] | None = None
     """rewards of a step outside it fail the episode, with the reason; None takes any finite one"""
     feedback: Literal["as_is", "shown", "hidden", "reflector"] = "as_is"
-    """the environment's comment on each move: as_is leaves it to the environment; shown puts it in
-    every observation, hidden in none, for actor and reflector alike; reflector shows it to the
-    reflector alone, as the ERL paper does: not a fair comparison"""
+    """the comment on each move: as_is leaves it to the environment; shown puts it in every
+    observation, hidden in none; reflector shows it to the reflector alone, which is not fair"""
     visits: PositiveInt = 1
     """training steps in a row that meet the same worlds, if the env lists worlds"""
     changes: tuple[WorldChange, ...] = ()
@@ -158,15 +157,13 @@ class ActorSettings(Settings):
     loss: str = "ppo"
     """policy loss: ppo, cispo, or one of yours (docs/extending.md)"""
     aggregate: Literal["sequence", "token", "constant"] = "sequence"
-    """mean over the tokens of each trajectory; every token of the batch equally; sum over
-    length_norm"""
+    """mean over each trajectory's tokens; all tokens equally; sum over length_norm"""
     length_norm: PositiveInt = 256
     """tokens that a trajectory's sum is divided by, with aggregate: constant"""
     drop_constant: bool = False
     """dynamic filtering: groups (or halves) with equal rewards take no weight"""
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """one advantage for a whole trajectory, or one per turn from the rewards that still follow
-    it"""
+    """one advantage for a trajectory, or one per turn from the rewards that still follow it"""
     discount: float = Field(default=1.0, gt=0.0, le=1.0)
     """of later rewards, with credit: turn"""
     clip_low: PositiveFloat = 0.2
@@ -184,8 +181,7 @@ class ActorSettings(Settings):
     search_and_ask: NonNegativeInt = 0
     """calls of search_and_ask per guided episode; 0 leaves the tool out"""
     search_experience: NonNegativeInt = 0
-    """calls of EvolveR's action per guided episode, which is then the only way to the bank; 0
-    leaves it out"""
+    """calls of EvolveR's action per guided episode, then the only way to the bank; 0: none"""
     warmup_steps: NonNegativeInt = 0
     """steps before the bank is used"""
     optim: OptimSettings = OptimSettings(lr=3e-4)
@@ -227,8 +223,7 @@ class ExtractorSettings(Settings):
     shared: bool = False
     """one set of weights, and one optimiser, for actor and extractor"""
     reward: Literal["direct", "relative"] = "direct"
-    """outcome of the episode that used an entry, or its gain over the mean of the group's free
-    members"""
+    """outcome of the episode that used an entry, or its gain over the group's free members"""
     batch_size: PositiveInt = 64
     """|B_phi|: samples per optimiser step"""
     updates_per_step: PositiveInt = 1
@@ -288,8 +283,7 @@ class BankSettings(Settings):
     prune_every: NonNegativeInt = 0
     """actor updates between prunings by score; 0 never prunes"""
     trust_after: NonNegativeInt = 0
-    """M: independent tasks on which an entry must have helped to be trusted; 0 trusts every
-    entry"""
+    """M: independent tasks on which an entry must have helped; 0 trusts every entry"""
     options: dict[str, Any] = {}
     """further options of the manager, as bank.options.cap=500; docs/bank.md lists them"""
 
@@ -404,16 +398,13 @@ class ReflectionSettings(Options):
     """
 
     mode: Literal["reflect", "retry"] = "reflect"
-    """reflect: the actor's own reflection; retry: the raw first attempt and an instruction to do
-    better"""
+    """the actor's own reflection, or the raw first attempt and an instruction to do better"""
     threshold: float = 1.0
     """tau: lower returns are tried again; reflections that reach it are remembered"""
     memory: Literal["none", "private", "bank"] = "private"
-    """where reflections that passed are kept: nowhere; in one string, which the last overwrites;
-    the bank"""
+    """where reflections that passed are kept: nowhere, in one string (the last), in the bank"""
     internalise: Literal["sft", "reverse_kl", "none"] = "sft"
-    """second attempts with a reward: imitated without the reflection; or taught to the first
-    attempt's tokens"""
+    """rewarded second attempts: imitated without reflection, or taught to the first's tokens"""
     weight: PositiveFloat = 1.0
     """of the internalisation beside the policy losses"""
 
@@ -494,8 +485,7 @@ class RunSettings(Settings):
     checkpoint_every: NonNegativeInt = 10
     """steps between checkpoints; 0 keeps only the last"""
     ahead: NonNegativeInt = 0
-    """steps that rollouts may run ahead of the actor's updates; more than 0 on a cluster keeps
-    both busy"""
+    """steps that rollouts may run ahead of updates; more than 0 keeps both of a cluster busy"""
     drain: bool = False
     """wait for the distillation queue at the end of each step; runs still differ a little"""
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -518,11 +508,9 @@ class Experiment(Settings):
     eval: EvalSettings = EvalSettings()
     run: RunSettings = RunSettings()
     method: str | None = None
-    """policy_gradient, evolver, or one of yours; None is evolver if methods.evolver is there, else
-    policy_gradient"""
+    """policy_gradient, evolver or one of yours; None: evolver if methods.evolver, else the first"""
     methods: MethodSettings = MethodSettings()
-    """what a run does beside its main method, by name, each with its options; null leaves one
-    out"""
+    """what a run does beside its main method: names with options; null leaves one out"""
     runtime: str = "local"
     """local: torch in this process; openrlhf: a Ray cluster; or one of yours"""
     cluster: ClusterSettings = ClusterSettings()

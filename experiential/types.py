@@ -48,33 +48,28 @@ class FinishReason(StrEnum):
 
 
 class Generation(Record):
-    """Record one response of a language model, with all inputs of off-policy training.
-
-    Attributes:
-        prompt_ids: token ids of the prompt; empty for backends that do not expose tokens.
-        response_ids: sampled token ids, the end-of-turn token included when it was sampled.
-        logprobs: log-probability of each sampled token under the behaviour policy, in nats, same
-            length as ``response_ids`` (temperature, truncation and constraint included: the
-            distribution sampled from).
-        allowed: per response token, the token ids that a constraint allowed; an empty tuple means
-            unconstrained. ``None`` when the whole response was unconstrained.
-        json_schema: the JSON schema that the response was restricted to; an empty tuple in
-            ``allowed`` then means whatever this schema allows there.
-        policy_version: optimiser steps the weights had seen.
-        temperature: sampling temperature that ``logprobs`` were computed at.
-    """
+    """Record one response of a language model, with all inputs of off-policy training."""
 
     id: str = Field(default_factory=new_id)
     text: str
     prompt_ids: tuple[int, ...] = ()
+    """Token ids of the prompt; empty for backends that do not expose tokens."""
     response_ids: tuple[int, ...] = ()
+    """Sampled token ids, the end-of-turn token included when it was sampled."""
     logprobs: tuple[float, ...] = ()
+    """Log-probability of each sampled token under the behaviour policy, in nats, of the
+    distribution sampled from: temperature, truncation and constraint included."""
     allowed: tuple[tuple[int, ...], ...] | None = None
+    """Per response token, the token ids that a constraint allowed, where an empty tuple means
+    unconstrained; None when the whole response was unconstrained."""
     json_schema: str | None = None
+    """Schema of the response; an empty tuple in ``allowed`` then means what it allows there."""
     policy: str = ""
     policy_version: int = 0
+    """Optimiser steps the weights had seen."""
     finish_reason: FinishReason = FinishReason.STOP
     temperature: float = 1.0
+    """Sampling temperature that ``logprobs`` were computed at."""
 
 
 How = Literal["episode_start", "turn", "search_and_ask"]
@@ -119,30 +114,27 @@ class Turn(Record):
 
 
 class Trajectory(Record):
-    """Record one finished episode.
-
-    Attributes:
-        task: what was asked, in words; the retrieval query.
-        task_id: the world or task family member, stable over seeds.
-        instance: world plus seed; entries made from it are hidden from evaluation on it.
-        group: identifier shared by the K episodes that started from one task and seed.
-        success: outcome R in {0, 1} of the paper.
-        error: a named reason when the episode failed for a technical cause, else None.
-    """
+    """Record one finished episode."""
 
     id: str = Field(default_factory=new_id)
     task: str
+    """What was asked, in words; the retrieval query."""
     task_id: str = ""
+    """The world or task family member, stable over seeds."""
     instance: str = ""
+    """World plus seed; entries made from it are hidden from evaluation on it."""
     group: str = ""
+    """Identifier shared by the K episodes that started from one task and seed."""
     turns: tuple[Turn, ...] = ()
     reward: float = 0.0
     success: bool = False
+    """Outcome R in {0, 1} of the paper."""
     seed: int | None = None
     condition: Condition = Condition.GUIDED
     uses: tuple[Use, ...] = ()
     policy_version: int = 0
     error: str | None = None
+    """A named reason when the episode failed for a technical cause."""
 
 
 class Provenance(Record):
@@ -177,36 +169,29 @@ class Statistics(Record):
 
 
 class Estimate(Record):
-    """Estimate the lead in success rate of guided episodes over the free ones of their group.
-
-    Attributes:
-        groups: groups that have guided members with the entry and free members.
-        mean: mean over groups of the difference of success rates, in [-1, 1]; None without a group.
-        interval: 95 % t-interval of the mean over groups; None for fewer than two groups.
-    """
+    """Estimate the lead in success rate of guided episodes over the free ones of their group."""
 
     groups: int = 0
+    """Groups that have guided members with the entry and free members."""
     mean: float | None = None
+    """Mean over groups of the difference of success rates, in [-1, 1]; None without a group."""
     interval: tuple[float, float] | None = None
+    """95 % t-interval of the mean over groups; None for fewer than two groups."""
 
 
 class Uplift(Estimate):
-    """Record the effect of one entry version on the episodes that used it.
-
-    Attributes:
-        uses: times it reached an actor.
-        outcomes: those whose episode ended properly.
-        successes: those whose episode succeeded.
-        lineage: the same estimate with the uses of all versions that it was merged from, and that
-            were merged from it.
-    """
+    """Record the effect of one entry version on the episodes that used it."""
 
     id: str
     version: int
     uses: int = 0
+    """Times it reached an actor."""
     outcomes: int = 0
+    """Those whose episode ended properly."""
     successes: int = 0
+    """Those whose episode succeeded."""
     lineage: Estimate = Estimate()
+    """The same with the uses of all versions that it was merged from, or that came of it."""
 
     @property
     def score(self) -> float:
@@ -228,23 +213,19 @@ class Experience(Record):
 
 
 class Hit(Record):
-    """Hold one retrieved experience: cosine, final rank (0-based), probability of the choice.
-
-    Attributes:
-        score: the cosine; with hybrid retrieval (``bank.options.retrieval.hybrid``) the weighted
-            mean of it and the share of words.
-        propensity: of a provisional entry, with the probability that its episode was admitted to
-            such; of a trusted one, given how that draw ended.
-        provisional: whether the entry was not trusted yet (see ``bank.trust_after``).
-        admitted: the draw whether the episode may see provisional entries; None when none was made.
-    """
+    """Hold one retrieved experience: cosine, final rank (0-based), probability of the choice."""
 
     experience: Experience
     score: float
+    """The cosine; with ``bank.options.retrieval.hybrid`` its mean with the share of words."""
     rank: int = 0
     propensity: float = 1.0
+    """Of a provisional entry, with the probability that its episode was admitted to such; of a
+    trusted one, given how that draw ended."""
     provisional: bool = False
+    """Whether the entry was not trusted yet (see ``bank.trust_after``)."""
     admitted: bool | None = None
+    """The draw whether the episode may see provisional entries; None when none was made."""
 
     def use(
         self, how: How, *, episode: str = "", turn: int = 0, refinement: str | None = None

@@ -58,17 +58,7 @@ def opened(
 ) -> Generator[FolderBank]:
     """Open the bank of a folder, read-only unless ``write``; its errors become user errors.
 
-    Args:
-        folder: of the bank.
-        namespace: inside the bank.
-        write: open it as its only writer.
-        make: make it when it is not there.
-        **options: further ones of `ExperienceBank`.
-
-    Raises:
-        ConfigError: there is no bank in the folder, or it refused what was asked.
-        BankLockedError: another process writes it.
-        BankError: the journal is damaged.
+    ``make`` makes it when it is not there; ``options`` are further ones of `ExperienceBank`.
     """
     if not make:
         check_folder(folder)
@@ -244,9 +234,6 @@ def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]
 
     >>> filter_of(["lesson"], ["tags=alfworld", "level=3"])
     {'kind': ['lesson'], 'tags': ['alfworld'], 'level': ['3', 3]}
-
-    Raises:
-        ConfigError: a pair has no field or no '='.
     """
     fields: dict[str, list[Any]] = {"kind": list(kinds)} if kinds else {}
     for pair in pairs:

@@ -219,12 +219,7 @@ def run(
 def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, SuiteBank | None]:
     """Return what builds the agent of the command line, and its bank with the extractor.
 
-    Args:
-        options: of the command line.
-        llm: asked by the agent ``llm`` and by the extractor; None where neither is wanted.
-
-    Raises:
-        ConfigError: there is no such agent.
+    ``llm`` is asked by the agent ``llm`` and by the extractor; None where neither is wanted.
     """
     from experiential.agents.actor import ActorAgent
     from experiential.agents.extractor import ExtractorAgent
@@ -267,9 +262,6 @@ def open_backend(options: dict[str, Any]) -> LLM:
     """Open the language model of the command line.
 
     A backend from outside gets the model and the address where given, and its own options.
-
-    Raises:
-        ConfigError: an option that the backend needs is missing, or a file cannot be read.
     """
     backend, model = options["backend"], options["model"]
     made = {name: options[name] for name in ("model", "base_url") if options[name] is not None}
@@ -300,10 +292,7 @@ def open_backend(options: dict[str, Any]) -> LLM:
 def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[str, Any]:
     """Return all that decides what is played; results of other settings are never mixed with it.
 
-    Args:
-        suite: to play.
-        options: of the command line.
-        asks: a language model is asked, by the agent or an extractor.
+    ``asks`` says that a language model is asked, by the agent or an extractor.
     """
     from experiential.envs.readiness import readiness
     from experiential.evaluation.cell import package_version

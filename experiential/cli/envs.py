@@ -102,11 +102,7 @@ def check(name: Name, arguments: Arguments = None, seed: int = 0, as_json: AsJso
 
 
 def full_id(name: str) -> str:
-    """Return the id of an environment of this package by a short name, or another name unchanged.
-
-    Raises:
-        ConfigError: there is no such environment.
-    """
+    """Return the full id of an environment of this package, or another name unchanged."""
     from experiential.envs import ENVS
     from experiential.envs.make import resolve_env
 

@@ -94,9 +94,6 @@ def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Split targets into folders of runs, each once, and overrides.
 
     A target with `=` in it is an override unless it is a folder.
-
-    Raises:
-        ConfigError: no run is named.
     """
     paths = (Path(target) for target in targets if "=" not in target or Path(target).is_dir())
     folders = list(dict.fromkeys(paths))
@@ -110,11 +107,7 @@ def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def parse_arms(text: str) -> list[Arm]:
-    """Parse a list of arms with commas, each once.
-
-    Raises:
-        ConfigError: one does not exist, or there is none.
-    """
+    """Parse a list of arms with commas, each once."""
     from experiential.evaluation.card import ARMS
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -125,11 +118,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def opened(folder: Path, overrides: Sequence[str]) -> EvaluatedRun:
-    """Open the run in a folder and check its settings.
-
-    Raises:
-        CheckpointError: the folder holds no run, or the run no checkpoint.
-    """
+    """Open the run in a folder and check its settings."""
     from experiential.training.run_evaluation import open_run
 
     if not (folder / CONFIG_FILE).is_file():

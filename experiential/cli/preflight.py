@@ -42,12 +42,6 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
 
     Returns:
         its placement on a cluster; None for a run in this process.
-
-    Raises:
-        MissingExtraError: a package that the experiment needs is not installed.
-        ModelNotFoundError: a model folder does not exist.
-        ConfigError: no such environment, or not with these arguments; the bank to start from does
-            not exist; an impossible placement.
     """
     check_names(experiment)
     bank_settings(experiment.bank.model_dump())
@@ -67,11 +61,7 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
 
 
 def check_names(experiment: Experiment) -> None:
-    """Refuse names of parts that do not exist; built-in parts are not imported for it.
-
-    Raises:
-        ConfigError: a name is neither built in nor an entry point, and cannot be imported.
-    """
+    """Refuse names of parts that do not exist; built-in parts are not imported for it."""
     bank, embedder = experiment.bank, experiment.bank.embedder
     named: list[tuple[Kind, str, Mapping[str, object]]] = [
         ("runtimes", experiment.runtime, RUNTIMES),
@@ -94,12 +84,7 @@ def check_names(experiment: Experiment) -> None:
 
 
 def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:
-    """Check packages, versions and placement of a run on a cluster.
-
-    Raises:
-        MissingExtraError: a package of the cluster engine is not installed.
-        ConfigError: another version than the one wanted, or an impossible placement.
-    """
+    """Check packages, versions and placement of a run on a cluster."""
     from experiential.training.openrlhf import versions
     from experiential.training.openrlhf.machine import find_gpus, torch_gpus
     from experiential.training.openrlhf.placement import place
@@ -181,12 +166,7 @@ def check_env(settings: EnvSettings) -> None:
 
 
 def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> None:
-    """Make the output folder, remove an older run from it, and prove that it can be written.
-
-    Raises:
-        ConfigError: the folder cannot be written, or it holds another run.
-        CheckpointError: `resume` was asked of a folder without a run.
-    """
+    """Make the output folder, remove an older run from it, and prove that it can be written."""
     has_run = (output / CONFIG_FILE).is_file()
     if resume and not has_run:
         raise CheckpointError(

@@ -26,11 +26,7 @@ ARMS = {"on": "with the bank", "off": "without"}
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Read the events of the run in ``folder``, in order.
-
-    Raises:
-        ConfigError: the folder holds no run, or its metrics are damaged.
-    """
+    """Read the events of the run in ``folder``, in order."""
     path = folder / METRICS_FILE
     if not path.is_file():
         raise ConfigError(f"Expected the folder of a run with {METRICS_FILE}, got {folder}")

@@ -73,9 +73,6 @@ def open_trackers(names: Sequence[str], folder: Path) -> list[Tracker]:
     Args:
         names: built-in names, entry points of ``experiential.trackers``, or ``module:attribute``.
         folder: of the run; each tracker chooses its own place in it.
-
-    Raises:
-        ConfigError: no such tracker, or one that cannot be used as one.
     """
     trackers = [resolve("trackers", name, TRACKERS)(folder) for name in names]
     for name, tracker in zip(names, trackers, strict=True):

@@ -37,11 +37,7 @@ class Substitute(ABC):
     """Stand between a wrapper and a manager, and change what is shown.
 
     As many hits come back as the manager found, so that an episode sees as many entries as it would
-    have without it.
-
-    Args:
-        manager: searches, records and distils; it stays open.
-        seed: of what is shown instead.
+    have without it. The manager searches, records and distils, and stays open.
     """
 
     def __init__(self, manager: ExperienceManager, seed: int) -> None:
@@ -49,13 +45,7 @@ class Substitute(ABC):
 
     @abstractmethod
     def replaced(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
-        """Return what is shown in place of the hits of a query.
-
-        Args:
-            hits: found by the manager.
-            query: text of the task, or a question.
-            instance: the task instance that is played; empty where it is unknown.
-        """
+        """Return what is shown in place of the hits of a query; ``instance`` may be empty."""
 
     @abstractmethod
     def ask(self, query: str, **options: Any) -> Answer:
@@ -144,14 +134,8 @@ class Shuffled(Substitute):
 class Placebo(Substitute):
     """Show text without content, as long as the entry that was found.
 
-    Length is counted in the actor's tokens, in words without its tokenizer. Nothing of the bank was
-    shown, so no uses are recorded.
-
-    Args:
-        manager: as for `Substitute`.
-        seed: as for `Substitute`.
-        tokenizer: the actor's; None where the backend has none.
-        render: makes the text that the actor reads of an entry.
+    Length is counted in the actor's tokens, in words without its tokenizer, of what ``render``
+    makes of an entry. Nothing of the bank was shown, so no uses are recorded.
     """
 
     def __init__(
@@ -198,17 +182,14 @@ class Placebo(Substitute):
 
 @dataclass(frozen=True)
 class ArmBank:
-    """Hold the bank of an arm.
-
-    Attributes:
-        shown: searched by the wrappers.
-        manager: distils behind it; None without a bank.
-        entries: of the bank at the beginning.
-    """
+    """Hold the bank of an arm."""
 
     shown: ManagerLike | NoBank
+    """Searched by the wrappers."""
     manager: ExperienceManager | None = None
+    """Distils behind it; None without a bank."""
     entries: int = 0
+    """Of the bank at the beginning."""
 
     @property
     def condition(self) -> Condition:

@@ -49,26 +49,23 @@ class PerSuccess(Record):
 
 
 class ArmReport(Record):
-    """Report one arm of one recipe, over its training seeds.
-
-    Attributes:
-        seconds: of the arm, from the copy of the bank to the last distillation.
-        later: success on the visits after the first, its interval over training seeds and worlds.
-        entries: mean number of entries at the beginning.
-        per_success: None for an arm without a success.
-    """
+    """Report one arm of one recipe, over its training seeds."""
 
     arm: Arm
     visits: tuple[VisitRate, ...]
     later: Interval
+    """Success on the visits after the first, its interval over training seeds and worlds."""
     episodes: int
     successes: int
     errors: int
     entries: float
+    """Mean number of entries at the beginning."""
     seconds: float
+    """From the copy of the bank to the last distillation."""
     actor: Spent
     extractor: Spent
     per_success: PerSuccess | None
+    """None for an arm without a success."""
 
 
 class Difference(Record):
@@ -209,12 +206,7 @@ def versions() -> dict[str, str]:
 
 
 def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
-    """Report one arm over the runs of a recipe.
-
-    Args:
-        arm: which arm.
-        cells: of this arm, one of each run.
-    """
+    """Report one arm over the runs of a recipe, by the arm's cell of each."""
     tables = [cell.table() for cell in cells]
     successes, episodes = sum(int(t.sum()) for t in tables), sum(t.size for t in tables)
     actor = sum((cell.cost.actor for cell in cells), Spent())
