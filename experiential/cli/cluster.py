@@ -32,8 +32,7 @@ _CURRENT = Path("/tmp/ray/ray_current_cluster")
 def examine_cluster(address: str | None = None) -> Iterator[Finding]:
     """Yield findings on versions, GPUs, NCCL, Ray, ports and shared memory of this machine.
 
-    Args:
-        address: of a Ray cluster; None takes ``RAY_ADDRESS``.
+    The Ray cluster is the one at ``address``, or else at ``RAY_ADDRESS``.
     """
     for package, wanted in WANTED.items():
         said = about_version(package, wanted, found_version(package))
@@ -143,12 +142,7 @@ def about_port(port: int, what: str) -> str:
 
 
 def about_shared_memory(path: str = "/dev/shm", memory_gb: float | None = None) -> str:
-    """Compare the shared memory with the size that Ray's object store takes.
-
-    Args:
-        path: where it is mounted.
-        memory_gb: of the machine; that of this machine when None.
-    """
+    """Compare the shared memory with the size that Ray's object store takes of ``memory_gb``."""
     if not os.path.isdir(path):
         return "missing: Ray's object store then lies on the disk, which is slow"
     status = os.statvfs(path)

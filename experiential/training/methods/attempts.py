@@ -58,7 +58,6 @@ class Attempts:
             second attempt reaches it is kept.
 
     Attributes:
-        memory: where reflections are kept.
         memory_errors: how often the memory failed, by reason.
     """
 

@@ -113,10 +113,7 @@ class CollapseGuard:
 class SelfDistillation(Method):
     """Imitate guided episodes that beat the free ones: section 4.3 of Complementary RL.
 
-    Args:
-        settings: weight, interval and guard.
-        memory: share of the running success that a further step leaves.
-        make_actor: builds an agent as the rollouts have, to rebuild prompts with.
+    ``make_actor`` builds an agent as the rollouts have, to rebuild prompts with.
 
     Attributes:
         paused: steps in which the guard held imitation back.

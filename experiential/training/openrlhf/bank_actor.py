@@ -70,13 +70,8 @@ class BankHost:
     ) -> tuple[str, int, int]:
         """Open the folder and begin to serve it; return the node's address, port and process id.
 
-        Args:
-            folder: the bank's, absolute.
-            settings: namespace, embedder, place of the index and length of texts.
-            token: required in every request.
-            port: 0 takes a free one.
-            patience: seconds to wait for port and folder, which a killed writer may hold for a
-                moment.
+        Port 0 takes a free one. A killed writer may hold port and folder for a moment: they are
+        tried for ``patience`` seconds.
 
         Raises:
             BankError: the folder cannot be opened, or another process writes it.
@@ -125,11 +120,7 @@ class BankHost:
         self._ended.wait()
 
     def fork(self, namespace: str, path: str, keep_queue: bool) -> None:
-        """Copy the bank into another folder of this node, with all history, and close the copy.
-
-        Raises:
-            BankError: the folder holds a bank already, or this one is closed.
-        """
+        """Copy the bank into another folder of this node, with all history, and close the copy."""
         if self._banks is None:
             raise BankError("Expected an open bank to fork, got one that is not served yet")
         self._banks.get(namespace).bank.fork(path, keep_queue=keep_queue).close()

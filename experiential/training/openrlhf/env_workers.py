@@ -52,9 +52,7 @@ class EnvHost:
     """Hold environments by number inside a Ray actor; each call runs in a thread of its pool.
 
     All methods raise `EnvError` where the environment fails: other exceptions may not be picklable.
-
-    Args:
-        index: number of this worker, for Ray's logs.
+    ``index`` is the number of this worker in Ray's logs.
     """
 
     def __init__(self, index: int) -> None:
@@ -152,9 +150,6 @@ class EnvWorkers:
     >>> workers = EnvWorkers(ClusterSettings(env_workers=2))  # doctest: +SKIP
     >>> env = workers.make(EnvSettings(), {"worlds": 2})  # doctest: +SKIP
     >>> observation, info = env.reset(seed=1)  # doctest: +SKIP
-
-    Args:
-        cluster: ``env_workers``, time-outs and restarts.
 
     Raises:
         ConfigError: this process has not joined a Ray cluster.
@@ -311,12 +306,6 @@ class RemoteEnv(gym.Env[str, str]):
     ``reset``, and come as copies. No vector version: ``EnvWorkers`` runs many at once.
 
     Change log: v0.1.0 added.
-
-    Args:
-        workers: the pool that makes it.
-        number: of this environment in the pool.
-        make: builds the environment in a worker.
-        spaces: spaces, metadata and render mode of this kind of environment.
     """
 
     def __init__(

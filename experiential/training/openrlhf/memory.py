@@ -68,9 +68,6 @@ class Shape(Record):
     Attributes:
         hidden: width of the residual stream.
         intermediate: width of the feed-forward part.
-        heads: query heads.
-        kv_heads: key and value heads.
-        vocabulary: rows of the embedding.
         tied: the output layer is the embedding.
         head_norms: queries and keys are normalised in each head, as in Qwen3.
         positions: most tokens of a sequence; None when unknown.
@@ -177,9 +174,8 @@ def shape_from_config(config: Mapping[str, Any]) -> Shape | None:
 class RankMemory:
     """List the needs of one DeepSpeed rank, by the table above, in units of 1e9 bytes.
 
-    Attributes:
-        step: float32 gradients while the optimiser steps.
-        host: of the machine's memory, not the GPU's: the offloaded optimiser.
+    ``step`` holds float32 gradients while the optimiser steps; ``host`` is the machine's memory for
+    an offloaded optimiser.
     """
 
     weights: float
@@ -209,9 +205,7 @@ class RankMemory:
 class EngineMemory:
     """List the needs of one vLLM engine on each of its GPUs, in units of 1e9 bytes.
 
-    Attributes:
-        token_bytes: bytes of cache for one token on one GPU.
-        cache: room for the cache; None when the memory of the GPU is unknown.
+    One token of cache takes ``token_bytes``; ``cache`` is None when the GPU's memory is unknown.
     """
 
     weights: float

@@ -271,8 +271,7 @@ def shortages(placement: Placement) -> Iterator[Shortage]:
 def _asleep(placement: Placement, awake: PolicyPlacement, *, rank: bool) -> float:
     """Return what all others keep on a GPU while a rank or an engine of ``awake`` uses it.
 
-    A sleeping rank keeps its bfloat16 weights, a sleeping engine nothing but its process. 0 where
-    nobody shares; units of 1e9 bytes.
+    A sleeping rank keeps its bfloat16 weights, a sleeping engine nothing but its process.
     """
     if not placement.shared:
         return 0.0

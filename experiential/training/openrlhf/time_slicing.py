@@ -113,9 +113,7 @@ class TimeSlicer(Generic[K]):
 class Tenant:
     """Wake and put to sleep the engines or the ranks of one policy.
 
-    Attributes:
-        wake: gives them the GPUs; awaited again if it failed.
-        sleep: takes the GPUs from them; also awaited where waking failed.
+    ``wake`` is awaited again if it failed, and ``sleep`` is also awaited where waking failed.
     """
 
     wake: Callable[[], Awaitable[object]]
