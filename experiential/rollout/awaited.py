@@ -27,15 +27,11 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
 
     Caveat: the loop must know whether the stack will step the environment at all;
     ``SearchAndAskWrapper`` answers a call itself. An answer that was not awaited before is
-    fetched synchronously.
+    fetched synchronously, and a step with another action than was awaited is a RuntimeError.
 
     Args:
         env: an environment; only one with ``areset`` and ``astep`` is awaited.
         reward_range: least and largest reward of a step; None takes any finite one.
-
-    Raises:
-        EnvError: the environment failed.
-        RuntimeError: another call comes than the one whose answer was awaited.
     """
 
     def __init__(
@@ -91,13 +87,10 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
 
 @contextlib.contextmanager
 def environment_errors() -> Generator[None]:
-    """Raise a failure of the environment as the error that ends its episode.
+    """Raise a failure of the environment as the EnvError that ends its episode.
 
     Errors that this package raises on purpose pass as they are: they say more, and one of them (no
-    worker is left) ends a run.
-
-    Raises:
-        EnvError: it raised anything else, or a ``ConfigError``, which is of this episode's world.
+    worker is left) ends a run. A ``ConfigError`` is of this episode's world, and so a failure.
     """
     try:
         yield
@@ -121,11 +114,7 @@ def checked_start(answer: Any) -> Start:
 
 
 def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -> Step:
-    """Check and return the answer of ``step``, its reward finite and in ``reward_range``.
-
-    Raises:
-        TypeError, ValueError: the answer is invalid.
-    """
+    """Return the answer of ``step``; raise TypeError or ValueError if it is invalid."""
     observation, reward, terminated, truncated, info = answer
     reward = float(reward)
     if not math.isfinite(reward):

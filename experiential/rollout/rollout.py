@@ -101,11 +101,7 @@ class Reviewer(Protocol):
     """Judge retrieved experience for an episode before its first action."""
 
     async def review(self, env: gym.Env[str, str], info: dict[str, Any]) -> dict[str, Any]:
-        """Return the info of the reset with the advice that may be shown.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """Return the info of the reset with the advice that may be shown."""
         ...
 
 
@@ -289,12 +285,9 @@ def failures(episodes: Sequence[Episode]) -> dict[str, int]:
 
 
 def refuse_broken(episodes: Sequence[Episode]) -> None:
-    """Refuse to continue when the environment failed every one of these episodes.
+    """Raise ExperientialError when the environment failed every one of these episodes.
 
     Episodes whose environment went down with its process do not count: the next ones have another.
-
-    Raises:
-        ExperientialError: it did; the message names the reasons.
     """
     if not episodes or not all(episode.broken for episode in episodes):
         return

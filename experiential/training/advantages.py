@@ -114,17 +114,9 @@ def turn_advantages(
     got as far as turn t. With one reward at the end and no discount, the first turn has the
     advantage of the whole trajectory.
 
-    Args:
-        rewards: per trajectory the reward of each turn.
-        group: see ``cell_advantages``, as the next.
-        guided: condition, shape (n,), bool.
-        discount: gamma, in (0, 1].
-        estimator: see ``cell_advantages``, as the next.
-        eps: spread up to which a cell counts as constant.
-
-    Returns:
-        per trajectory one advantage per turn, float32; 0 where fewer than two members got so far,
-        or all have the same G_t.
+    ``rewards`` has the reward of each turn per trajectory, ``discount`` is in (0, 1], and the other
+    arguments are those of ``cell_advantages``. The result has one float32 advantage per turn: 0
+    where fewer than two members got so far, or all have the same G_t.
     """
     member, _ = _cells(len(rewards), group, guided)
     if not rewards:

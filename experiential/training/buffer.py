@@ -78,9 +78,6 @@ class ExtractorBuffer:
         decay: alpha of eq. 7.
         malformed_share: share of a batch that malformed responses may fill.
 
-    Raises:
-        ConfigError: an argument is outside its range.
-
     >>> buffer = ExtractorBuffer(8, batch_size=2, max_staleness=4, cooldown=1, decay=0.5)
     >>> for name, reward in (("a", 1), ("b", -1), ("a", -1)):
     ...     buffer.add_use((name, 1), reward, Generation(id=name, text="..."), None)
@@ -146,11 +143,8 @@ class ExtractorBuffer:
         """Remove and return the oldest ``batch_size`` trainable samples; none if there are fewer.
 
         Of malformed responses the newest are taken, as many as the batch may hold. Samples older
-        than ``max_staleness`` are dropped first. Training counts and times are updated here.
-
-        Args:
-            step: present training step, t of eq. 7.
-            version: present extractor version (optimiser steps), for the age of generations.
+        than ``max_staleness`` are dropped first: ``version`` counts the extractor's updates so far.
+        Training counts and times are updated here; ``step`` is t of eq. 7.
         """
         fresh = {key: one for key, one in self._waiting.items() if self._fresh(one, version)}
         self.counters.stale += len(self._waiting) - len(fresh)
@@ -192,11 +186,7 @@ class ExtractorBuffer:
         return state.model_dump(mode="json")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the contents by a ``state_dict``, in its order of samples.
-
-        Raises:
-            CheckpointError: ``state`` is not a ``state_dict``.
-        """
+        """Replace the contents by a ``state_dict``; raise CheckpointError if it is none."""
         try:
             read = _State.model_validate(state)
         except ValueError as error:

@@ -51,11 +51,7 @@ class CheckpointStore:
         return sorted(p for p in self.folder.glob("step-*") if (p / _MANIFEST).is_file())
 
     def latest(self) -> tuple[Path, dict[str, Any]]:
-        """Return the newest checkpoint and its manifest.
-
-        Raises:
-            CheckpointError: there is none, or its manifest cannot be read.
-        """
+        """Return the newest checkpoint and its manifest, or raise CheckpointError."""
         found = self.all()
         if not found:
             raise CheckpointError(

@@ -272,16 +272,8 @@ def cispo_loss(
 
     loss = -(1 / n) * sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_t log pi(t). The clipped ratio only
     weighs the gradient (sg: stop-gradient), so that no token loses its gradient; at rho = 1 it is
-    that of REINFORCE.
-
-    Args:
-        logp: log-probability of each token under the policy, shape (n,), float, carries the
-            gradient.
-        old_logp: the same under the policy that sampled it (stored at generation, not recomputed),
-            shape (n,).
-        advantages: advantage of each token, eq. 7's weight included, shape (n,).
-        eps_low: the ratio is clipped to [1 - eps_low, 1 + eps_high].
-        eps_high: see ``eps_low``.
+    that of REINFORCE. ``old_logp`` is of the policy that sampled the token (stored at generation,
+    not recomputed), and ``advantages`` include eq. 7's weight; all have shape (n,).
 
     Returns:
         the loss, a scalar, and the statistics of ``ppo_clip_loss`` (``clip_fraction``: tokens whose

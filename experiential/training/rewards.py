@@ -115,8 +115,7 @@ def entropy_bonus(
 
 
 ALL_PARTS: tuple[FormatPart, ...] = get_args(FormatPart)
-_THINK_SCORES = (0.0, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
-_MOST_THOUGHTS = 8
+_THINK_SCORES = (0.0, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0)
 _FOUND: dict[FormatPart, re.Pattern[str]] = {
     "think": re.compile(
         r"<think>\s*(?=[^\s<])(?:(?!<think>).)*?</think>", re.DOTALL | re.IGNORECASE
@@ -133,9 +132,7 @@ def think_score(blocks: int) -> float:
     The published code gives 0 for seven and eight, a gap in its table that the paper does not
     state.
     """
-    if blocks > _MOST_THOUGHTS:
-        return 0.5
-    return _THINK_SCORES[min(blocks, len(_THINK_SCORES) - 1)]
+    return _THINK_SCORES[blocks] if blocks < len(_THINK_SCORES) else 0.5
 
 
 def search_score(experience: int, knowledge: int, kinds: int = 2) -> float:

@@ -60,11 +60,7 @@ class Roles:
         )
 
     def reflector(self) -> Reflector | Retry:
-        """Return the actor's own policy as reflector, or its substitute without reflection.
-
-        Raises:
-            ValueError: the experiment has no second attempts.
-        """
+        """Return the actor's own policy as reflector, or its substitute without reflection."""
         settings, actor = self._experiment.methods.reflection, self._experiment.actor
         if settings is None:
             raise ValueError("Expected an experiment with reflection, got one without")

@@ -23,14 +23,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """Hold the newest checkpoint of a run, and the settings to evaluate it with.
-
-    Attributes:
-        folder: the run's output folder.
-        experiment: its settings, changed as the user asked.
-        checkpoint: folder of the newest checkpoint.
-        manifest: its manifest.
-    """
+    """Hold the newest checkpoint of a run, its manifest and the settings to evaluate it with."""
 
     folder: Path
     experiment: Experiment
@@ -49,11 +42,7 @@ class EvaluatedRun:
 
 
 def open_run(folder: Path, experiment: Experiment) -> EvaluatedRun:
-    """Open the newest checkpoint in a run's folder.
-
-    Raises:
-        CheckpointError: there is none, or it lacks the bank that the settings ask for.
-    """
+    """Open the newest checkpoint in a run's folder; raise CheckpointError if it has none."""
     checkpoint, manifest = CheckpointStore(folder / "checkpoints").latest()
     if experiment.extractor.enabled and not (checkpoint / "bank").is_dir():
         raise CheckpointError(

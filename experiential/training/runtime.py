@@ -88,9 +88,7 @@ class LossSettings(Record):
     """Select the loss to minimise and its constants."""
 
     kind: str = Field(default="ppo", description="a name for `LOSSES` or the plug-in door")
-    low: float = Field(
-        default=0.2, gt=0.0, description="the ratio is clipped to [1 - low, 1 + high]"
-    )
+    low: float = Field(default=0.2, gt=0.0, description="clips the ratio to [1 - low, 1 + high]")
     high: float = Field(default=0.2, gt=0.0)
     ratio: Ratio = "token"
     kl: float = Field(default=0.0, ge=0.0)
@@ -124,11 +122,7 @@ class PolicyRuntime(LLM):
 
     @abstractmethod
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
-        """Optimise on ``samples``; the weights and ``version`` change.
-
-        Raises:
-            ValueError: a sample is malformed (lengths differ, position out of range).
-        """
+        """Optimise on ``samples``; the weights and ``version`` change. See `check_sample`."""
 
     @property
     def tokens_processed(self) -> int:
@@ -166,11 +160,7 @@ class PolicyRuntime(LLM):
 
     @abstractmethod
     async def load(self, folder: Path) -> None:
-        """Restore the state written by ``save``.
-
-        Raises:
-            CheckpointError: the folder holds no state of this kind of policy.
-        """
+        """Restore the state written by ``save``; raise CheckpointError if there is none."""
 
     async def anchor(self) -> None:
         """Make the current weights the reference of the KL penalty, if the policy keeps a copy."""
@@ -223,11 +213,7 @@ RUNTIMES: dict[str, str | Callable[[Experiment, Policies | None], Runtime]] = {
 
 
 def build_runtime(experiment: Experiment, policies: Policies | None = None) -> Runtime:
-    """Build the runtime that the experiment names.
-
-    Raises:
-        ConfigError, ModelNotFoundError, MissingExtraError: the experiment cannot be run here.
-    """
+    """Build the runtime that the experiment names; raise ConfigError and its kin if it cannot."""
     return resolve("runtimes", experiment.runtime, RUNTIMES)(experiment, policies)
 
 
