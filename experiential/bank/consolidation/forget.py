@@ -26,15 +26,14 @@ def prunable(
     uplift_below: float | None,
     min_uses: int,
 ) -> list[Experience]:
-    """Return the entries to prune, see ``Bank.prune``.
+    """Return the entries to prune; the bounds are those of ``Bank.prune``.
 
     Args:
         entries: the live entries with their counters.
-        uplift: counts and estimates of an entry version.
-        score: prune Laplace scores below it; None does not look at them.
-        uplift_below: prune when the upper end of the uplift's interval is below it; None does not
-            look at it.
-        min_uses: counted uses that an entry must have had before it may be pruned.
+        uplift: returns counts and estimates of an entry version.
+        score: bound of Laplace scores; None does not look at them.
+        uplift_below: bound of the upper end of the uplift's interval; None does not look at it.
+        min_uses: counted uses that an entry must have had.
 
     Raises:
         ValueError: no bound is given, or ``min_uses`` is negative.
@@ -43,17 +42,17 @@ def prunable(
         raise ValueError("Expected score= or uplift_below= to prune by, got neither")
     if min_uses < 0:
         raise ValueError(f"Expected min_uses to be 0 or more, got {min_uses}")
-    tried = [entry for entry in entries if entry.statistics.uses >= min_uses]
-    return [
-        entry
-        for entry in tried
-        if (score is not None and entry.statistics.score < score)
-        or (
-            uplift_below is not None
-            and (interval := uplift(entry.id, entry.version).interval) is not None
-            and interval[1] < uplift_below
-        )
-    ]
+    doomed: list[Experience] = []
+    for entry in entries:
+        if entry.statistics.uses < min_uses:
+            continue
+        if score is not None and entry.statistics.score < score:
+            doomed.append(entry)
+        elif uplift_below is not None:
+            interval = uplift(entry.id, entry.version).interval
+            if interval is not None and interval[1] < uplift_below:
+                doomed.append(entry)
+    return doomed
 
 
 def evictable(
@@ -92,24 +91,19 @@ def evictable(
         doomed = sorted(places, key=lambda i: entries[i].statistics.score)[:surplus]
     else:
         used = last_use()
-        written = [entry.provenance.commit or 0 for entry in entries]
-        recent = [
-            max(used.get(entry.id, 0), at) for entry, at in zip(entries, written, strict=True)
-        ]
+        recent = [max(used.get(one.id, 0), one.provenance.commit or 0) for one in entries]
         doomed = sorted(places, key=recent.__getitem__)[:surplus]
     return [entries[i] for i in sorted(doomed)]
 
 
 def last_uses(journal: Journal, namespace: str) -> dict[str, int]:
     """Return the commit that recorded the last use of every entry ever used."""
-    return {row[0]: row[1] for row in journal.rows(_LAST_USE, namespace)}
+    return dict(journal.rows(_LAST_USE, namespace))
 
 
 def take_out(draft: Draft, doomed: Sequence[Experience]) -> list[Experience]:
     """Remove entries in one commit, but none rewritten since; return those removed."""
-    removed: list[Experience] = []
-    for entry in doomed:
-        if draft.has(entry):
-            draft.remove(entry.id)
-            removed.append(entry)
-    return removed
+    unchanged = [entry for entry in doomed if draft.has(entry)]
+    for entry in unchanged:
+        draft.remove(entry.id)
+    return unchanged

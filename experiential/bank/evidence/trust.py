@@ -197,11 +197,6 @@ class Probation:
         self._draws: Counter[bool] = Counter()
         self._refresh()
 
-    def _refresh(self) -> None:
-        head = self._head()
-        self.book.refresh()
-        self._seen = head
-
     def admits(self, episode: str) -> bool:
         """Draw whether a search of this episode may find provisional entries.
 
@@ -229,13 +224,17 @@ class Probation:
             self._refreshing = None
             self.wake()
 
+    def _refresh(self) -> None:
+        head = self._head()
+        self.book.refresh()
+        self._seen = head
+
     def _catch_up(self) -> bool:
         # Whatever a disk or a closed bank does to it, retrieval goes on with what is known.
         outcome = attempted(self._refresh)
         if isinstance(outcome, Exception):
             self.failures[f"trust: {type(outcome).__name__}"] += 1
-            return False
-        return True
+        return not isinstance(outcome, Exception)
 
     def sift(
         self,

@@ -23,12 +23,12 @@ _SHOWN = 5
 
 
 class Item(NamedTuple):
-    """Hold one entry of a file, its digest, the beginning of the written one, and its place."""
+    """Hold one entry of a file, its digest, the beginning of the written one, and its line."""
 
     entry: Experience
     digest: str
     check: str | None
-    place: str
+    line: int
 
     @property
     def is_changed(self) -> bool:
@@ -158,7 +158,7 @@ def _item(row: Row, name: str) -> Item:
         raise _no_entry(row.line, name, json.dumps(row.fields)) from error
     if not entry.text.strip():
         raise _no_entry(row.line, name, json.dumps(row.fields))
-    return Item(entry, known, None if check is None else str(check), f"line {row.line}")
+    return Item(entry, known, None if check is None else str(check), row.line)
 
 
 def _no_entry(line: int, name: str, got: str) -> BankError:
@@ -170,12 +170,12 @@ def _no_entry(line: int, name: str, got: str) -> BankError:
 
 def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
     """Describe how entries differ from their hashes; empty if they do not, or have none."""
-    changed = [f"{one.place} was changed" for one in items if one.is_changed]
+    changed = [f"line {one.line} was changed" for one in items if one.is_changed]
     if "sha256" not in header:
         checked = any(item.check is not None for item in items)
         return ["its header is missing"] if checked and not header else changed
     found = [
-        f"{one.place} was {'added' if one.check is None else 'changed'}"
+        f"line {one.line} was {'added' if one.check is None else 'changed'}"
         for one in items
         if one.check is None or one.is_changed
     ]

@@ -133,7 +133,7 @@ class Journal:
             except sqlite3.DatabaseError as error:
                 raise _explained(error) from error
             finally:
-                if self.in_transaction:
+                if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
 
     @contextmanager
@@ -143,7 +143,7 @@ class Journal:
         try:
             yield
         except BaseException:
-            if self.in_transaction:
+            if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK TO member")
                 self._connection.execute("RELEASE member")
             raise
