@@ -527,13 +527,8 @@ class FolderBank(StateReader, Bank):
     ) -> list[Experience]:
         if not dry_run:
             self._check_writable(" for evict()", ", or pass dry_run=True")
-        doomed = forget.evictable(
-            list(self.entries()),
-            cap,
-            policy,
-            seed=f"{seed}:{self.head}",
-            last_use=lambda: forget.last_uses(self._journal, self.namespace),
-        )
+        entries, draw = list(self.entries()), f"{seed}:{self.head}"
+        doomed = forget.evictable(entries, cap, policy, draw, self._journal, self.namespace)
         ref = f"{policy} to {cap}"
         return doomed if dry_run else self._remove_all(doomed, author, "evict", ref)
 

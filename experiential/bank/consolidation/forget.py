@@ -59,9 +59,9 @@ def evictable(
     entries: Sequence[Experience],
     cap: int,
     policy: Policy,
-    *,
     seed: str,
-    last_use: Callable[[], dict[str, int]],
+    journal: Journal,
+    namespace: str,
 ) -> list[Experience]:
     """Return the entries to evict so that ``cap`` are left, in the order of ``entries``.
 
@@ -70,7 +70,8 @@ def evictable(
         cap: how many may stay.
         policy: who goes; among equals the older entry does.
         seed: of the policy ``random``.
-        last_use: asked by the policy ``lru``: the commit of the last use of every entry ever used.
+        journal: where the policy ``lru`` finds the commit of an entry's last use.
+        namespace: inside the journal.
 
     Raises:
         ValueError: the cap is negative, or there is no such policy.
@@ -90,15 +91,10 @@ def evictable(
     elif policy == "utility":
         doomed = sorted(places, key=lambda i: entries[i].statistics.score)[:surplus]
     else:
-        used = last_use()
+        used = dict(journal.rows(_LAST_USE, namespace))
         recent = [max(used.get(one.id, 0), one.provenance.commit or 0) for one in entries]
         doomed = sorted(places, key=recent.__getitem__)[:surplus]
     return [entries[i] for i in sorted(doomed)]
-
-
-def last_uses(journal: Journal, namespace: str) -> dict[str, int]:
-    """Return the commit that recorded the last use of every entry ever used."""
-    return dict(journal.rows(_LAST_USE, namespace))
 
 
 def take_out(draft: Draft, doomed: Sequence[Experience]) -> list[Experience]:

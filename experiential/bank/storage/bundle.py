@@ -95,7 +95,18 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
             f"Expected {FORMAT!r} version {VERSION} in {file.name}, got {found}; nothing was"
             " imported"
         )
-    items = [_item(row, file.name) for row in rows]
+    items: list[Item] = []
+    for line, fields in rows:
+        check = fields.get(_CHECK)
+        try:
+            own = {name: value for name, value in fields.items() if name != _CHECK}
+            entry = Experience.model_validate(own)
+            known = digest(entry)
+        except ValueError as error:  # pydantic's errors are, that for a lone surrogate too
+            raise _no_entry(line, file.name, json.dumps(fields)) from error
+        if not entry.text.strip():
+            raise _no_entry(line, file.name, json.dumps(fields))
+        items.append(Item(entry, known, None if check is None else str(check), line))
     entries = [item.entry for item in items]
     if edited:
         # An edited entry keeps its origins, but no generation wrote it.
@@ -146,19 +157,6 @@ def _load_lines(text: str, name: str) -> tuple[dict[str, Any], list[Row]]:
         else:
             header = header or cast("dict[str, Any]", fields)
     return header, rows
-
-
-def _item(row: Row, name: str) -> Item:
-    fields = dict(row.fields)
-    check = fields.pop(_CHECK, None)
-    try:
-        entry = Experience.model_validate(fields)
-        known = digest(entry)
-    except ValueError as error:  # pydantic's errors are, that for a lone surrogate too
-        raise _no_entry(row.line, name, json.dumps(row.fields)) from error
-    if not entry.text.strip():
-        raise _no_entry(row.line, name, json.dumps(row.fields))
-    return Item(entry, known, None if check is None else str(check), row.line)
 
 
 def _no_entry(line: int, name: str, got: str) -> BankError:
