@@ -1,4 +1,4 @@
-"""Write chat messages about trajectories and entries.
+"""Write chat messages about trajectories and entries, in the words of ``prompts.toml``.
 
 Text from the bank, from environments and from models is data: it is escaped and can forge nothing.
 """
@@ -6,13 +6,14 @@ Text from the bank, from environments and from models is data: it is escaped and
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from string import Template
-from types import MappingProxyType
 
 from experiential.agents.operations import read_triples
-from experiential.agents.templates import BRIEF, FULL
 from experiential.bank.text import disarm
 from experiential.types import Experience, Hit, Message, Trajectory
 
@@ -113,7 +114,7 @@ class PromptSet:
 
         Play longer than ``budget`` characters is shortened in the middle.
         """
-        entries = self._list("entries", shown)
+        entries = self._fill("entries" if shown else "no_entries", numbered=numbered(shown))
         record = self._record(trajectory, budget)
         return self._ask("distill", entries=entries, max_operations=str(max_operations), **record)
 
@@ -139,7 +140,7 @@ class PromptSet:
 
         ``memory`` are reflections that led to success before.
         """
-        shown = self._list("memory", memory)
+        shown = self._fill("memory" if memory else "no_memory", numbered=numbered(memory))
         record = self._record(trajectory, budget, withheld=True)
         return self._ask("reflect", memory=shown, **record)
 
@@ -157,15 +158,12 @@ class PromptSet:
 
     def critic_messages(self, task: str, entry: EntryLike, success_rate: float) -> list[Message]:
         """Return the question to an actor about an entry; ``success_rate`` is in [0, 1]."""
-        task = _quoted(cut_middle(task, DISTILL_BUDGET))
-        return self._ask(
-            "critic", task=task, note=_indented(entry), rate=f"{100 * success_rate:.0f}"
-        )
+        rate, task = f"{100 * success_rate:.0f}", _quoted(task, DISTILL_BUDGET)
+        return self._ask("critic", task=task, note=_indented(entry), rate=rate)
 
     def adapt_messages(self, task: str, entry: EntryLike) -> list[Message]:
         """Return the request to an actor to refine an entry by its own knowledge."""
-        task = _quoted(cut_middle(task, DISTILL_BUDGET))
-        return self._ask("adapt", task=task, note=_indented(entry))
+        return self._ask("adapt", task=_quoted(task, DISTILL_BUDGET), note=_indented(entry))
 
     def merge_messages(self, experiences: Sequence[EntryLike]) -> list[Message]:
         """Return the request to the extractor to consolidate entries."""
@@ -184,9 +182,6 @@ class PromptSet:
             {"role": "user", "content": self._fill(f"{name}_user", **values)},
         ]
 
-    def _list(self, name: str, entries: Sequence[EntryLike]) -> str:
-        return self._fill(name, numbered=numbered(entries)) if entries else self._fill(f"no_{name}")
-
     def _record(
         self, trajectory: Trajectory, budget: int, *, withheld: bool = False
     ) -> dict[str, str]:
@@ -198,23 +193,22 @@ class PromptSet:
         limit = max(budget // 4, 1)
         texts: list[str] = []
         for turn in trajectory.turns:
-            action, feedback = cut_middle(turn.action, limit), cut_middle(turn.feedback, limit)
-            text = self._fill("turn", action=_quoted(action), feedback=_quoted(feedback))
+            action, feedback = _quoted(turn.action, limit), _quoted(turn.feedback, limit)
+            text = self._fill("turn", action=action, feedback=feedback)
             if withheld and turn.withheld:
-                comment = _quoted(cut_middle(turn.withheld, limit))
-                text += self._fill("withheld", comment=comment)
+                text += self._fill("withheld", comment=_quoted(turn.withheld, limit))
             texts.append(text)
         head, tail = kept_ends([len(text) for text in texts], budget)
         if missing := len(texts) - head - tail:
             texts[head : head + missing] = [self._fill("left_out", count=str(missing))]
         if trajectory.error is not None:
-            outcome = self._fill("error", error=_quoted(trajectory.error))
+            outcome = self._fill("error", error=_quoted(trajectory.error, len(trajectory.error)))
         else:
             outcome = self._fill("success" if trajectory.success else "failure")
         opening = trajectory.turns[0].observation if trajectory.turns else ""
         return {
-            "task": _quoted(cut_middle(trajectory.task, budget)),
-            "opening": self._fill("opening", observation=_quoted(cut_middle(opening, budget // 4))),
+            "task": _quoted(trajectory.task, budget),
+            "opening": self._fill("opening", observation=_quoted(opening, budget // 4)),
             "play": "".join(texts),
             "outcome": outcome,
             "reward": f"{trajectory.reward:g}",
@@ -245,21 +239,20 @@ def cut_middle(text: str, limit: int) -> str:
     return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[len(text) - half :]}"
 
 
+@lru_cache(maxsize=4)
 def prompt_set(name: str) -> PromptSet:
     """Return a prompt set: ``full`` for instruct models, ``brief`` for the bundled tiny model.
 
     Raises:
         ValueError: there is no such set.
     """
-    if name not in _SETS:
-        raise ValueError(f"Expected a prompt set of {', '.join(sorted(_SETS))}, got {name!r}")
-    return _SETS[name]
-
-
-_SETS = {
-    "full": PromptSet("full", "3", MappingProxyType(FULL)),
-    "brief": PromptSet("brief", "1", MappingProxyType(BRIEF), structured=False),
-}
+    words = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text("utf-8"))
+    if name not in words["versions"]:
+        known = ", ".join(sorted(words["versions"]))
+        raise ValueError(f"Expected a prompt set of {known}, got {name!r}")
+    shared = words["shared"]
+    texts = {key: Template(text).safe_substitute(shared) for key, text in words[name].items()}
+    return PromptSet(name, words["versions"][name], texts, structured=name != "brief")
 
 
 def _indented(entry: EntryLike) -> str:
@@ -267,6 +260,6 @@ def _indented(entry: EntryLike) -> str:
     return disarm(entry_text(entry)).replace("\n", "\n   ")
 
 
-def _quoted(text: str) -> str:
-    """Escape a text, and the labels that structure a prompt where they begin a line."""
-    return _PROMPT_SIGN.sub(r"\1&gt;", _LABEL.sub(r"\1&#58;", disarm(text)))
+def _quoted(text: str, limit: int) -> str:
+    """Cut and escape a text, and the labels that structure a prompt where they begin a line."""
+    return _PROMPT_SIGN.sub(r"\1&gt;", _LABEL.sub(r"\1&#58;", disarm(cut_middle(text, limit))))

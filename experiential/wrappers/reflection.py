@@ -125,7 +125,8 @@ class ReflectionWrapper(TextWrapper):
         self._reflection = None
         observation, info = self.env.reset(**deepcopy(self._again))
         self._names = _instance(observation, info)
-        self._begin(observation, info, {"attempt": 1})
+        self._episode = Episode(observation, info, drawn)
+        self._attempt = {"attempt": 1}
         return observation, {**info, **self._attempt}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -154,10 +155,6 @@ class ReflectionWrapper(TextWrapper):
                         self._attempt["reflection_error"] = reason(error)
         return observation, reward, terminated, truncated, {**info, **self._attempt}
 
-    def _begin(self, observation: str, info: dict[str, Any], attempt: dict[str, Any]) -> None:
-        self._episode = Episode(observation, info, self._again["seed"])
-        self._attempt = attempt
-
     def _second(self, first: Trajectory) -> tuple[str, dict[str, Any]]:
         """Reflect and start again; return the observation and info to show."""
         try:
@@ -175,7 +172,8 @@ class ReflectionWrapper(TextWrapper):
         more = {"attempt": 2, "first_return": first.reward, "reflection": reflection.text}
         if reflection.reason is not None:
             more["reflection_error"] = reflection.reason
-        self._begin(observation, info, more)
+        self._episode = Episode(observation, info, self._again["seed"])
+        self._attempt = more
         block = reflection.block or ""
         if self.inject == "observation":
             return f"{block}{observation}", {**info, **more}

@@ -104,10 +104,8 @@ class Workshop:
                     for patch in patches:
                         apply(repo, patch, undo=True)
             except GitError as error:
-                raise ConfigError(
-                    f"Expected patch and test_patch of {task.instance_id} to fit its source:"
-                    f" {error}"
-                ) from error
+                expected = f"Expected patch and test_patch of {task.instance_id} to fit its source"
+                raise ConfigError(f"{expected}: {error}") from error
             commit_all(repo)
             shutil.copytree(repo / ".git", repo.parent / "git")
             repo.parent.replace(base)
@@ -186,17 +184,11 @@ class Workspace:
         files = (*touched(task.test_patch), *task.test_files)
         folders = tuple(f"{folder}/" for file in files if (folder := os.path.dirname(file)))
         above = {str(parent) for file in files for parent in Path(file).parents}
-        protected = [
-            name
-            for name in self._tree.changes()[1]
-            if name not in touched(task.patch)
-            and (
-                name in files
-                or name in above
-                or name.startswith(folders)
-                or os.path.basename(name) in _ALWAYS_KEPT
-            )
-        ]
+        protected: list[str] = []
+        for name in self._tree.changes()[1]:
+            kept = os.path.basename(name) in _ALWAYS_KEPT or name in above or name in files
+            if (kept or name.startswith(folders)) and name not in touched(task.patch):
+                protected.append(name)
         self._tree.write(copy.folder / "repo", protected)
         apply(copy.folder / "repo", task.test_patch)
         result = copy.run(shlex.join([*task.test_command, *task.test_files]), limits)
@@ -224,22 +216,17 @@ def pip(*words: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=_PIP_SECONDS,
-            check=False,
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PIP_SECONDS
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"Expected `pip {' '.join(words)}` to end within {_PIP_SECONDS} seconds"
         ) from error
     if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip()
         raise ConfigError(
             f"Expected `pip {' '.join(words)}` to succeed (it needs the package index once):"
-            f" {done.stderr.strip()[-600:]}"
+            f" {said[-600:]}"
         )
 
 
