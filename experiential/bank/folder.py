@@ -36,7 +36,7 @@ from experiential.bank.index.nearest import Nearest
 from experiential.bank.index.site import CHROMA, chosen_site
 from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.operations import consolidate, distil, keys_to_embed, source_of
-from experiential.bank.protocol import Bank
+from experiential.bank.protocol import Bank, Queue, TextEmbedder
 from experiential.bank.records import (
     Commit,
     Difference,
@@ -130,6 +130,7 @@ class FolderBank(StateReader, Bank):
             self._ledger = credit.Ledger(self._journal, namespace)
             self._evidence = Evidence(self._journal, namespace)
             self._queue = DistillationQueue(self._journal, namespace)
+            self.queue: Queue = self._queue
             self.receipts = Receipts(self._journal, namespace)
             self._writes = GroupCommit(self._journal, self._transaction)
             site = None if read_only else chosen_site(self.path, namespace, self._history, store)
@@ -145,7 +146,7 @@ class FolderBank(StateReader, Bank):
             undo.pop_all()
 
     def _load(self, embedder: Embedder | str | None) -> None:
-        self._embedder = CachedEmbedder(self._chosen_embedder(embedder))
+        self.embedder: TextEmbedder = CachedEmbedder(self._chosen_embedder(embedder))
         self._dimension = int(self._history.meta("dimension") or 0)
         self._head = self._history.head()
         entries, follower = self._history.live(self._head), self._follower
@@ -203,14 +204,6 @@ class FolderBank(StateReader, Bank):
     @property
     def closed(self) -> bool:
         return not self._finalizer.alive
-
-    @property
-    def embedder(self) -> CachedEmbedder:
-        return self._embedder
-
-    @property
-    def queue(self) -> DistillationQueue:
-        return self._queue
 
     @property
     def redacted(self) -> Counter[str]:
@@ -272,7 +265,7 @@ class FolderBank(StateReader, Bank):
         # Counters since opening are in memory only; those of entries gone by now are in the table.
         now = {entry.id: entry.statistics for entry in self.entries()}
         statistics = {**self._state.statistics, **now}
-        return BankView(commit, self._history.live(commit), statistics, self._embedder)
+        return BankView(commit, self._history.live(commit), statistics, self.embedder)
 
     def diff(self, a: int, b: int) -> Difference:
         return difference(self.at(a).entries(), self.at(b).entries())
@@ -600,11 +593,11 @@ class FolderBank(StateReader, Bank):
         if not self.read_only:
             self.save_counters()
         self._journal.backup(folder)
-        embedder = self._embedder.wrapped
+        embedder = self.embedder.wrapped
         embedder = None if isinstance(embedder, UnknownEmbedder) else embedder
         copy = FolderBank(folder, namespace=self.namespace, embedder=embedder, store=CHROMA)
         if not keep_queue:
-            copy.queue.clear()
+            copy._queue.clear()
         return copy
 
     def rebuild(self) -> int:
@@ -687,14 +680,14 @@ class FolderBank(StateReader, Bank):
 
     def _embed(self, texts: Sequence[str]) -> Vector:
         self._check_open()
-        vectors = self._embedder(texts)
+        vectors = self.embedder(texts)
         if not self._dimension and not self.read_only:
             self._history.set_meta("dimension", str(vectors.shape[1]))
             self._dimension = vectors.shape[1]
         if self._dimension and vectors.shape[1] != self._dimension:
             raise BankError(
                 f"Expected vectors of length {self._dimension}, got {vectors.shape[1]} from"
-                f" {self._embedder.id!r}"
+                f" {self.embedder.id!r}"
             )
         return vectors
 

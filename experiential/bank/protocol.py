@@ -110,11 +110,15 @@ class Bank(View, Protocol):
     Attributes:
         namespace: entries of different namespaces never meet; each has its own history.
         read_only: whether writes raise ``ReadOnlyBankError``.
+        embedder: makes the vectors of this bank.
+        queue: trajectories that wait for distillation.
         refused: operations of extractors that could not be carried out since opening, by reason.
     """
 
     namespace: str
     read_only: bool
+    embedder: TextEmbedder
+    queue: Queue
     refused: Counter[str]
 
     def __enter__(self) -> Self:
@@ -136,16 +140,6 @@ class Bank(View, Protocol):
     @property
     def closed(self) -> bool:
         """Return whether ``close`` was called."""
-        ...
-
-    @property
-    def embedder(self) -> TextEmbedder:
-        """Return the embedder of this bank."""
-        ...
-
-    @property
-    def queue(self) -> Queue:
-        """Return the queue of trajectories that wait for distillation."""
         ...
 
     @property

@@ -223,8 +223,8 @@ class RemoteBank(RemoteView, Bank):
         self._now = RemoteView(connection, namespace)
         weakref.finalize(self, connection.close)
         info = self._now._info()
-        self._embedder = RemoteEmbedder(self._now, info.embedder)
-        self._queue = RemoteQueue(self._now)
+        self.embedder = RemoteEmbedder(self._now, info.embedder)
+        self.queue = RemoteQueue(self._now)
         own = None if embedder is None else embedder_id(resolve_embedder(embedder))
         if own not in (None, info.embedder):
             raise BankError(
@@ -260,14 +260,6 @@ class RemoteBank(RemoteView, Bank):
     @property
     def closed(self) -> bool:
         return self._connection.closed
-
-    @property
-    def embedder(self) -> TextEmbedder:
-        return self._embedder
-
-    @property
-    def queue(self) -> Queue:
-        return self._queue
 
     @property
     def redacted(self) -> Counter[str]:
