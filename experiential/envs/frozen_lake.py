@@ -118,17 +118,7 @@ class FrozenLakeEnv(GridEnv):
     Moves are deterministic. Reward is 1.0 on the goal, else 0.0; a hole or the goal terminates, the
     spent budget truncates. A layout can be solved within the budget and belongs to the split that
     its content decides, so train and eval never share one. Within a split small grids repeat: there
-    are not many of them.
-
-    Args:
-        split: ``train`` or ``eval``. The fixed maps have one layout, the same in both.
-        sizes: smallest and largest side.
-        frozen: smallest and largest share of safe tiles.
-        budget: moves allowed.
-        symbols: agent, goal, hole, frozen; optionally agent in a hole and on the goal (``X√``).
-        layouts: how many layouts; by default 10,000 in train and 100 in eval.
-        feedback: the paper's messages in the observation (True), neutral ones, or none (False).
-        preset: ``erl``, ``4x4`` or ``8x8``; other arguments win over it.
+    are not many of them. `docs/envs/frozen_lake.md` lists the arguments.
 
     >>> env = FrozenLakeEnv(preset="4x4")
     >>> print(env.reset(seed=0)[0])

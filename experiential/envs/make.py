@@ -40,9 +40,6 @@ def resolve_env(name: str) -> EnvSpec:
     'experiential/Vault-v0'
     >>> resolve_env("experiential.envs.vault:VaultEnv").entry_point.__name__
     'VaultEnv'
-
-    Raises:
-        ConfigError: there is no such environment, or it cannot be imported.
     """
     module, _, known = name.rpartition(":")
     attributes: list[str] = []

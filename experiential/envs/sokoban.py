@@ -168,17 +168,7 @@ class SokobanEnv(GridEnv):
     analyses, not for the agent: it says that a box stands where no goal can be reached any more.
 
     Caveat: the paper's messages speak of boxes, goals and walls; ``feedback="neutral"`` keeps such
-    words from the agent.
-
-    Args:
-        sizes: smallest and largest side, border walls included.
-        boxes: boxes and goals.
-        walls: probability that an inner cell is a wall.
-        max_solution: most moves that a shortest solution may have (never more than the budget).
-        symbols: agent, agent on a goal, box, box on a goal, goal, wall, floor.
-        layouts: how many rooms; by default 10,000 in train and 100 in eval.
-        feedback: the paper's messages in the observation (True), neutral ones, or none (False).
-        preset: ``erl`` or ``complementary``; other arguments win over it.
+    words from the agent. `docs/envs/sokoban.md` lists the arguments.
 
     >>> env = SokobanEnv()
     >>> observation, info = env.reset(options={"layout": 0})

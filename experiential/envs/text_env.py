@@ -90,13 +90,12 @@ class TextEnv(gym.Env[str, str], ABC):
     ) -> tuple[str, Info]:
         """Begin an episode of the world with the index ``options["world"]``, else of a drawn one.
 
-        Raises:
-            ConfigError: there is no such world, or it cannot be made.
-            EnvError: what plays it failed.
+        Raise ConfigError where there is no such world, EnvError where what plays it failed.
         """
         super().reset(seed=seed)
         drawn = self._drawn()  # in any case, so that the option leaves the later draws alone
-        world = int((options or {}).get("world", drawn))
+        self._reset_seed, self._reset_options = seed, dict(options or {})
+        world = int(self._reset_options.get("world", drawn))
         inside("world", world, 0, self._count - 1)
         self._over = True
         self._observation, info = self._begin(world)
@@ -104,16 +103,10 @@ class TextEnv(gym.Env[str, str], ABC):
         return self._observation, info
 
     def step(self, action: str) -> Step:
-        """Play one turn.
-
-        Raises:
-            gymnasium.error.ResetNeeded: the episode is over or was never begun.
-            EnvError: what plays it failed; the episode is lost.
-        """
+        """Play one turn; raise ResetNeeded where no episode runs, EnvError where it failed."""
         if self._over:
-            raise gym.error.ResetNeeded(
-                "Expected reset() before this step: the episode is over or was never begun"
-            )
+            expected = "reset() before this step: the episode is over or was never begun"
+            raise gym.error.ResetNeeded(f"Expected {expected}")
         self._over = True
         step = self._turn(action)
         self._observation, self._over = step[0], step[2] or step[3]
@@ -124,7 +117,6 @@ class TextEnv(gym.Env[str, str], ABC):
         return self._observation if self.render_mode == "ansi" else None
 
     def _drawn(self) -> int:
-        """Draw a world by the environment's own generator, each with the same chance."""
         return int(self.np_random.integers(self._count))
 
     def _report(

@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from experiential.envs.arguments import inside, one_of, positive
 from experiential.envs.text_env import Info, Step, TextEnv
@@ -64,14 +64,7 @@ class VaultEnv(TextEnv):
     other levers are shown, their order, the starting place and a misleading sign.
     ``reset(options={"world": i, "era": e})`` picks a world and an era; another era of the same
     world has another live lever, so that what is remembered can become wrong.
-
-    Args:
-        split: ``train``, ``eval`` or ``corpus`` (names used to make the tiny models); names are
-            disjoint.
-        worlds: how many worlds of the split take part.
-        levers: levers shown in each episode, at most 16.
-        tries: pulls allowed.
-        era: era of worlds for which the reset names none.
+    `docs/envs/vault.md` lists the arguments.
 
     >>> env = VaultEnv(levers=3)
     >>> observation, info = env.reset(seed=1, options={"world": 0})
@@ -100,15 +93,8 @@ class VaultEnv(TextEnv):
         self.split, self.levers, self.tries, self.era = split, levers, tries, era
         self.names = names[:worlds]
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, Info]:
-        """Start an episode; options ``world`` (index) and ``era`` override the draw."""
-        self._seed, self._era = seed, int((options or {}).get("era", self.era))
-        return super().reset(seed=seed, options=options)
-
     def _begin(self, world: int) -> tuple[str, Info]:
-        self._name = self.names[world]
+        self._name, self._era = self.names[world], int(self._reset_options.get("era", self.era))
         self._live = LEVERS[_digest(f"live:{self.split}:{self._name}:{self._era}") % len(LEVERS)]
         others = [lever for lever in LEVERS if lever != self._live]
         self.np_random.shuffle(others)
@@ -162,4 +148,4 @@ class VaultEnv(TextEnv):
         name = f"vault-{self.split}-{self._name}"
         levers = [f"pull {lever}" for lever in self._shown]
         known = self._report(name, feedback, success=success, invalid=invalid, admissible=levers)
-        return known | {"instance": f"{name}-{self._era}#{self._seed}"}
+        return known | {"instance": f"{name}-{self._era}#{self._reset_seed}"}

@@ -42,22 +42,7 @@ class ALFWorldEnv(TextEnv):
 
     A game runs in a worker process that is replaced after ``recycle`` games, since TextWorld keeps
     some 4.5 MB of every game. Call ``close()``; a worker also ends with its environment and with
-    this process. `docs/envs/alfworld.md` says more of each argument.
-
-    Args:
-        split: ``train``, ``eval`` (of files: valid_seen), ``valid_seen`` or ``valid_unseen``.
-        data: a download or packed folder, by default found in the usual places; ``made`` for made
-            games, which are also played where there are no others.
-        games: how many, the first of a split; all of a file's or 600 or 150 made ones by default.
-        task_types: only these, of the six in ``TASK_TYPES``.
-        turns: turns after which the episode is truncated; None for no limit.
-        failure: reward of the last turn when ``turns`` are spent; 0 by default.
-        show_actions: put the admissible commands into the observation.
-        recycle: games per worker process.
-        timeout: seconds to wait for a worker's answer.
-        in_process: play in this process, for debugging.
-        cached: keep translated problems on disk, in the cache folder.
-        preset: ``complementary`` (40 turns, ``failure=-1``); other arguments win over it.
+    this process. `docs/envs/alfworld.md` lists the arguments.
 
     Raises:
         ConfigError: an argument is outside its range, or the data cannot be used.

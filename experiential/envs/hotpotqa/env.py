@@ -114,22 +114,7 @@ class HotpotQAEnv(TextEnv):
 
     The pool holds the paragraphs of all questions of the file. ``info["instance"]`` is the
     question, so a wrapper never shows an entry made from a question while that question is played.
-    `docs/envs/hotpotqa.md` says more of each argument.
-
-    Args:
-        split: ``train`` or ``eval``, of a file by a hash of the question, or ``all`` of it.
-        data: a file for `load_questions`; by default ``HOTPOTQA_DATA``'s, else an invented world.
-        questions: how many, the first of a split; all of a file's or 600 or 150 by default.
-        turns: searches and answers allowed; 6 by default.
-        k: paragraphs per search.
-        reward: ``em`` (the usual), ``f1`` or ``erl``. Success is always the exact match.
-        style: form of action in the text and in ``choices``: ``brackets`` (the usual) or ``tags``.
-        embedder: a callable or name as a bank takes it, to search by cosine; None for BM25.
-        choices: offer actions in ``info["admissible"]``, found in what was read alone, so that the
-            right answer may be missing among them.
-        generation: seed of the invented world.
-        preset: ``erl`` (``reward="erl"``, 5 turns) or ``evolver`` (``style="tags"``); other
-            arguments win over it.
+    `docs/envs/hotpotqa.md` lists the arguments.
 
     Raises:
         ConfigError: an argument is outside its range, or the file cannot be used.

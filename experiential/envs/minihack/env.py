@@ -46,17 +46,7 @@ class MiniHackEnv(TextEnv):
     game as it is. The episode is truncated at the step limit of the id.
 
     An episode is a function of the world, which is the seed of the game, and of the words said.
-
-    Args:
-        split: ``train`` or ``eval``; their game seeds are disjoint.
-        preset: ``room``, ``maze``, ``keyroom`` or ``river``.
-        env_id: any id that MiniHack registers, instead of a preset.
-        worlds: how many game seeds; by default 10,000 in train and 100 in eval.
-        crop: rows and columns of the map around the agent, odd; None for the whole map.
-        prompts: answer NetHack's questions; False declines them as MiniHack's navigation levels do,
-            and lets ``apply`` beside a locked door do all of KeyRoom's unlocking.
-        max_steps: turns of an episode; None for the limit of the id.
-        instruction: the task in words; by default made of the level's goal and name.
+    `docs/envs/minihack.md` lists the arguments.
 
     Raises:
         ConfigError: an argument is outside its range, or there is no such id.

@@ -61,10 +61,6 @@ class Game:
         prompts: answer NetHack's questions by keys; False declines them, and ``apply`` beside a
             door unlocks it (KeyRoom's shortcut).
         limit: steps of an episode; None for the id's own.
-
-    Raises:
-        MissingExtraError: minihack or nle is not installed.
-        ConfigError: there is no such id, or its data is missing.
     """
 
     def __init__(self, env_id: str, *, prompts: bool = True, limit: int | None = None) -> None:

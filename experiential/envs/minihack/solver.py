@@ -31,13 +31,7 @@ _PATIENCE = 30
 
 
 def walkthrough(game: Game, seed: int, played: list[int]) -> list[int] | None:
-    """Return keys that win the episode of ``seed`` after ``played``, or None.
-
-    Args:
-        game: a copy of the game, for the attempts alone.
-        seed: of the episode.
-        played: keys pressed so far.
-    """
+    """Return keys that win an episode after ``played``, or None; ``game`` is a copy of its game."""
     for attempt in range(_ATTEMPTS):
         explorer = Explorer(random.Random(attempt), {})
         keys = explorer.play(game, seed, played)

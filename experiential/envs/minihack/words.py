@@ -22,13 +22,10 @@ _ENTRY = re.compile(r"(?:^|\s)([a-zA-Z]) [-+] (\S.*?)\s*$")
 
 
 def action_words(actions: Iterable[Any]) -> dict[str, int]:
-    """Return the words of an action set and the keys they press, each once.
+    """Return the words of a set of NLE's actions and the keys they press, each once.
 
     Eight directions are ``north`` … ``northwest``; running is ``far north``; commands have their
     own names in small letters.
-
-    Args:
-        actions: members of NLE's enumerations.
     """
     words: dict[str, int] = {}
     for action in actions:
@@ -50,17 +47,10 @@ def answers(question: str, inventory: Mapping[str, str]) -> dict[str, int]:
     {'yes': 121, 'no': 110, 'cancel': 27}
     >>> answers("What do you want to use or apply? [g or ?*]", {"f": "a sack", "g": "a key"})
     {'g - a key': 103, 'cancel': 27}
-
-    Args:
-        question: the message.
-        inventory: names of items by letter.
     """
     if "direction" in question:
-        return (
-            {word: ord(key) for word, key in DIRECTIONS.items()}
-            | {"up": ord("<"), "down": ord(">"), "self": ord(".")}
-            | CANCEL
-        )
+        ways = {word: ord(key) for word, key in DIRECTIONS.items()}
+        return ways | {"up": ord("<"), "down": ord(">"), "self": ord(".")} | CANCEL
     found = _CHOICE.findall(question)
     offered, _, items = (found[-1] if found else "yn").partition(" or ")
     if not items and set(offered) <= set(_ANSWERS):
