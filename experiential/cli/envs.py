@@ -123,7 +123,7 @@ def full_id(name: str) -> str:
 
 def described(env_id: str) -> dict[str, Any]:
     """Return what an environment is, its arguments and presets, and its first observation."""
-    from experiential.envs.make import creator_of, make, presets_of, resolve_env
+    from experiential.envs.make import creator_of, make, resolve_env
     from experiential.envs.readiness import readiness
 
     entry = readiness(env_id)
@@ -152,6 +152,6 @@ def described(env_id: str) -> dict[str, Any]:
         "to_do": " && ".join(missing),
         "for_real_data": entry.optional(),
         "arguments": arguments,
-        "presets": dict(presets_of(creator)),
+        "presets": dict(getattr(creator, "presets", {})),
         "observation": observation,
     }

@@ -1,11 +1,15 @@
-"""Check the arguments of environments; each error says what was expected and found."""
+"""Check arguments of environments and rows of their data; errors say what was expected."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from experiential.errors import ConfigError
+from pydantic import BaseModel, ValidationError
+
+from experiential.errors import ConfigError, first_problem
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
@@ -62,3 +66,15 @@ def with_preset(
         one_of("preset", preset, presets)
     chosen = {**usual, **(presets[preset] if preset is not None else {})}
     return chosen | {name: value for name, value in given.items() if value is not None}
+
+
+def checked(model: type[M], row: Any, expected: str, which: str) -> M:
+    """Return a row of a data file as an instance of its model; ConfigError names its first fault.
+
+    ``expected`` says what the file should hold, with its name, and ``which`` the row's place in it.
+    """
+    try:
+        return model.model_validate(row)
+    except ValidationError as error:
+        problem = f"{which} where {first_problem(error)}"
+        raise ConfigError(f"Expected {expected}, got {problem}") from error

@@ -80,7 +80,7 @@ def _spaces(env: Env, seed: int, steps: int) -> Iterator[str]:
 
 def _resets(env: Env, seed: int, steps: int) -> Iterator[str]:
     (observation, info), (again, other) = env.reset(seed=seed), env.reset(seed=seed)
-    yield from _told(env, "reset", observation, info, ended=False)
+    yield from _told(env, "reset", (observation, 0.0, False, False, info))
     same, cure = f"to be the same for seed {seed} twice, got", "draw from self.np_random only"
     if repr(observation) != repr(again):
         yield f"reset: expected the same observation for seed {seed} twice, got two; {cure}"
@@ -121,7 +121,7 @@ def _plays(env: Env, seed: int, steps: int) -> Iterator[str]:
     """Play the same episode twice by the first, second, ... admissible action, and compare."""
     first, infos, written = _episode(env, seed, steps)
     for step in first:
-        yield from _stepped(env, step)
+        yield from _told(env, "step", step)
     acted = list(zip(infos, first, strict=False))  # the info that each action was chosen by
     if len({"admissible" in info for info, _ in acted}) > 1:
         yield (
@@ -186,7 +186,7 @@ def _refusals(env: Env, seed: int, steps: int) -> Iterator[str]:
                 " and let the episode go on"
             )
             continue
-        yield from _stepped(env, step)
+        yield from _told(env, "step", step)
         if not step[4].get("invalid"):
             continue
         if float(step[1]) > 0 or step[4].get("success"):
@@ -233,19 +233,9 @@ def _closes(env: Env, seed: int, steps: int) -> Iterator[str]:
         yield f"close: expected a second close to do nothing, it raised {_shown(again)}; allow it"
 
 
-def _stepped(env: Env, step: Step) -> Iterator[str]:
+def _told(env: Env, where: str, step: Step) -> Iterator[str]:
     observation, reward, terminated, truncated, info = step
-    yield from _told(env, "step", observation, info, ended=bool(terminated or truncated))
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        yield f"step: expected a finite reward, got {reward!r}; return a float"
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(flag, bool):
-            yield f"step: expected {name} to be a bool, got {flag!r}; return bool({name})"
-
-
-def _told(
-    env: Env, where: str, observation: Any, info: dict[str, Any], *, ended: bool
-) -> Iterator[str]:
+    ended = bool(terminated or truncated)
     if not isinstance(observation, str):
         yield (
             f"{where}: expected text as observation, got {type(observation).__name__}; wrap the"
@@ -287,3 +277,8 @@ def _told(
             f"{where}: expected info['task'] to say what is asked, got an empty text; the bank is"
             " searched with it"
         )
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        yield f"{where}: expected a finite reward, got {reward!r}; return a float"
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(flag, bool):
+            yield f"{where}: expected {name} to be a bool, got {flag!r}; return bool({name})"

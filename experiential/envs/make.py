@@ -89,11 +89,6 @@ def creator_of(spec: EnvSpec) -> Creator:
     return cast("Creator", load_env_creator(point) if isinstance(point, str) else point)
 
 
-def presets_of(creator: Creator) -> Mapping[str, Mapping[str, Any]]:
-    """Return the arguments of each preset of an environment, by the preset's name."""
-    return getattr(creator, "presets", {})
-
-
 def make(env_id: str, **arguments: Any) -> gym.Env[Any, Any]:
     """Make an environment without Gymnasium's checker, which rejects text of free length.
 
@@ -108,7 +103,8 @@ def make(env_id: str, **arguments: Any) -> gym.Env[Any, Any]:
     spec = resolve_env(env_id)
     if "preset" in arguments:
         creator = creator_of(spec)
-        presets, parameters = presets_of(creator), inspect.signature(creator).parameters
+        presets: Mapping[str, Mapping[str, Any]] = getattr(creator, "presets", {})
+        parameters = inspect.signature(creator).parameters
         if presets and "preset" not in parameters:
             preset: str = arguments.pop("preset")
             if preset not in presets:

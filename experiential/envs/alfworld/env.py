@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -21,7 +20,7 @@ from experiential.envs.alfworld.household import made_games
 from experiential.envs.alfworld.player import Player
 from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
-from experiential.errors import ConfigError, EnvError, MissingExtraError
+from experiential.errors import ConfigError, EnvError, require
 
 Split = Literal["train", "eval", "valid_seen", "valid_unseen"]
 
@@ -83,19 +82,15 @@ class ALFWorldEnv(TextEnv):
             raise ConfigError(
                 f"Expected turns with failure={failure}, got none; give turns=40, as the papers do"
             )
-        for package in ("alfworld", "textworld", "fast_downward"):
-            if find_spec(package) is None:
-                raise MissingExtraError(package, "alfworld")
+        require("alfworld", "alfworld", "textworld", "fast_downward")
         self.split, self.turns, self.failure = split, turns, failure
         self.show_actions = show_actions
         folder = data if data is not None else default_folder()
         self._source = (split, folder, games, tuple(task_types or ()), generation)
         self._entries, self._name = _opened(*self._source)
         super().__init__(len(self._entries), render_mode=render_mode)
-        self._playing: dict[str, Any] = dict(
-            recycle=recycle, timeout=timeout, in_process=in_process, cached=cached
-        )
-        self._player = Player(**self._playing)
+        self._playing = (recycle, timeout, in_process, cached)
+        self._player = Player(*self._playing)
         self._game: Game | None = None
         self._live = False
         self._commands: list[str] = []
@@ -182,7 +177,7 @@ class ALFWorldEnv(TextEnv):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._entries, self._name = _opened(*self._source)
-        self._player = Player(**self._playing)
+        self._player = Player(*self._playing)
 
 
 def _opened(

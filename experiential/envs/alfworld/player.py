@@ -37,14 +37,7 @@ class Player:
         cached: keep translated problems on disk.
     """
 
-    def __init__(
-        self,
-        *,
-        recycle: int = 50,
-        timeout: float = 120.0,
-        in_process: bool = False,
-        cached: bool = True,
-    ) -> None:
+    def __init__(self, recycle: int, timeout: float, in_process: bool, cached: bool) -> None:
         self._recycle, self._timeout, self._cached = recycle, timeout, cached
         self._in_process = in_process
         self._host: GameHost | None = None
@@ -89,9 +82,8 @@ class Player:
                 got = f"{type(error).__name__}: {error}"
                 raise EnvError(f"Expected a game that TextWorld can play, got {got}") from error
         if process is None or process.stdin is None or process.stdout is None:
-            raise EnvError(
-                "Expected a game that was begun, got none: call reset() first", lost=True
-            )
+            expected = "Expected a game that was begun"
+            raise EnvError(f"{expected}, got none: call reset() first", lost=True)
         line, output = b"", process.stdout.fileno()
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")

@@ -12,8 +12,8 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from experiential.envs.arguments import checked
 from experiential.envs.hotpotqa.passages import Passage
-from experiential.envs.rows import checked
 from experiential.errors import ConfigError
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -103,9 +103,26 @@ def _loaded(path: Path, stamp: int) -> QuestionSet:
         f"question, answer and context in each question of {path} (files of a test set, which have"
         " no answers, cannot be played)"
     )
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Expected a file of questions in UTF-8, got {path}: {error}") from error
+    rows: list[Any] = []
+    try:
+        whole = json.loads(text)
+        rows = cast("list[Any]", whole) if isinstance(whole, list) else [whole]
+    except ValueError as no_list:
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                got = f"line {number}: {error}" if rows else str(no_list)
+                raise ConfigError(
+                    f"Expected a JSON list of questions, or one a line, in {path}, got {got}"
+                ) from error
     questions: dict[str, Question] = {}
     passages: dict[Passage, None] = {}
-    for number, row in enumerate(_rows(path), 1):
+    for number, row in enumerate(rows, 1):
         known = checked(_Row, row, expected, f"question {number}")
         name = known.id or hashlib.sha256(known.question.encode()).hexdigest()[:16]
         answers = tuple(dict.fromkeys((known.answer, *known.answer_aliases)))
@@ -116,26 +133,3 @@ def _loaded(path: Path, stamp: int) -> QuestionSet:
     if not questions:
         raise ConfigError(f"Expected at least one question in {path}, got none")
     return QuestionSet(tuple(questions.values()), tuple(passages))
-
-
-def _rows(path: Path) -> list[Any]:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Expected a file of questions in UTF-8, got {path}: {error}") from error
-    try:
-        whole = json.loads(text)
-    except ValueError as error:
-        cause = str(error)
-    else:
-        return cast("list[Any]", whole) if isinstance(whole, list) else [whole]
-    rows: list[Any] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            got = f"line {number}: {error}" if rows else cause
-            raise ConfigError(
-                f"Expected a JSON list of questions, or one a line, in {path}, got {got}"
-            ) from error
-    return rows

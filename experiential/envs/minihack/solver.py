@@ -172,20 +172,7 @@ class Explorer:
         return _APPLY
 
     def _push(self, here: Cell) -> int | None:
-        """Return the next key of a shortest way to push one boulder into water."""
-        if not self._pushes:
-            wet = any(_WATER in text for text in self.map.values())
-            boulders = [cell for cell, text in self.map.items() if "boulder" in text] if wet else []
-            found = [self._shove(here, boulder) for boulder in boulders]
-            if plans := [plan for plan in found if plan is not None]:
-                shortest = self._rng.random() < 0.5
-                self._pushes = min(plans, key=len) if shortest else self._rng.choice(plans)
-            elif wet:
-                self._patience = 0  # with water ahead and no boulder of use, an attempt is lost
-        return self._pushes.pop(0) if self._pushes else None
-
-    def _shove(self, here: Cell, boulder: Cell) -> list[int] | None:
-        """Return the keys of a shortest way to push ``boulder`` into water that leads on."""
+        """Return the next key of a shortest way to push one boulder into water that leads on."""
 
         def wet(cell: Cell) -> bool:
             return _WATER in self.map.get(cell, "")
@@ -211,7 +198,15 @@ class Explorer:
             beside = {_moved(pair[1], step) for step in STEPS.values()}
             return not self.filled or not any(cell in self._free for cell in beside - self.filled)
 
-        return shortest_path((here, boulder), shoves, useful)
+        if not self._pushes and any(_WATER in text for text in self.map.values()):
+            boulders = [cell for cell, text in self.map.items() if "boulder" in text]
+            found = [shortest_path((here, boulder), shoves, useful) for boulder in boulders]
+            if plans := [plan for plan in found if plan is not None]:
+                shortest = self._rng.random() < 0.5
+                self._pushes = min(plans, key=len) if shortest else self._rng.choice(plans)
+            else:
+                self._patience = 0  # with water ahead and no boulder of use, an attempt is lost
+        return self._pushes.pop(0) if self._pushes else None
 
 
 def _walkable(text: str) -> bool:

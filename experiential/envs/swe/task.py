@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from experiential.envs.rows import checked
+from experiential.envs.arguments import checked
 from experiential.envs.split import split_of
 from experiential.errors import ConfigError
 

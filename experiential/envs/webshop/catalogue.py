@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, Field, field_validator
 
-from experiential.envs.rows import checked
+from experiential.envs.arguments import checked
 from experiential.errors import ConfigError
 
 PRODUCTS, INSTRUCTIONS = "items_shuffle_1000.json", "items_ins_v2_1000.json"
