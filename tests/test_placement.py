@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tomllib
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -743,3 +745,17 @@ class TestVersions:
         monkeypatch.syspath_prepend(tmp_path)
         assert found_version("vllm") == "0.29.0"
         assert found_version("no-such-distribution") == ""
+
+
+def test_engines_start_with_what_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiential.training.openrlhf import parts
+
+    asked: dict[str, Any] = {}
+    engine = SimpleNamespace(create_vllm_engines=lambda **options: asked.update(options) or [])
+    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", engine)
+    changes = ["cluster.actor.enforce_eager=true", "cluster.actor.tensor_parallel=2"]
+    settings = load_experiment("complementary-7b", changes).cluster.actor
+    create_engines = parts._create_engines  # pyright: ignore[reportPrivateUsage]
+    assert create_engines(1, "model", settings, 7, None) == []
+    assert asked["enforce_eager"] is True and asked["tensor_parallel_size"] == 2
+    assert asked["max_model_len"] == 16384 and asked["seed"] == 7

@@ -16,6 +16,7 @@ import torch
 
 from experiential.bank.bank import ExperienceBank
 from experiential.errors import CheckpointError, ConfigError, ExperientialError
+from experiential.llm.base import Prompt, SamplingParams
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import Episode
 from experiential.training.checkpoint import CheckpointStore
@@ -25,6 +26,7 @@ from experiential.training.metrics import read_events
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample
 from experiential.training.samples import trajectory_samples
 from experiential.training.trainer import Trainer
+from experiential.types import Generation
 from tests.test_trainer import digest, experiment, policies
 
 
@@ -61,7 +63,7 @@ def test_offline_fills_the_bank_first_and_writes_nothing_in_training(tmp_path: P
 
 
 def test_an_offline_bank_made_elsewhere_is_read_and_not_written(tmp_path: Path) -> None:
-    with ExperienceBank(tmp_path / "made", embedder="hashing") as bank:
+    with ExperienceBank(tmp_path / "made", namespace="vault", embedder="hashing") as bank:
         bank.add("Pull the jade lever.")
     before = digest(tmp_path / "made")
     _, events = run(
@@ -69,6 +71,7 @@ def test_an_offline_bank_made_elsewhere_is_read_and_not_written(tmp_path: Path) 
         "offline",
         "methods.prepare.steps=0",
         f"bank.path={tmp_path / 'made'}",
+        "bank.namespace=vault",
         "eval.before=false",
         "eval.after=false",
     )
@@ -240,6 +243,21 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -
     )
     with pytest.raises(CheckpointError, match="got one without methods"):
         run(tmp_path, "grpo", "run.steps=2", resume=True)
+
+
+def test_evaluation_samples_at_its_own_temperature(tmp_path: Path) -> None:
+    temperatures: set[float] = set()
+
+    class Noting(LocalRuntime):
+        async def generate(
+            self, prompt: Prompt, sampling: SamplingParams | None = None
+        ) -> Generation:
+            temperatures.add(sampling.temperature if sampling else 1.0)
+            return await super().generate(prompt, sampling)
+
+    settings = ("run.steps=0", "eval.before=false", "eval.temperature=0.5")
+    run(tmp_path, "grpo", *settings, made=policies(Noting))
+    assert temperatures == {0.5}
 
 
 class Imitate(Method):

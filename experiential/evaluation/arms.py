@@ -261,13 +261,11 @@ def opened_arm(
 
 def worlds(bank: Bank, entry: Experience) -> frozenset[str]:
     """Return the worlds that an entry was made from, by all its versions and all merged into it."""
-    found: set[str] = set()
-    for version in range(1, entry.version + 1):
-        for one in bank.lineage(entry.id, version):
-            ancestor = bank.version(*one)
-            if ancestor is not None and ancestor.provenance.instance:
-                found.add(world_of(ancestor.provenance.instance))
-    return frozenset(found)
+    versions = range(1, entry.version + 1)
+    made_of = {one for version in versions for one in bank.lineage(entry.id, version)}
+    ancestors = [bank.version(*one) for one in made_of]
+    instances = [one.provenance.instance for one in ancestors if one is not None]
+    return frozenset(world_of(instance) for instance in instances if instance)
 
 
 def world_of(instance: str) -> str:

@@ -28,9 +28,8 @@ def write_whole(path: Path, text: str) -> Path:
 class ResultStore(Generic[R]):
     """Keep finished results in a folder, one JSON file each.
 
-    The one store of everything here that can be resumed: cells of a comparison, suites, the study,
-    the table of environments. A result is looked up by the name of its file; where it holds the
-    ``settings`` that it was made with, it is found under these settings only.
+    A result is looked up by the name of its file; where it holds the ``settings`` that it was made
+    with, it is found under these settings only.
 
     Args:
         folder: where the files are; the first result makes it.

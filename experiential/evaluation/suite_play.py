@@ -165,8 +165,7 @@ async def _episodes(
 ) -> tuple[PlayedEpisode, ...]:
     """Play all episodes of a cell, ``at_once`` of them between two distillations; 0 for all.
 
-    A bank that grows is held still while they play, so that what an episode is shown does not
-    depend on which other one ends first.
+    A bank that grows is held still meanwhile: which other episode ends first changes nothing.
     """
     seconds: dict[int | None, float] = {}
     settings = EnvSettings(

@@ -83,7 +83,7 @@ _FROZENLAKE = SuiteTask("frozenlake", "experiential/FrozenLake-v0", {"preset": "
 
 
 def _alfworld(turns: int) -> SuiteTask:
-    """Return ALFWorld with the reward of Complementary RL: 1 for success, else -1."""
+    # the reward of Complementary RL: 1 for success, else -1
     kwargs = {"turns": turns, "failure": -1.0}
     return SuiteTask("alfworld", "experiential/ALFWorld-v0", kwargs, turns, failure=-1.0)
 
@@ -125,11 +125,7 @@ SUITES = {suite.name: suite for suite in _SUITES}
 
 
 def find_suite(name: str, tasks: Sequence[str] | None = None) -> Suite:
-    """Return the suite of a name, with only some of its tasks where these are named.
-
-    Raises:
-        ConfigError: no such suite, no such task in it, or the name stands for something else.
-    """
+    """Return the suite of a name, with only some of its tasks where these are named."""
     found = cast("Any", resolve("suites", name, SUITES))
     suite = found() if callable(found) else found
     if not isinstance(suite, Suite):
