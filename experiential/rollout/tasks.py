@@ -19,12 +19,7 @@ class TaskSource:
 
     An environment that lists ``worlds`` is asked for them by ``reset(options={"world": i})``, each
     world once per step while there are enough, and the same ones for ``settings.visits`` steps in a
-    row; any other environment gets fresh seeds.
-
-    Args:
-        settings: environment settings with the changes of worlds over time.
-        worlds: how many worlds the environment has, None when it lists none.
-        seed: of the run.
+    row; any other environment (``worlds`` is None) gets fresh seeds.
     """
 
     def __init__(self, settings: EnvSettings, worlds: int | None, seed: int) -> None:

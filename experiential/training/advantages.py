@@ -176,15 +176,9 @@ def training_count_weights(
 
     w = 0 while step - last < cooldown, else (1 + count)^(-decay); 1 where count is 0.
 
-    Args:
-        step: present training step t.
-        last_trained: step at which each sample was last trained on, shape (n,), integer.
-        counts: how often each sample was trained on, shape (n,), integer.
-        cooldown: delta; 0 turns the cooldown off.
-        decay: alpha >= 0; 0 turns the discount off.
-
-    Returns:
-        weights, shape (n,), float32, in [0, 1].
+    ``step`` is t, ``cooldown`` delta, ``decay`` alpha; 0 turns them off. ``last_trained`` (the step
+    at which each sample was last trained on) and ``counts`` (how often) are integer, the weights
+    float32 in [0, 1]; all have shape (n,).
 
     Raises:
         ValueError: shapes differ, a count is negative, or ``cooldown`` or ``decay`` is negative.

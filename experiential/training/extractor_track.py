@@ -30,9 +30,7 @@ class ExtractorTrack:
     buffer holds a batch, CISPO updates run as a task beside the rollouts.
 
     Attributes:
-        malformed: answers of which no operation could be read.
-        uncredited: uses without a reward, for want of a free member to compare with (``reward:
-            relative``).
+        uncredited: uses without a reward, for want of a free member to compare with.
         weight: mean weight of eq. 7 over the last batch.
     """
 

@@ -350,9 +350,8 @@ class InProcessRuntime:
 
     def open_bank(self, folder: Path) -> FolderBank:
         """Open the run's bank in this process."""
-        bank = self._bank
         return FolderBank(
-            folder, namespace=bank.namespace, embedder=bank.embedder, store=bank.store
+            folder, **self._bank.model_dump(include={"namespace", "embedder", "store"})
         )
 
     make_env = staticmethod(make_env)

@@ -142,11 +142,7 @@ class PolicyRuntime(LLM):
         """Return the log-probability of each trained token under the current weights, in nats."""
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Return the entropy at each trained token under the current weights, in nats.
-
-        Raises:
-            ConfigError: this kind of runtime does not compute it.
-        """
+        """Return the entropy at each trained token in nats; raise ConfigError if not computed."""
         name = type(self).__name__
         raise ConfigError(f"Expected a runtime that gives entropies, got {name}; use runtime=local")
 
@@ -189,11 +185,7 @@ class Runtime(Protocol):
     extractor: PolicyRuntime
 
     def open_bank(self, folder: Path) -> ForkableBank:
-        """Open the run's bank for writing; the caller closes it before the runtime.
-
-        Raises:
-            BankLockedError: another process writes it.
-        """
+        """Open the run's bank for writing; the caller closes it before the runtime."""
         ...
 
     def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:

@@ -82,11 +82,7 @@ class Trainer:
         return asyncio.run(self.arun())
 
     async def arun(self) -> dict[str, Any]:
-        """Train and evaluate from inside an event loop; see ``run``.
-
-        Raises:
-            ExperientialError: the run cannot go on; its last checkpoint can be resumed.
-        """
+        """Train and evaluate from inside an event loop; see ``run``."""
         begin = time.perf_counter()
         try:
             async with contextlib.AsyncExitStack() as stack:
