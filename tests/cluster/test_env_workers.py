@@ -86,6 +86,10 @@ def rollout(
         made.close()
 
 
+def failures(workers: EnvWorkers) -> list[str]:
+    return [failure for worker in workers.workers for failure in worker.failures]
+
+
 def errors(episodes: list[Episode]) -> list[str | None]:
     return [episode.trajectory.error for episode in episodes]
 
@@ -227,7 +231,7 @@ async def test_a_killed_worker_fails_its_episodes_by_name_and_the_next_ones_run(
                 error.startswith("env: env worker 0 on ") and "died: " in error for error in lost
             )
             assert errors(await play.play(jobs(*[""] * 8))) == [None] * 8
-        assert len(workers.failures()) == 1
+        assert len(failures(workers)) == 1
 
 
 async def test_an_environment_that_ends_its_process_is_a_failed_episode_too(
@@ -249,7 +253,7 @@ async def test_a_hung_environment_is_given_up_and_its_worker_goes_on(ray_cluster
         assert f"step gave no answer within {CALL_TIMEOUT:g} s" in hung
         assert others == [None] * 3
         assert errors(await play.play(jobs(*[""] * 4))) == [None] * 4
-        assert workers.failures() == []
+        assert failures(workers) == []
 
 
 async def test_a_worker_that_answers_nothing_is_started_again(ray_cluster: Any) -> None:
@@ -273,7 +277,7 @@ async def test_what_an_environment_raises_is_the_reason_of_its_episode(workers: 
         first, second, third = errors(await play.play(jobs("raise", "", "")))
     assert first is not None and first.endswith("step failed: ValueError: the bed broke")
     assert (second, third) == (None, None)
-    assert workers.failures() == []
+    assert failures(workers) == []
 
 
 async def test_a_step_of_a_lost_episode_names_the_end_of_its_worker(

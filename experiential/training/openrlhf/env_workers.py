@@ -280,10 +280,6 @@ class EnvWorkers:
         worker.lose(actor, complaint)
         raise EnvError(f"{worker.name} {actor.ended}", lost=True)
 
-    def failures(self) -> list[str]:
-        """Return the reasons of lost workers, worker by worker."""
-        return [failure for worker in self.workers for failure in worker.failures]
-
     def close(self) -> None:
         """Close the environments within 10 seconds and end all workers; safe to call twice."""
         if is_joined():  # else Ray was shut down, and the workers with it

@@ -34,8 +34,8 @@ class SilentActorError(LostActorError):
 
     def __init__(self, who: str, seconds: float) -> None:
         super().__init__(who, f"gave no answer within {seconds:g} s")
-        advice = "raise cluster.call_timeout if it is only slow (cluster.start_timeout while it"
-        self.args = (f"{self}; {advice} starts)",)
+        settings = "cluster.call_timeout if it is only slow (cluster.start_timeout while it starts)"
+        self.args = (f"{self}; raise {settings}",)
 
 
 class FailedCallError(BackendError):
