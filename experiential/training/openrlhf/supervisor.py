@@ -26,7 +26,7 @@ class LostActorError(BackendError):
 
     def __init__(self, who: str, reason: str) -> None:
         super().__init__(f"Expected {who} to be alive, but it {reason}")
-        self.who, self.reason = who, reason
+        self.reason = reason
 
 
 class SilentActorError(LostActorError):
