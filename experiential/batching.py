@@ -180,9 +180,8 @@ class Batcher(Generic[A, R]):
                     self._is_led = call.leads = True
             elif not self._idle and len(self._threads) < self._workers:
                 name = f"{self._name}-{len(self._threads)}"
-                worker = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(worker)
-                worker.start()
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
             if not self._is_gathering:
                 self._arrived.notify()
             elif len(self._queue) >= self._size:
@@ -232,8 +231,8 @@ class Batcher(Generic[A, R]):
         ):
             self._arrived.wait(left)
         self._is_gathering = False
-        count = len(self._queue) if self._most is None else min(len(self._queue), self._most)
-        return [self._queue.popleft() for _ in range(count)]
+        count = len(self._queue)
+        return [self._queue.popleft() for _ in range(min(count, self._most or count))]
 
     def _work(self) -> None:
         while True:

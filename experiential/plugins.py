@@ -46,16 +46,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def resolve(kind: Kind, name: str, builtins: Mapping[str, T | str]) -> T:
-    """Return the part that ``name`` stands for.
+    """Return the part that ``name`` stands for, or raise ConfigError.
 
     Args:
         kind: which parts are meant; decides the group of entry points.
         name: a built-in name, the name of an entry point, or ``module:attribute``.
         builtins: built-in parts by name. A string is a ``module:attribute`` of this package, which
             keeps heavy modules unimported until they are chosen.
-
-    Raises:
-        ConfigError: no such part, or it cannot be imported.
     """
     found: T | str | None = builtins.get(name)
     if isinstance(found, str):
@@ -87,11 +84,7 @@ def known_names(kind: Kind, builtins: Iterable[str] = ()) -> list[str]:
 
 
 def load_attribute(kind: Kind, reference: str) -> Any:
-    """Import ``module:attribute``; a dotted attribute is followed.
-
-    Raises:
-        ConfigError: the module cannot be imported, or has no such attribute.
-    """
+    """Import ``module:attribute``, or raise ConfigError; a dotted attribute is followed."""
     module_name, _, path = reference.partition(":")
     found: Any = import_from_here(module_name, f"{kind} {reference!r}")
     for part in path.split("."):
@@ -106,11 +99,7 @@ def load_attribute(kind: Kind, reference: str) -> Any:
 
 
 def import_from_here(module_name: str, wanted_for: str) -> ModuleType:
-    """Import a module by name, from the current folder too, as ``python -m`` does.
-
-    Raises:
-        ConfigError: the import fails, for whatever reason.
-    """
+    """Import a module, from the current folder too as ``python -m`` does, or raise ConfigError."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

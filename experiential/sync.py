@@ -33,9 +33,7 @@ class EventLoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the loop from another thread and wait for its result.
 
-        Raises:
-            RuntimeError: called from the loop's own thread, which would wait for itself.
-            TimeoutError: no result within ``timeout`` seconds; the coroutine is cancelled.
+        After ``timeout`` seconds without one, it is cancelled and TimeoutError raised.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()

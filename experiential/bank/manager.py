@@ -13,7 +13,7 @@ import numpy as np
 
 from experiential.bank.consolidation.consolidate import merge_group, recent_groups
 from experiential.bank.consolidation.dedupe import Passes
-from experiential.bank.evidence.trust import Episodes, checked_episodes, probation_of
+from experiential.bank.evidence.trust import Episodes, probation_of
 from experiential.bank.extractor import Extractor
 from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import texts_to_embed
@@ -21,10 +21,9 @@ from experiential.bank.operations import keys_to_embed
 from experiential.bank.options import bank_settings
 from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.records import DeadLetter, Duplicates
-from experiential.bank.search.searchable import checked_queries
 from experiential.bank.search.searcher import Searcher
 from experiential.bank.search.strategies import find_strategy
-from experiential.bank.search.where import Filter, Where
+from experiential.bank.search.where import Filter
 from experiential.batching import Batcher
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
 from experiential.sync import EventLoopThread
@@ -226,8 +225,8 @@ class ExperienceManager:
                 provisional entries, or none may.
             where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        asked = self._asked(query, k, exclude_instance, episode, where)
-        rows = self._searcher.search(*asked)
+        asked = self._searcher.requests(query, k, exclude_instance, episode, where)
+        rows = self._searcher.search(asked)
         return rows[0] if isinstance(query, str) else rows
 
     async def asearch(
@@ -240,23 +239,9 @@ class ExperienceManager:
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
         """Run ``search`` on any event loop."""
-        asked = self._asked(query, k, exclude_instance, episode, where)
-        rows = await self._searcher.asearch(*asked)
+        asked = self._searcher.requests(query, k, exclude_instance, episode, where)
+        rows = await self._searcher.asearch(asked)
         return rows[0] if isinstance(query, str) else rows
-
-    def _asked(
-        self,
-        query: str | list[str] | tuple[str, ...],
-        k: int | None,
-        exclude: str | None,
-        episode: Episodes,
-        where: Filter | None,
-    ) -> tuple[list[str], int, str | None, Sequence[str], Where | None]:
-        """Check the arguments of a search."""
-        wanted = self.settings.retrieval.k if k is None else k
-        queries = checked_queries(query, wanted, blank=True)
-        episodes = checked_episodes(episode, len(queries))
-        return queries, wanted, exclude, episodes, Where.of(where)
 
     @_on_own_loop
     async def aask(
@@ -279,8 +264,8 @@ class ExperienceManager:
             exclude_instance: leave out entries made from this task instance.
             where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        asked = self._asked([query], k, exclude_instance, episode, where)
-        hits = (await self._searcher.asearch(*asked))[0]
+        asked = self._searcher.requests([query], k, exclude_instance, episode, where)
+        hits = (await self._searcher.asearch(asked))[0]
         if not hits:
             return Answer()
         text, generation = hits[0].experience.text, None

@@ -39,7 +39,6 @@ class _Track:
     """Hold the requests of one priority: waiting, joining, decoding, and their states."""
 
     # No `Batcher`: with continuous batching rows join and leave a batch while it is decoded.
-
     priority: int
     waiting: deque[Request] = field(default_factory=deque[Request])
     joining: list[Request] = field(default_factory=list[Request])
@@ -100,16 +99,14 @@ class Engine:
             work = partial(self._step, track)
             step = self._executor.submit(work, priority=track.priority, delay=delay)
         except BackendError as error:
-            self._fail_all(track, error)
-            return
+            return self._fail_all(track, error)
         step.add_done_callback(partial(self._after, track))
 
     def _after(self, track: _Track, step: Future[None]) -> None:
         """Plan the next step; a failed step fails only the requests that it touched."""
         if step.cancelled():
             closed = "Expected an open executor, got one closed while requests were waiting"
-            self._fail_all(track, BackendError(closed))
-            return
+            return self._fail_all(track, BackendError(closed))
         if (error := step.exception()) is not None:
             failure = BackendError(
                 f"Expected the model's forward to succeed, got {type(error).__name__}: {error}"
@@ -187,12 +184,10 @@ class Engine:
         prompts = [np.array(prefix, dtype=np.int64) for prefix in distinct]
         members = list(distinct.values())
         matches = self._matches(prompts)
-        for chunk in self._forward.plan(
-            [len(ids) - matched for ids, (matched, _) in zip(prompts, matches, strict=True)]
-        ):
-            block, logits = self._forward.prefill(
-                [prompts[i] for i in chunk], [matches[i] for i in chunk]
-            )
+        new = [len(ids) - matched for ids, (matched, _) in zip(prompts, matches, strict=True)]
+        for chunk in self._forward.plan(new):
+            known = [matches[i] for i in chunk]
+            block, logits = self._forward.prefill([prompts[i] for i in chunk], known)
             for row, i in enumerate(chunk):
                 self._cache.put(prompts[i], partial(block.row, row, len(prompts[i])))
             requests = [request for i in chunk for request in members[i]]
@@ -284,51 +279,45 @@ def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int])
     """Draw one token for each request from its row of ``logits``, given by ``source``."""
     free = [i for i, request in enumerate(requests) if request.node is None]
     bound = [i for i, request in enumerate(requests) if request.node is not None]
+    draws: list[tuple[list[int], Tensor, NDArray[np.int64] | None]] = []
     if free:
-        chosen = [requests[i] for i in free]
         everyone = len(free) == len(logits) == len(requests)
         scores = logits if everyone else logits[[source[i] for i in free]]
-        if any(request.schema is not None for request in chosen):
+        schemas = [requests[i].schema for i in free]
+        if any(schema is not None for schema in schemas):
             allowed = np.ones(scores.shape, dtype=bool)
-            for row, request in enumerate(chosen):
-                if request.schema is not None:
-                    allowed[row] = request.schema.allowed()
+            for row, schema in enumerate(schemas):
+                if schema is not None:
+                    allowed[row] = schema.allowed()
             barred = torch.as_tensor(~allowed, device=scores.device)
             scores = scores.masked_fill(barred, -torch.inf)
-        index, logprobs = _draw(scores, chosen)
-        tokens = index.cpu().numpy()
-        for request, token, logprob in zip(chosen, tokens, logprobs.cpu().numpy(), strict=True):
-            request.accept(int(token), float(logprob))
+        draws.append((free, scores, None))
     if bound:
         # choices allow a handful of tokens, so only their logits leave the device
-        chosen = [requests[i] for i in bound]
-        choices = [request.node.allowed for request in chosen if request.node is not None]
-        width = max(map(len, choices))
-        tokens = np.zeros((len(chosen), width), dtype=np.int64)
+        choices = [request.node.allowed for request in requests if request.node is not None]
+        tokens = np.zeros((len(bound), max(map(len, choices))), dtype=np.int64)
         for row, ids in enumerate(choices):
             tokens[row, : len(ids)] = ids
         rows = torch.tensor([source[i] for i in bound], device=logits.device).unsqueeze(1)
         scores = logits[rows, torch.as_tensor(tokens, device=logits.device)].cpu()
         lengths = torch.tensor([len(ids) for ids in choices]).unsqueeze(1)
-        scores = scores.masked_fill(torch.arange(width) >= lengths, -torch.inf)
-        index, logprobs = _draw(scores, chosen)
-        drawn = tokens[np.arange(len(chosen)), index.numpy()]
-        for request, token, logprob in zip(chosen, drawn, logprobs.numpy(), strict=True):
+        scores = scores.masked_fill(torch.arange(tokens.shape[1]) >= lengths, -torch.inf)
+        draws.append((bound, scores, tokens))
+    for places, scores, tokens in draws:
+        chosen = [requests[i] for i in places]
+        tensor = partial(torch.tensor, device=scores.device)
+        index, logprobs = draw_tokens(
+            scores,
+            temperature=tensor([one.sampling.temperature for one in chosen], dtype=torch.float32),
+            top_k=tensor([one.sampling.top_k for one in chosen], dtype=torch.int64),
+            top_p=tensor([one.sampling.top_p for one in chosen], dtype=torch.float32),
+            uniform=tensor([one.uniform() for one in chosen], dtype=torch.float64),
+        )
+        drawn = index.cpu().numpy()
+        if tokens is not None:
+            drawn = tokens[np.arange(len(chosen)), drawn]
+        for request, token, logprob in zip(chosen, drawn, logprobs.cpu().numpy(), strict=True):
             request.accept(int(token), float(logprob))
-
-
-def _draw(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
-    """Draw one index per row of ``scores`` with the settings of its request; see `draw_tokens`."""
-    sampling = [request.sampling for request in requests]
-    uniform = [request.uniform() for request in requests]
-    tensor = partial(torch.tensor, device=scores.device)
-    return draw_tokens(
-        scores,
-        temperature=tensor([each.temperature for each in sampling], dtype=torch.float32),
-        top_k=tensor([each.top_k for each in sampling], dtype=torch.int64),
-        top_p=tensor([each.top_p for each in sampling], dtype=torch.float32),
-        uniform=tensor(uniform, dtype=torch.float64),
-    )
 
 
 def draw_tokens(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,23 @@ cut each other off from the rest.
 
 
 class ChromaStore:
-    """Keep entries in one Chroma collection, made at the first write."""
+    """Keep entries in one Chroma collection, made at the first write.
 
-    def __init__(self, connect: Callable[[], Any], name: str) -> None:
-        self._connect = connect
+    Args:
+        where: a folder, opened in this process, or the address of a server, to which the token of
+            the environment is sent along.
+        name: of the collection.
+    """
+
+    def __init__(self, where: Path | str, name: str) -> None:
+        self._where = where
         self._name = name
         self._open()
 
     def _open(self) -> None:
         from chromadb.errors import NotFoundError
 
-        self._client = self._connect()
+        self._client = _client(self._where)
         self._collection: Any = None
         try:
             with contextlib.suppress(NotFoundError):
@@ -95,12 +101,10 @@ class ChromaStore:
             where={"$and": clauses} if len(clauses) > 1 else (clauses or [None])[0],
             include=["metadatas", "distances"],
         )
+        rows = zip(found["ids"], found["metadatas"], found["distances"], strict=True)
         return [
-            [
-                Indexed(id, int(meta["version"]), 1.0 - distance)
-                for id, meta, distance in zip(*row, strict=True)
-            ]
-            for row in zip(found["ids"], found["metadatas"], found["distances"], strict=True)
+            [Indexed(id, int(meta["version"]), 1 - far) for id, meta, far in zip(*row, strict=True)]
+            for row in rows
         ]
 
     def fetch(self, ids: Sequence[str]) -> dict[str, tuple[int, Vector]]:
@@ -108,11 +112,10 @@ class ChromaStore:
         if self._collection is None or not ids:
             return {}
         found = self._collection.get(ids=list(ids), include=["metadatas", "embeddings"])
+        rows = zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)
         return {
             id: (int(meta["version"]), np.asarray(vector, dtype=np.float32))
-            for id, meta, vector in zip(
-                found["ids"], found["metadatas"], found["embeddings"], strict=True
-            )
+            for id, meta, vector in rows
         }
 
     def clear(self) -> None:
@@ -127,15 +130,13 @@ class ChromaStore:
         self._client.close()
 
 
-def folder_store(folder: Path, name: str) -> ChromaStore:
-    """Open a collection of Chroma in a folder, in this process."""
+def _client(where: Path | str) -> Any:
     import chromadb
     from chromadb.config import Settings
 
     settings = Settings(anonymized_telemetry=False)
-    start: Any = partial(chromadb.PersistentClient, str(folder), settings)
-
-    def connect() -> Any:
+    if isinstance(where, Path):
+        start: Any = partial(chromadb.PersistentClient, str(where), settings)
         try:
             return start()
         except Exception:
@@ -143,33 +144,18 @@ def folder_store(folder: Path, name: str) -> ChromaStore:
             with contextlib.suppress(Exception):
                 start().close()
             raise
-
-    return ChromaStore(connect, name)
-
-
-def server_store(url: str, name: str) -> ChromaStore:
-    """Open a collection of a Chroma server; the token of the environment is sent along."""
-    import chromadb
-    from chromadb.config import Settings
-
     token = os.environ.get(TOKEN_VARIABLE)
     headers = {"Authorization": f"Bearer {token}", "X-Chroma-Token": token} if token else {}
-    address = urlsplit(url)
-
-    def connect() -> Any:
-        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-        beat = httpx.get(f"{url}/api/v2/heartbeat", headers=headers, timeout=timeout)
-        beat.raise_for_status()
-        client = chromadb.HttpClient(
-            host=address.hostname or "",
-            port=address.port or DEFAULT_PORT,
-            ssl=address.scheme == "https",
-            headers=headers,
-            settings=Settings(anonymized_telemetry=False),
-        )
-        # Chroma sets no time-out of its own and would wait for ever.
-        server: Any = getattr(client, "_server")  # noqa: B009  (private, so without a type)
-        server._session.timeout = timeout
-        return client
-
-    return ChromaStore(connect, name)
+    address, timeout = urlsplit(where), httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+    httpx.get(f"{where}/api/v2/heartbeat", headers=headers, timeout=timeout).raise_for_status()
+    client = chromadb.HttpClient(
+        host=address.hostname or "",
+        port=address.port or DEFAULT_PORT,
+        ssl=address.scheme == "https",
+        headers=headers,
+        settings=settings,
+    )
+    # Chroma sets no time-out of its own and would wait for ever.
+    server: Any = getattr(client, "_server")  # noqa: B009  (private, so without a type)
+    server._session.timeout = timeout
+    return client

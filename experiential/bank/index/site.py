@@ -18,7 +18,7 @@ from experiential.types import new_id
 
 EXACT, CHROMA = "exact", "chroma"
 _REFERENCE = re.compile(r"[\w.]+:[^\W\d][\w.]*")
-STORES: dict[str, str] = {CHROMA: "experiential.bank.index.chroma:folder_store"}
+STORES: dict[str, str] = {CHROMA: "experiential.bank.index.chroma:ChromaStore"}
 
 
 class Site(NamedTuple):
@@ -39,9 +39,9 @@ class Site(NamedTuple):
     def open(self) -> IndexStore:
         """Open the store, which may raise anything."""
         if self.folder is None:
-            from experiential.bank.index.chroma import server_store
+            from experiential.bank.index.chroma import ChromaStore
 
-            return server_store(self.store, self.name)
+            return ChromaStore(self.store, self.name)
         self.folder.mkdir(parents=True, exist_ok=True)
         factory: StoreFactory = resolve("stores", self.store, STORES)
         return factory(self.folder, self.name)

@@ -1,8 +1,8 @@
 """Define the protocol of index stores.
 
-The journal is the truth; an index store holds a replica of the live entries of one namespace, which
-answers searches once a bank is too large for memory. ``Follower`` keeps it behind the journal and
-makes it again when it is damaged or foreign, so a store may forget anything at any time.
+A store holds a replica of the live entries of one namespace, which answers searches once a bank is
+too large for memory. ``IndexFollower`` keeps it behind the journal and makes it again when it is
+damaged or foreign, so a store may forget anything at any time.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class IndexStore(Protocol):
             queries: unit vectors, shape (m, d), float32.
             n: how many for each query.
             where: values by field (``kind``, ``task``), of which an entry should have one; no task
-                is "". A store may ignore it: every result is checked, and missing ones are made up
-                for.
+                is "". A store may ignore it, for every result is checked.
         """
         ...
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from experiential.bank.evidence.trust import Probation
+from experiential.bank.evidence.trust import Episodes, Probation, checked_episodes
 from experiential.bank.index.vectors import Scored
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
+from experiential.bank.search.searchable import checked_queries
 from experiential.bank.search.strategies import (
     PER_PLACE,
     Candidate,
@@ -20,7 +21,7 @@ from experiential.bank.search.strategies import (
     find_strategy,
     select,
 )
-from experiential.bank.search.where import Where
+from experiential.bank.search.where import Filter, Where
 from experiential.batching import Batcher, BatchTimeoutError
 from experiential.errors import BankError
 from experiential.types import Experience, Hit, Statistics
@@ -100,57 +101,47 @@ class Searcher:
         found = self._found.get(id)
         return Statistics() if found is None else self._bank.counters(found.item)
 
-    def search(
+    def requests(
         self,
-        queries: Sequence[str],
-        k: int,
+        query: str | Sequence[str],
+        k: int | None,
         exclude: str | None,
-        episodes: Sequence[str],
-        where: Where | None = None,
-    ) -> Rows:
-        """Return the hits of each query, asked in the episode of the same place; none if blank.
+        episode: Episodes,
+        where: Filter | None,
+    ) -> list[Request | None]:
+        """Check the arguments of a search; return a request for each query, None if it is blank."""
+        k, now = self._settings.k if k is None else k, time.perf_counter()
+        queries, wanted = checked_queries(query, k, blank=True), Where.of(where)
+        requests: list[Request | None] = []
+        for one, asking in zip(queries, checked_episodes(episode, len(queries)), strict=True):
+            admitted = None
+            if self._probation is not None and one.strip():
+                admitted = self._probation.admits(asking)
+            asked = Request(one, k, exclude, wanted, admitted, now)
+            requests.append(asked if one.strip() else None)
+        return requests
+
+    def search(self, requests: Sequence[Request | None]) -> Rows:
+        """Return the hits of each request, none for None.
 
         Raises:
             BankError: no answer within ``timeout`` seconds, or the searcher is closed.
         """
-        requests = self._requests(queries, k, exclude, episodes, where)
+        asked = [one for one in requests if one is not None]
         try:
-            found = iter(self._batcher.run(requests, self._settings.timeout))
+            found = iter(self._batcher.run(asked, self._settings.timeout))
         except BatchTimeoutError as error:
             raise self._late() from error
-        return [next(found) if query.strip() else [] for query in queries]
+        return [[] if one is None else next(found) for one in requests]
 
-    async def asearch(
-        self,
-        queries: Sequence[str],
-        k: int,
-        exclude: str | None,
-        episodes: Sequence[str],
-        where: Where | None = None,
-    ) -> Rows:
+    async def asearch(self, requests: Sequence[Request | None]) -> Rows:
         """Do as ``search``, awaitable on any event loop."""
-        requests = self._requests(queries, k, exclude, episodes, where)
+        asked = [one for one in requests if one is not None]
         try:
-            found = iter(await self._batcher.arun(requests, self._settings.timeout))
+            found = iter(await self._batcher.arun(asked, self._settings.timeout))
         except BatchTimeoutError as error:
             raise self._late() from error
-        return [next(found) if query.strip() else [] for query in queries]
-
-    def _requests(
-        self,
-        queries: Sequence[str],
-        k: int,
-        exclude: str | None,
-        episodes: Sequence[str],
-        where: Where | None,
-    ) -> list[Request]:
-        now = time.perf_counter()
-        admits = None if self._probation is None else self._probation.admits
-        return [
-            Request(query, k, exclude, where, None if admits is None else admits(episode), now)
-            for query, episode in zip(queries, episodes, strict=True)
-            if query.strip()
-        ]
+        return [[] if one is None else next(found) for one in requests]
 
     def _late(self) -> BankError:
         self.counts.timeouts += 1
@@ -196,9 +187,8 @@ class Searcher:
         for request, row in zip(batch, rows, strict=True):
             found = self._found = {scored.item.id: scored for scored in row}
             candidates = [Candidate(id, scored.score, scored.words) for id, scored in found.items()]
-            chosen = select(
-                candidates, self._seen, self._settings, self._rng, request.k, self._strategy
-            )
+            settings, k = self._settings, request.k
+            chosen = select(candidates, self._seen, settings, self._rng, k, self._strategy)
             if not self._bank.read_only:
                 self._bank.note_retrievals(candidate.id for candidate, _ in chosen)
             hits = [
