@@ -71,15 +71,12 @@ def find(
     Args:
         entries: oldest first.
         embed: unit vectors of texts, shape (n, d).
-        threshold: cosine from which on two texts may say the same.
+        threshold: cosine from which on two texts may say the same, in (0, 1].
         judge: asked about each pair from the threshold on, most similar first, until it says yes;
             None takes every pair, and equal texts are never asked about.
         across_tasks: compare entries of different tasks too.
         among: ids of a batch of new entries: these are compared with each other, then what is left
             with older entries (EvolveR); None compares all.
-
-    Raises:
-        ValueError: the threshold is not in (0, 1].
     """
     batch = None if among is None else frozenset(among)
     found: list[Duplicates] = []
@@ -274,16 +271,12 @@ class Passes:
 
     def _plan(self) -> tuple[list[list[Experience]], frozenset[str]]:
         """Return the groups with new entries, in the order of their texts, and the ids of those."""
-
-        def written(entry: Experience) -> int:
-            return entry.provenance.commit or 0
-
-        ordered = sorted(self._bank.entries(), key=written)
+        ordered = sorted(self._bank.entries(), key=lambda entry: entry.provenance.commit or 0)
         # A survivor of a deduplication keeps its text, so it is not new.
         news = frozenset(
             entry.id
             for entry in ordered
-            if written(entry) > self._since and entry.provenance.cause != "dedupe"
+            if (entry.provenance.commit or 0) > self._since and entry.provenance.cause != "dedupe"
         )
         if not news:
             return [], news

@@ -40,7 +40,6 @@ from experiential.bank.options import ManagerOptions
 from experiential.bank.protocol import Bank, TrustBook
 from experiential.bank.records import Standing
 from experiential.bank.storage.journal import Journal
-from experiential.sync import attempted
 from experiential.types import Experience, Hit
 
 Episodes = str | Sequence[str]
@@ -190,12 +189,12 @@ class Probation:
         self._head = head
         self._seed = seed
         self._rng = random.Random(f"{seed}: provisional entries")
-        self._seen = -1
+        self._seen = head()
         self._lock = threading.Lock()
         self._refreshing: Future[bool] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="experiential-trust")
         self._draws: Counter[bool] = Counter()
-        self._refresh()
+        book.refresh()
 
     def admits(self, episode: str) -> bool:
         """Draw whether a search of this episode may find provisional entries.
@@ -215,7 +214,7 @@ class Probation:
         # A RuntimeError says that the thread was closed meanwhile: nobody will ask again.
         with self._lock, contextlib.suppress(RuntimeError):
             if self._seen != self._head() and (self._refreshing is None or self._refreshing.done()):
-                self._refreshing = self._thread.submit(self._catch_up)
+                self._refreshing = self._thread.submit(self._refresh)
 
     async def settle(self) -> None:
         """Wait until everything in the bank now is judged, or until that failed."""
@@ -224,17 +223,16 @@ class Probation:
             self._refreshing = None
             self.wake()
 
-    def _refresh(self) -> None:
-        head = self._head()
-        self.book.refresh()
-        self._seen = head
-
-    def _catch_up(self) -> bool:
+    def _refresh(self) -> bool:
         # Whatever a disk or a closed bank does to it, retrieval goes on with what is known.
-        outcome = attempted(self._refresh)
-        if isinstance(outcome, Exception):
-            self.failures[f"trust: {type(outcome).__name__}"] += 1
-        return not isinstance(outcome, Exception)
+        try:
+            head = self._head()
+            self.book.refresh()
+        except Exception as error:
+            self.failures[f"trust: {type(error).__name__}"] += 1
+            return False
+        self._seen = head
+        return True
 
     def sift(
         self,
