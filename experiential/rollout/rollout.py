@@ -25,7 +25,6 @@ from experiential.wrappers.feedback import FeedbackWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
 
 _log = logging.getLogger(__name__)
-_REASON = 120  # characters of a reason by which failures are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,9 @@ class Episode:
     """Represent a finished episode with its responses.
 
     Attributes:
-        trajectory: the course of events in the environment.
         generations: the actor's responses, in order.
         broken: its environment failed, so that it never finished.
         asked: per response, whether it asked the bank and so did not step the environment.
-        job: the job that was played.
     """
 
     trajectory: Trajectory
@@ -275,7 +272,7 @@ def shortened(reason: str) -> str:
     >>> shortened("env: ValueError: no such room\nIt was torn down.")
     'env: ValueError: no such room'
     """
-    return reason.strip().partition("\n")[0][:_REASON]
+    return reason.strip().partition("\n")[0][:120]
 
 
 def failures(episodes: Sequence[Episode]) -> dict[str, int]:

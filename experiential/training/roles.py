@@ -18,7 +18,7 @@ class Roles:
     """Build agents around a run's actor and extractor, which answer unless another LLM is given."""
 
     def __init__(self, experiment: Experiment, policies: Policies) -> None:
-        self._experiment = experiment
+        self._experiment, self._prompts = experiment, prompt_set_name(experiment.model)
         self._actor, self._extractor = policies
 
     def actor(self, temperature: float | None = None, llm: LLM | None = None) -> ActorAgent:
@@ -26,7 +26,7 @@ class Roles:
         settings = self._experiment.actor
         return ActorAgent(
             llm or self._actor,
-            prompts=prompt_set_name(self._experiment.model),
+            prompts=self._prompts,
             temperature=settings.temperature if temperature is None else temperature,
             max_tokens=settings.max_tokens,
             constrain=settings.constrain,
@@ -53,7 +53,7 @@ class Roles:
         settings = self._experiment.actor
         return CriticAgent(
             llm or self._actor,
-            prompts=prompt_set_name(self._experiment.model),
+            prompts=self._prompts,
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
             seed=self._experiment.seed,
@@ -64,12 +64,11 @@ class Roles:
         settings, actor = self._experiment.methods.reflection, self._experiment.actor
         if settings is None:
             raise ValueError("Expected an experiment with reflection, got one without")
-        prompts = prompt_set_name(self._experiment.model)
         if settings.mode == "retry":
-            return Retry(prompts=prompts)
+            return Retry(prompts=self._prompts)
         tokens = REFLECTION_TOKENS
         return Reflector(
-            self._actor, prompts=prompts, temperature=actor.temperature, max_tokens=tokens
+            self._actor, prompts=self._prompts, temperature=actor.temperature, max_tokens=tokens
         )
 
 
