@@ -39,18 +39,13 @@ def check_text_env(env: Env, *, seed: int = 0, steps: int = 120) -> list[str]:
 
     An environment without faults works with every wrapper, in training and in suites; what that
     takes is listed in `docs/envs/index.md`. Nothing stops the check: an exception is a fault, too.
-    The environment is closed at the end.
+    ``steps`` limits each episode. The environment, wrapped or not, is closed at the end.
 
     >>> from experiential.envs.vault import VaultEnv
     >>> check_text_env(VaultEnv())
     []
     >>> print(check_text_env(gym.make("CartPole-v1"))[0])
     observation_space: expected a space of text, got Box; wrap the environment in TextObservation
-
-    Args:
-        env: any environment, wrapped or not.
-        seed: of the episodes that are played.
-        steps: most steps played in each of them.
     """
     faults: list[str] = []
     for part in (_spaces, _resets, _options, _plays, _refusals, _oracle, _closes):

@@ -116,11 +116,7 @@ def readiness(env_id: str) -> Entry:
 
 
 def rows() -> list[dict[str, str | bool]]:
-    """Return one row for each environment of this package and of installed packages.
-
-    A row has the id, whether it is ready, what it is, what would make it ready, and what would give
-    it real data.
-    """
+    """Return one row for each environment of this package and of installed packages."""
 
     def row(name: str, about: str = "", to_do: str = "", real: str = "") -> dict[str, str | bool]:
         known = {"id": name, "ready": not to_do, "about": about, "to_do": to_do}

@@ -85,12 +85,11 @@ class TranslationCache:
 
 def _recorded(task: Any) -> dict[str, Any]:
     """Return the parts of a task that TextWorld reads; it ignores numeric assignments (costs)."""
-    actions = [
-        [action.name, [[one.name, one.type_name] for one in action.parameters]]
-        for action in task.actions
-    ]
     return {
-        "actions": actions,
+        "actions": [
+            [action.name, [[one.name, one.type_name] for one in action.parameters]]
+            for action in task.actions
+        ],
         "types": [[kind.name, list(kind.supertype_names)] for kind in task.types],
         "objects": [[one.name, one.type_name] for one in task.objects],
         "init": [[one.predicate, list(one.args)] for one in task.init if hasattr(one, "predicate")],
@@ -98,14 +97,10 @@ def _recorded(task: Any) -> dict[str, Any]:
 
 
 class GrammarCache:
-    """Parse ``.twl2`` texts as TextWorld does, but the common part only once.
+    """Parse ``.twl2`` texts as TextWorld does, but only once what games share: all but the goal.
 
-    Games differ only in the rule that states the goal.
-
-    Args:
-        parse: ``textworld.envs.pddl.logic._parse_and_convert``: text to actions by name and a
-            grammar.
-        rules: ``ContextSensitiveGrammar.parse``: a JSON object of rules to a grammar.
+    ``parse`` is ``textworld.envs.pddl.logic._parse_and_convert``, from a text to actions by name
+    and a grammar; ``rules`` is ``ContextSensitiveGrammar.parse``, from JSON to a grammar.
     """
 
     def __init__(self, parse: Callable[..., Any], rules: Callable[[str], Any]) -> None:

@@ -30,11 +30,8 @@ class Player:
     The process ends when its input does, so it goes with this object and with this process, however
     that ends.
 
-    Args:
-        recycle: games per process.
-        timeout: seconds to wait for an answer.
-        in_process: play in this process, for debugging: each game leaks some 4.5 MB of memory.
-        cached: keep translated problems on disk.
+    ``timeout`` is in seconds for an answer; ``cached`` keeps translated problems on disk;
+    ``in_process`` plays in this process, for debugging: each game leaks some 4.5 MB of memory.
     """
 
     def __init__(self, recycle: int, timeout: float, in_process: bool, cached: bool) -> None:
@@ -130,11 +127,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 class GameHost:
-    """Play games of the PDDL kind with TextWorld, which translates and parses through caches.
-
-    Args:
-        cached: keep translated problems on disk.
-    """
+    """Play games of the PDDL kind with TextWorld, which translates and parses through caches."""
 
     def __init__(self, *, cached: bool = True) -> None:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -14,7 +13,7 @@ from experiential.bank.text import escape
 from experiential.envs.answers import SCORES, exact_match
 from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.hotpotqa.multihop import invented_questions
-from experiential.envs.hotpotqa.passages import Library, Passage
+from experiential.envs.hotpotqa.passages import Embedder, Library, Passage
 from experiential.envs.hotpotqa.questions import Question, load_questions
 from experiential.envs.split import split_of
 from experiential.envs.text_env import Info, Step, TextEnv
@@ -22,7 +21,6 @@ from experiential.errors import ConfigError
 
 Split = Literal["train", "eval", "all"]
 Style = Literal["brackets", "tags"]
-Embedder = Callable[[list[str]], Any] | str
 
 INVENTED = {"train": 600, "eval": 150}
 """Questions of the invented world where none are asked for."""

@@ -10,6 +10,9 @@ import numpy as np
 from experiential.bank.index.embed import CachedEmbedder, resolve_embedder
 from experiential.envs.bm25 import BM25, Floats
 
+Embedder = Callable[[list[str]], Any] | str
+"""Texts to vectors, or a name that a bank takes: ``hashing``, a sentence-transformers folder ..."""
+
 
 class Passage(NamedTuple):
     """Hold one paragraph with its title."""
@@ -19,15 +22,9 @@ class Passage(NamedTuple):
 
 
 class Dense:
-    """Rank texts by the cosine of their embeddings.
+    """Rank texts by the cosine of their embeddings, made at the first query."""
 
-    Args:
-        texts: the texts to search; embedded at the first query.
-        embedder: a callable from texts to vectors, a sentence-transformers name or folder, or
-            ``hashing``, as a bank takes it.
-    """
-
-    def __init__(self, texts: Sequence[str], embedder: Callable[[list[str]], Any] | str) -> None:
+    def __init__(self, texts: Sequence[str], embedder: Embedder) -> None:
         self._texts, self._embedder = list(texts), CachedEmbedder(resolve_embedder(embedder))
         self._vectors: Floats | None = None
 
@@ -42,16 +39,9 @@ class Dense:
 
 
 class Library:
-    """Search paragraphs by title and text.
+    """Search paragraphs by title and text, each once: by BM25 or by an embedder's cosine."""
 
-    Args:
-        passages: pooled paragraphs; the same title and text twice is one.
-        embedder: None for BM25, else see `Dense`.
-    """
-
-    def __init__(
-        self, passages: Sequence[Passage], embedder: Callable[[list[str]], Any] | str | None = None
-    ) -> None:
+    def __init__(self, passages: Sequence[Passage], embedder: Embedder | None = None) -> None:
         self.passages = list(dict.fromkeys(passages))
         texts = [f"{passage.title}\n{passage.text}" for passage in self.passages]
         self._ranker = BM25(texts) if embedder is None else Dense(texts, embedder)

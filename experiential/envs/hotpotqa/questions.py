@@ -21,16 +21,14 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 @dataclass(frozen=True)
 class Question:
-    """Hold one question.
-
-    ``answers`` begins with the right one, other forms of it follow; ``hops`` are titles of the
-    paragraphs that hold it, in the order in which they lead to each other where that is known.
-    """
+    """Hold one question."""
 
     id: str
     text: str
     answers: tuple[str, ...]
+    """The right one first, then other forms of it."""
     hops: tuple[str, ...]
+    """Titles of the paragraphs that hold it, in the order in which they lead to each other."""
 
 
 @dataclass(frozen=True)

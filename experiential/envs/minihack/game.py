@@ -56,11 +56,8 @@ class Game:
     ``seed`` fixes both random generators of NetHack and the phase of the moon, reseeding is off,
     and where a used game is not known to repeat its episodes each start gets a new one.
 
-    Args:
-        env_id: an id that MiniHack registers.
-        prompts: answer NetHack's questions by keys; False declines them, and ``apply`` beside a
-            door unlocks it (KeyRoom's shortcut).
-        limit: steps of an episode; None for the id's own.
+    ``prompts=False`` declines NetHack's questions; ``apply`` beside a door unlocks it (KeyRoom's
+    shortcut); ``limit`` counts the steps of an episode, None for the id's own.
     """
 
     def __init__(self, env_id: str, *, prompts: bool = True, limit: int | None = None) -> None:
