@@ -12,7 +12,11 @@ LaterJudge = Callable[[Experience, Experience], Awaitable[bool]]
 
 
 class Extractor(Protocol):
-    """Distil, refine and merge experience: what a manager needs of an extractor agent."""
+    """Distil, refine and merge experience: what a manager needs of an extractor agent.
+
+    One that also has ``async ajudge(a, b) -> bool``, whether two entries teach the same (the older
+    first), can deduplicate.
+    """
 
     @property
     def version(self) -> int:

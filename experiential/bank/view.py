@@ -1,4 +1,4 @@
-"""Show a bank as it stood after one commit."""
+"""Read a state in memory: that of a bank now, or as it stood after one commit."""
 
 from __future__ import annotations
 
