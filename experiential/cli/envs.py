@@ -58,17 +58,41 @@ def list_(as_json: AsJson = False) -> None:
 @app.command()
 def show(name: Name, as_json: AsJson = False) -> None:
     """Show what an environment is, its arguments and presets, and its first observation."""
+    from experiential.envs.make import creator_of, make, resolve_env
+    from experiential.envs.readiness import readiness
+
     env_id = full_id(name)
-    found = described(env_id)
+    entry, creator = readiness(env_id), creator_of(resolve_env(env_id))
+    missing = entry.missing()
+    presets: dict[str, dict[str, Any]] = dict(getattr(creator, "presets", {}))
+    parameters = inspect.signature(creator).parameters.values()
+    arguments = [
+        {"argument": one.name, "type": str(one.annotation), "default": repr(one.default)}
+        for one in parameters
+    ]
+    needed = [
+        one.name
+        for one in parameters
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    observation = f"({entry.costly}, so it is not started here)" if entry.costly else ""
+    if needed:
+        observation = f"(it needs {', '.join(needed)}, so it is not started here)"
+    elif not missing and not entry.costly:
+        env = make(env_id)
+        observation = str(env.reset(seed=0)[0])
+        env.close()
     if as_json:
-        show_json(found)
+        found: dict[str, Any] = {"id": env_id, "about": entry.about, "to_do": " && ".join(missing)}
+        found |= {"for_real_data": entry.optional(), "arguments": arguments, "presets": presets}
+        show_json(found | {"observation": observation})
         return
-    sys.stdout.write(f"{env_id}: {found['about']}\n\n")
-    show_rows(found["arguments"], as_json)
-    for preset, arguments in found["presets"].items():
-        pairs = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    sys.stdout.write(f"{env_id}: {entry.about}\n\n")
+    show_rows(arguments, as_json)
+    for preset, values in presets.items():
+        pairs = ", ".join(f"{key}={value!r}" for key, value in values.items())
         sys.stdout.write(f" preset={preset!r}: {pairs}\n")
-    to_do = f"Run first: {found['to_do']}" if found["to_do"] else found["observation"]
+    to_do = f"Run first: {' && '.join(missing)}" if missing else observation
     sys.stdout.write(f"\n{to_do}\n")
 
 
@@ -119,39 +143,3 @@ def full_id(name: str) -> str:
             ) from None
         raise
     return name
-
-
-def described(env_id: str) -> dict[str, Any]:
-    """Return what an environment is, its arguments and presets, and its first observation."""
-    from experiential.envs.make import creator_of, make, resolve_env
-    from experiential.envs.readiness import readiness
-
-    entry = readiness(env_id)
-    missing = entry.missing()
-    creator = creator_of(resolve_env(env_id))
-    parameters = inspect.signature(creator).parameters.values()
-    arguments = [
-        {"argument": one.name, "type": str(one.annotation), "default": repr(one.default)}
-        for one in parameters
-    ]
-    observation = f"({entry.costly}, so it is not started here)" if entry.costly else ""
-    needed = [
-        one.name
-        for one in parameters
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    if needed:
-        observation = f"(it needs {', '.join(needed)}, so it is not started here)"
-    elif not missing and not entry.costly:
-        env = make(env_id)
-        observation = str(env.reset(seed=0)[0])
-        env.close()
-    return {
-        "id": env_id,
-        "about": entry.about,
-        "to_do": " && ".join(missing),
-        "for_real_data": entry.optional(),
-        "arguments": arguments,
-        "presets": dict(getattr(creator, "presets", {})),
-        "observation": observation,
-    }

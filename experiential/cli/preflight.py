@@ -35,10 +35,8 @@ RUN_CONTENTS = (
 def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placement | None:
     """Check names, options, extras, models, environment, bank folder and placement.
 
-    Args:
-        experiment: what shall be run.
-        dry_run: it is only planned: what runs on a cluster is often planned elsewhere, so neither
-            its packages nor its GPUs are looked for here, unless this machine has GPUs.
+    What runs on a cluster is often planned elsewhere, so a dry run looks neither for its packages
+    nor for its GPUs, unless this machine has some.
 
     Returns:
         its placement on a cluster; None for a run in this process.

@@ -109,10 +109,7 @@ def headline(events: Iterable[Event]) -> list[str]:
 def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | None = None) -> None:
     """Print the table, the headline and the paths of a finished run; draw the learning curve.
 
-    Args:
-        console: where to print.
-        folder: the run's output folder.
-        summary: what `Trainer.run` returned; its `files` are listed too.
+    ``summary`` is what `Trainer.run` returned; its `files` are listed too.
     """
     events = read_events(folder)
     if evaluations(events):
@@ -130,11 +127,7 @@ def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | Non
 
 
 def draw_learning_curve(events: Iterable[Event], path: Path) -> Path | None:
-    """Draw success while training and held-out success by visit.
-
-    Returns:
-        The file; None without matplotlib, or with nothing to draw.
-    """
+    """Draw success while training and by visit; None without matplotlib, or nothing to draw."""
     events = list(events)
     drawn = any(event["event"] in ("step", "eval") for event in events)
     if find_spec("matplotlib") is None or not drawn:

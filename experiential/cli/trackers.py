@@ -68,12 +68,7 @@ TRACKERS: dict[str, Callable[[Path], Tracker] | str] = {"tensorboard": TensorBoa
 
 
 def open_trackers(names: Sequence[str], folder: Path) -> list[Tracker]:
-    """Make the trackers of a run.
-
-    Args:
-        names: built-in names, entry points of ``experiential.trackers``, or ``module:attribute``.
-        folder: of the run; each tracker chooses its own place in it.
-    """
+    """Make the trackers of a run; each chooses its own place in the run's folder."""
     trackers = [resolve("trackers", name, TRACKERS)(folder) for name in names]
     for name, tracker in zip(names, trackers, strict=True):
         for method in ("handle", "close"):
