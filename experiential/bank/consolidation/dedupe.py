@@ -296,14 +296,7 @@ def merge(
     The survivor gets a new version with its own text, the summed counters and all entries of the
     group as parents, so that what it earns is credited to each; it has no generation of its own.
     Its task is the one that all share, else None. An entry that changed since it was compared stays
-    out.
-
-    Args:
-        draft: of the commit.
-        state: counters of the entries.
-        history: earlier versions of the entries.
-        vectors: those of ``vectors_needed``.
-        found: the group.
+    out. ``vectors`` are those of ``vectors_needed``.
     """
     survivor = found.survivor
     merged = tuple(entry for entry in found.merged if draft.has(entry))

@@ -79,8 +79,6 @@ class Book(TrustBook):
     thread may ask meanwhile, and gets the earlier answer.
 
     Args:
-        journal: of the bank.
-        namespace: inside it.
         after: independent tasks asked for; not 0.
         until: the last commit that counts.
     """

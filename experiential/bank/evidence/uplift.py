@@ -50,12 +50,7 @@ ALWAYS = 2**62
 
 
 class Evidence:
-    """Read the outcomes and merges of entry versions of one namespace.
-
-    Args:
-        journal: of the bank.
-        namespace: inside it.
-        until: the last commit that counts.
+    """Read the outcomes and merges of entry versions of one namespace, up to a commit.
 
     Attributes:
         children: versions merged from a version, as of the last ``read_merges``.

@@ -53,13 +53,7 @@ def _sends(method: M, operation: str = "") -> M:
 
 
 class RemoteView(View):
-    """Read a bank behind a server as it stood after one commit.
-
-    Args:
-        connection: to the server.
-        namespace: of the bank.
-        view: the state to read; None reads the present one.
-    """
+    """Read a bank behind a server as it stood in ``view``; None is the present."""
 
     def __init__(self, connection: Connection, namespace: str, view: At | None = None) -> None:
         self.namespace = namespace
