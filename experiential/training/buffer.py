@@ -146,7 +146,8 @@ class ExtractorBuffer:
         than ``max_staleness`` are dropped first: ``version`` counts the extractor's updates so far.
         Training counts and times are updated here; ``step`` is t of eq. 7.
         """
-        fresh = {key: one for key, one in self._waiting.items() if self._fresh(one, version)}
+        oldest, samples = version - self.max_staleness, self._waiting.items()
+        fresh = {key: one for key, one in samples if one.generation.policy_version >= oldest}
         self.counters.stale += len(self._waiting) - len(fresh)
         self._waiting = fresh
         weights = self._chosen(step, version)
@@ -205,12 +206,10 @@ class ExtractorBuffer:
             self.counters.evicted += 1
         self._waiting[key] = sample
 
-    def _fresh(self, sample: _Waiting, version: int) -> bool:
-        return version - sample.generation.policy_version <= self.max_staleness
-
     def _chosen(self, step: int, version: int) -> dict[Key, float]:
         """Return the next batch with its weights; fewer samples if there is no full batch."""
-        keys = [key for key, sample in self._waiting.items() if self._fresh(sample, version)]
+        oldest, waiting = version - self.max_staleness, self._waiting.items()
+        keys = [key for key, one in waiting if one.generation.policy_version >= oldest]
         past = [self._history.get(key) for key in keys]
         last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
         weights: list[float] = training_count_weights(

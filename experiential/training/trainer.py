@@ -206,7 +206,8 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Play, credit the extractor, update the actor, and keep the bank in order."""
         run = self.experiment.run
-        begin, tokens = time.perf_counter(), self._tokens()
+        begin, policies = time.perf_counter(), {self.actor, self.extractor}
+        tokens = sum(policy.tokens_processed for policy in policies)
         # Rollouts ahead stop before the next checkpoint, evaluation or end.
         every = filter(None, (run.checkpoint_every, self.experiment.eval.every))
         pause = min([run.steps, *((step // n + 1) * n for n in every)])
@@ -236,6 +237,7 @@ class Trainer:
             lag = self.experiment.extractor.max_lag * actor.groups * actor.group_size
             await self._manager.adrain(leave=lag)
         wall = time.perf_counter() - begin
+        tokens = sum(policy.tokens_processed for policy in policies) - tokens
         rows = [episode_row(e) for e in episodes]
         self._episodes.emit({"event": "episodes", "step": step + 1, "rows": rows})
         event = step_event(step, episodes, update) | {
@@ -243,7 +245,7 @@ class Trainer:
             "rollout_s": rollout_s,
             "waited_s": waited,
             "step_s": wall,
-            "tokens_per_s": (self._tokens() - tokens + update.sequence_tokens) / wall,
+            "tokens_per_s": (tokens + update.sequence_tokens) / wall,
         }
         event |= {f"actor_{name}": value for name, value in self.actor.busy().items()}
         if self.extractor is not self.actor:
@@ -344,9 +346,6 @@ class Trainer:
 
     def _emit(self, event: str, step: int, **values: Any) -> None:
         self._metrics.emit({"event": event, "step": step} | values)
-
-    def _tokens(self) -> int:
-        return sum(policy.tokens_processed for policy in {self.actor, self.extractor})
 
     def _summary(self, steps: int, seconds: float) -> dict[str, Any]:
         last = {v.arm: v for v in self._visits if v.step == steps}
