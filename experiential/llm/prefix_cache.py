@@ -19,8 +19,8 @@ class PrefixCache:
     """Keep (token ids, key-value tensor), least recently used first out, bounded by tokens.
 
     Used from one thread, the executor's. All stored ids lie in one padded matrix, so that one
-    vectorised comparison finds the best entry: a dict or `functools.lru_cache` finds equal keys
-    only. An entry that is a prefix of a newer one is dropped; the newer one serves its matches.
+    comparison finds the best entry; a dict finds equal keys only. An entry that is a prefix of a
+    newer one is dropped; the newer one serves its matches.
 
     Args:
         max_tokens: bound on the tokens stored; 0 stores nothing.
@@ -45,8 +45,7 @@ class PrefixCache:
     def match(self, ids: Ids) -> tuple[int, Any]:
         """Return ``(n, kv)`` of the longest common prefix, n < len(ids); (0, None) without one.
 
-        The last token is never served from the cache, since its logits are needed. ``kv`` covers at
-        least n tokens; use the first n.
+        ``kv`` covers n tokens or more. The last token is never served, for its logits are needed.
         """
         if not self._states:
             return 0, None
@@ -76,15 +75,10 @@ class PrefixCache:
         self._used = max(self._used, slot + 1)
         rows, width = self._ids.shape
         if self._used > rows or len(ids) > width:  # at least double what is too small
-            larger = (
-                2 * self._used if self._used > rows else rows,
-                2 * len(ids) if len(ids) > width else width,
-            )
-            grown = np.full(larger, -1, dtype=np.int64)
-            grown[:rows, :width] = self._ids
-            lengths = np.zeros(larger[0], dtype=np.int64)
-            lengths[:rows] = self._lengths
-            self._ids, self._lengths = grown, lengths
+            more = self._used if self._used > rows else 0
+            wider = 2 * len(ids) - width if len(ids) > width else 0
+            self._ids = np.pad(self._ids, ((0, more), (0, wider)), constant_values=-1)
+            self._lengths = np.pad(self._lengths, (0, more))
         self._ids[slot, : len(ids)] = ids
         self._lengths[slot] = len(ids)
         self._states[slot] = made

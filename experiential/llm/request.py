@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
-from experiential.llm.constraints import ChoiceTrie, SchemaState, TrieNode
+from experiential.llm.constraints import SchemaState, TrieNode
 from experiential.types import FinishReason
 
 _BYTE_SLACK = 4
@@ -144,18 +143,3 @@ class Request:
                 for tokens in (self.response, self.logprobs, self.allowed):
                     del tokens[self.limit :]
                 self.finish = FinishReason.LENGTH
-
-
-def response_limit(
-    prompt: int, sampling: SamplingParams, trie: ChoiceTrie | None, context: int | None
-) -> int:
-    """Return ``max_tokens`` cut to the context; BackendError if prompt and choices do not fit."""
-    if prompt == 0:
-        raise BackendError("Expected a prompt of at least one token, got an empty one")
-    needed = 1 if trie is None else trie.longest
-    if context is not None and prompt + needed > context:
-        raise BackendError(
-            f"Expected prompt and response to fit the context of {context} tokens, got a prompt of"
-            f" {prompt} tokens and at least {needed} to generate; shorten the prompt"
-        )
-    return sampling.max_tokens if context is None else min(sampling.max_tokens, context - prompt)

@@ -14,7 +14,7 @@ from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
 from experiential.llm.constraints import ChoiceTrie, Schemas, canonical
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.prefix_cache import PrefixCache
-from experiential.llm.request import Request, StopFinder, response_limit
+from experiential.llm.request import Request, StopFinder
 from experiential.types import Generation, Message
 
 if TYPE_CHECKING:
@@ -138,7 +138,17 @@ class TransformersLLM(LLM):
         elif sampling.json_schema is not None:
             written = canonical(sampling.json_schema)
             schema = self.schemas.start(written)
-        limit = response_limit(len(ids), sampling, trie, self._context)
+        if not ids:
+            raise BackendError("Expected a prompt of at least one token, got an empty one")
+        limit, needed = sampling.max_tokens, 1 if trie is None else trie.longest
+        if self._context is not None:
+            if len(ids) + needed > self._context:
+                raise BackendError(
+                    f"Expected prompt and response to fit the context of {self._context} tokens,"
+                    f" got a prompt of {len(ids)} tokens and at least {needed} to generate; shorten"
+                    " the prompt"
+                )
+            limit = min(limit, self._context - len(ids))
         source = self._random  # a seed has a source of its own, so that no other request draws
         if sampling.seed is not None:
             source = torch.Generator().manual_seed(sampling.seed % 2**63)

@@ -27,10 +27,8 @@ class Seal:
 
     Blocks of one process exclude each other, because the namespaces of a bank share the folder. A
     kill inside leaves a broken seal. Files one folder below are sealed, where Chroma has its
-    vectors: its database, beside them, checks itself and changes when it is opened.
-
-    Args:
-        folder: of the store; None, if it is elsewhere, seals nothing.
+    vectors: its database, beside them, checks itself and changes when it is opened. Without a
+    folder nothing is sealed.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -39,10 +37,7 @@ class Seal:
         self._is_used = False
 
     def is_broken(self) -> bool:
-        """Return whether the files differ from those that were sealed.
-
-        A folder that is open in this process counts as whole.
-        """
+        """Return whether the files of a folder not open here differ from those that were sealed."""
         with _lock:
             if self._folder is None or _users[str(self._folder)]:
                 return False

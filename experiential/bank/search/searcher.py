@@ -60,12 +60,7 @@ class Searcher:
 
     Batches are embedded and compared by several threads at once, but choose their entries one batch
     after the other, in the order of arrival, so that a run with one seed finds the same hits again.
-
-    Args:
-        bank: what is searched.
-        settings: batching, strategy and its parameters.
-        seed: of the draws.
-        probation: which entries are provisional; None trusts all.
+    Without a probation period all entries are trusted.
     """
 
     def __init__(

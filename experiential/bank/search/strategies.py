@@ -125,11 +125,7 @@ def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float
 
 
 def above_floor(candidates: Candidates, floor: float, hybrid: float = 0.0) -> list[Candidate]:
-    """Return the candidates at or above the floor, the most relevant first.
-
-    With hybrid retrieval the share of words may reach the floor in place of the cosine, so that
-    words only ever let more entries in.
-    """
+    """Return the candidates that reach the floor by cosine or words, the most relevant first."""
     if not hybrid:
         above = [c for c in candidates if c.cosine >= floor]
         return sorted(above, key=attrgetter("cosine"), reverse=True)
@@ -211,15 +207,8 @@ def select(
     """Choose the entries for one query, and note them in ``seen``; none if none reach the floor.
 
     Calling this for the queries of a micro-batch one after the other is the reservation: a group of
-    identical queries spreads over the pool.
-
-    Args:
-        candidates: entries near the query.
-        seen: earlier retrievals.
-        settings: floor, weight of words, strategy and its parameters.
-        rng: where draws come from.
-        k: how many; ``settings.k`` by default.
-        choose: the strategy, if the caller has looked it up already.
+    identical queries spreads over the pool. ``k`` and ``choose``, the strategy, are by default
+    those of the settings.
     """
     above = above_floor(candidates, settings.floor, settings.hybrid)
     choose = choose or find_strategy(settings.strategy)
