@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 
 from experiential.agents.actor import ActorAgent
-from experiential.agents.reflection_memory import PrivateMemory, ReflectionMemory
-from experiential.agents.reflector import Reflection, Reflector, Retry
+from experiential.agents.reflector import (
+    PrivateMemory,
+    Reflection,
+    ReflectionMemory,
+    Reflector,
+    Retry,
+)
 from experiential.config import ActorSettings, EnvSettings, OptimSettings, ReflectionSettings
 from experiential.errors import BackendError, BankError, ConfigError
 from experiential.llm.scripted import ScriptedLLM

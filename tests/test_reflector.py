@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from experiential.agents.prompts import prompt_set
-from experiential.agents.reflection_memory import BankMemory, PrivateMemory, passes
-from experiential.agents.reflector import Reflector, Retry, Unread, read_reflection
+from experiential.agents.reflector import (
+    BankMemory,
+    PrivateMemory,
+    Reflector,
+    Retry,
+    Unread,
+    passes,
+    read_reflection,
+)
 from experiential.bank.bank import ExperienceBank
 from experiential.errors import BackendError, CheckpointError
 from experiential.llm.base import Prompt, SamplingParams

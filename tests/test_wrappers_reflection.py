@@ -11,8 +11,7 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 
 from experiential.agents.actor import ActorAgent
-from experiential.agents.reflection_memory import PrivateMemory
-from experiential.agents.reflector import Reflector, Retry
+from experiential.agents.reflector import PrivateMemory, Reflector, Retry
 from experiential.envs.frozen_lake import FrozenLakeEnv
 from experiential.envs.text_space import UnicodeText
 from experiential.envs.vault import VaultEnv

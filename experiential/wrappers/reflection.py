@@ -9,8 +9,7 @@ from typing import Any, Literal, Protocol
 import gymnasium as gym
 import numpy as np
 
-from experiential.agents.reflection_memory import ReflectionMemory, passes
-from experiential.agents.reflector import Reflection
+from experiential.agents.reflector import Reflection, ReflectionMemory, passes
 from experiential.envs.text_space import UnicodeText
 from experiential.errors import EnvError
 from experiential.types import Trajectory

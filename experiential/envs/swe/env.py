@@ -12,6 +12,7 @@ import gymnasium as gym
 from experiential.bank.text import escape
 from experiential.cache import cache_folder
 from experiential.envs.arguments import one_of, positive
+from experiential.envs.split import split_of
 from experiential.envs.swe.call import LONGEST, TOOLS, Call, read_call
 from experiential.envs.swe.editor import BadCallError, Editor, RefusedError
 from experiential.envs.swe.predictions import Prediction
@@ -97,7 +98,9 @@ class SWEEnv(TextEnv):
                 " them with the system's packages"
             )
         file = Path(tasks or os.environ.get("SWE_TASKS") or BUNDLED).expanduser().resolve()
-        self.tasks = tuple(t for t in load_tasks(file) if split in ("all", t.belongs))
+        known = load_tasks(file)
+        chosen = [t for t in known if split in ("all", t.split or split_of(t.instance_id))]
+        self.tasks = tuple(chosen)
         if not self.tasks:
             raise ConfigError(
                 f"Expected a file with tasks of split {split}, got none in {file}; use split='all'"

@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from experiential.envs.arguments import checked
-from experiential.envs.split import split_of
 from experiential.errors import ConfigError
 
 BUNDLED = Path(__file__).with_name("tasks.jsonl")
@@ -93,11 +92,6 @@ class Task(BaseModel):
         """Return the files of the tests that decide."""
         names = (*self.FAIL_TO_PASS, *self.PASS_TO_PASS)
         return tuple(dict.fromkeys(name.partition("::")[0] for name in names))
-
-    @property
-    def belongs(self) -> str:
-        """Return ``train`` or ``eval``."""
-        return self.split or split_of(self.instance_id)
 
 
 def touched(patch: str) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class Workshop:
         Raises:
             ConfigError: a source or a package cannot be had, or the patches do not fit the source.
         """
-        base, venv = self.cache / "bases" / task.key, self.venv(task)
+        base, venv = self.cache / "bases" / task.key, self.cache / "venvs" / task.key
         if not (base.is_dir() and (venv / ".ready").is_file()):
             self.cache.mkdir(parents=True, exist_ok=True)
             with (self.cache / "lock").open("w") as file:  # one process makes what is missing
@@ -52,10 +52,6 @@ class Workshop:
                 if not (venv / ".ready").is_file():
                     self._make_venv(task, venv)
         return base
-
-    def venv(self, task: Task) -> Path:
-        """Return the folder of the virtual environment of ``task``."""
-        return self.cache / "venvs" / task.key
 
     def open(self, task: Task) -> Workspace:
         """Return a fresh work folder for an episode of ``task``."""
@@ -68,7 +64,7 @@ class Workshop:
 
     def place(self, task: Task, folder: Path) -> Place:
         """Return the place where commands of ``task`` run, its virtual environment first."""
-        box, venv = self.cache / "testbed", self.venv(task)
+        box, venv = self.cache / "testbed", self.cache / "venvs" / task.key
         box.mkdir(exist_ok=True)
         roots = [f"{{root}}/repo/{one}".removesuffix("/.") for one in task.pythonpath]
         variables = {

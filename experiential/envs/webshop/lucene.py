@@ -16,7 +16,7 @@ STOP_WORDS = frozenset(
     a an and are as at be but by for if in into is it no not of on or such that the their then
     there these they this to was will with
     """.split()
-)  # noqa: SIM905  (a list of words is easier to read than a list of texts)
+)
 """English words that Lucene's analyser drops."""
 
 _IDEOGRAPH = "\u3040-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"

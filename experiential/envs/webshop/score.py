@@ -24,7 +24,7 @@ COLOURS = tuple(
     rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower
     tan taupe teal tiger turquoise violet walnut wheat white wine yellow
     """.split()
-)  # noqa: SIM905  (a list of words is easier to read than a list of texts)
+)
 """Colour words; an option that contains one counts as that colour, the first in this order."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _NOT_NOUNS = frozenset(
@@ -40,7 +40,7 @@ _NOT_NOUNS = frozenset(
     universal up use used very vintage was washable waterproof we were what when which while who
     will wireless with without you your
     """.split()
-)  # noqa: SIM905  (a list of words is easier to read than a list of texts)
+)
 
 
 class Score(NamedTuple):

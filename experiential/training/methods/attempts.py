@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from experiential.agents.asking import derived_seed
-from experiential.agents.reflection_memory import ReflectionMemory, passes
-from experiential.agents.reflector import Reflection, Reflector, Retry
+from experiential.agents.reflector import Reflection, ReflectionMemory, Reflector, Retry, passes
 from experiential.errors import BackendError, BankError
 from experiential.rollout.rollout import Episode, Job, Rollout, shortened
 from experiential.types import Trajectory

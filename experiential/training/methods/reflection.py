@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiential.agents.reflection_memory import BankMemory, PrivateMemory, ReflectionMemory
+from experiential.agents.reflector import BankMemory, PrivateMemory, ReflectionMemory
 from experiential.bank.protocol import Bank
 from experiential.config import ReflectionSettings
 from experiential.rollout.rollout import Episode, Job
