@@ -5,12 +5,10 @@
 from experiential.agents.actor import ActorAgent as ActorAgent
 from experiential.agents.extractor import ExtractorAgent as ExtractorAgent
 from experiential.agents.operations import parse_operations as parse_operations
-from experiential.agents.reflection_memory import (
+from experiential.agents.reflector import (
     BankMemory as BankMemory,
     PrivateMemory as PrivateMemory,
     ReflectionMemory as ReflectionMemory,
-)
-from experiential.agents.reflector import (
     Reflection as Reflection,
     Reflector as Reflector,
     Retry as Retry,

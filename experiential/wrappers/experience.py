@@ -128,17 +128,9 @@ class ExperienceWrapper(TextWrapper):
         exclude_same_instance: bool = True,
         where: Filter | None = None,
     ) -> None:
-        super().__init__(
-            env,
-            bank_or_manager=bank_or_manager,
-            extractor=extractor,
-            k=k,
-            when=when,
-            inject=inject,
-            guided=guided,
-            exclude_same_instance=exclude_same_instance,
-            where=where,
-        )
+        options: dict[str, Any] = {"k": k, "when": when, "inject": inject, "guided": guided}
+        options |= {"exclude_same_instance": exclude_same_instance, "where": where}
+        super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         check_retrieval(k, when, inject, where)
         for layer in layers(env):  # it would submit episodes twice, and read in a FREE episode
             if isinstance(getattr(layer, "log", None), EpisodeLog):
@@ -398,15 +390,8 @@ def present(
 def hit_as_dict(hit: Hit) -> dict[str, Any]:
     """Return a hit as ``info["experience"]`` holds it; escape its raw text before prompting."""
     entry = hit.experience
-    return {
-        "id": entry.id,
-        "version": entry.version,
-        "text": entry.text,
-        "score": hit.score,
-        "rank": hit.rank,
-        "propensity": hit.propensity,
-        "task": entry.task,
-    }
+    found = {"score": hit.score, "rank": hit.rank, "propensity": hit.propensity, "task": entry.task}
+    return {"id": entry.id, "version": entry.version, "text": entry.text, **found}
 
 
 def connect(

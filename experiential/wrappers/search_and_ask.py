@@ -100,16 +100,9 @@ class SearchAndAskWrapper(TextWrapper):
         k: int | None = None,
         offer: bool = False,
     ) -> None:
-        super().__init__(
-            env,
-            max_calls=max_calls,
-            tag=tag,
-            bank=bank,
-            repeat_observation=repeat_observation,
-            refine=refine,
-            k=k,
-            offer=offer,
-        )
+        options: dict[str, Any] = {"refine": refine, "k": k, "offer": offer}
+        options["repeat_observation"] = repeat_observation
+        super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, **options)
         if max_calls < 1:
             raise ValueError(f"Expected max_calls to be positive, got {max_calls}")
         if k is not None and k < 1:
@@ -187,21 +180,12 @@ class SearchAndAskWrapper(TextWrapper):
         """Return the call as an OpenAI tool, for models that call tools instead of writing tags."""
         asks = "Ask what was learnt in earlier episodes."
         wants = "Your situation, what you tried, and what you need to know."
-        return {
-            "type": "function",
-            "function": {
-                "name": self.tag,
-                "description": (
-                    f"{asks} At most {self.max_calls} answers per episode; costs no move."
-                ),
-                "parameters": {
-                    "type": "object",
-                    "properties": {"query": {"type": "string", "description": wants}},
-                    "required": ["query"],
-                    "additionalProperties": False,
-                },
-            },
-        }
+        limits = f"At most {self.max_calls} answers per episode; costs no move."
+        query = {"query": {"type": "string", "description": wants}}
+        given = {"type": "object", "properties": query, "required": ["query"]}
+        called: dict[str, Any] = {"name": self.tag, "description": f"{asks} {limits}"}
+        called["parameters"] = {**given, "additionalProperties": False}
+        return {"type": "function", "function": called}
 
     def query_of(self, action: Any) -> str | None:
         """Return the question in an action, or None when the action is not a call."""
@@ -265,12 +249,8 @@ class SearchAndAskWrapper(TextWrapper):
         shown = [hit_as_dict(hit) for hit in hits]
         if shown and not self._refines:
             extra["experience"] = shown
-        call = {
-            "query": query,
-            "calls_left": self.max_calls - self._calls if episode.guided else 0,
-            "hit": shown[0] if shown else None,
-            "turn": self._turns,
-        }
+        left, hit = self.max_calls - self._calls if episode.guided else 0, (shown or [None])[0]
+        call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}
         observation = f"<search_result>\n{text}\n</search_result>"
         if self._repeat:
             observation += f"\n\n{self._observation}"

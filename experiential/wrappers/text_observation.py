@@ -78,14 +78,9 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         *,
         max_turns: int | None = None,
     ) -> None:
-        RecordConstructorArgs.__init__(
-            self,
-            _disable_deepcopy=True,
-            render=render,
-            actions=actions,
-            instruction=instruction,
-            max_turns=max_turns,
-        )
+        options: dict[str, Any] = {"render": render, "actions": actions, "max_turns": max_turns}
+        options["instruction"] = instruction
+        RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **options)
         cast("Any", gym.Wrapper).__init__(self, env)
         if max_turns is not None and max_turns < 1:
             raise ValueError(f"Expected max_turns to be positive, got {max_turns}")

@@ -93,18 +93,10 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         exclude_same_instance: bool = True,
         where: Filter | None = None,
     ) -> None:
-        RecordConstructorArgs.__init__(
-            self,
-            _disable_deepcopy=True,
-            bank_or_manager=bank_or_manager,
-            extractor=extractor,
-            k=k,
-            when=when,
-            inject=inject,
-            guided=guided,
-            exclude_same_instance=exclude_same_instance,
-            where=where,
-        )
+        options: dict[str, Any] = {"k": k, "when": when, "inject": inject, "guided": guided}
+        options |= {"exclude_same_instance": exclude_same_instance, "where": where}
+        options |= {"bank_or_manager": bank_or_manager, "extractor": extractor}
+        RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **options)
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
         # Gymnasium closes a deleted wrapper, also one whose constructor raised.
         self.logs: list[EpisodeLog] = []

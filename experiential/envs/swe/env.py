@@ -52,21 +52,7 @@ class SWEEnv(TextEnv):
     Caveat: making a task ready needs pip and the package index once. POSIX only, and bash and git
     must be installed.
 
-    Args:
-        split: ``train`` or ``eval``, by the task's own field or a hash of its name, or ``all``.
-        tasks: a file with one JSON object a line with SWE-bench's fields; by default the one that
-            ``SWE_TASKS`` names, and without that the bundled tasks.
-        sources: folder with the source archives of these tasks; see `Task.source`.
-        cache: folder for all that is made; by default ``swe`` in this package's cache folder.
-        turns: tool calls allowed; when they are spent without ``submit`` the episode is truncated,
-            with reward 0.
-        seconds: wall time of one command.
-        test_seconds: wall time of the hidden tests.
-        memory: MiB of address space of each process.
-        output: characters of an observation's output; the middle of a longer one is left out.
-        isolation: ``auto`` runs commands behind namespaces where the platform allows it,
-            ``required`` fails where it does not, ``off`` never does.
-        render_mode: ``ansi`` or None.
+    `docs/envs/swe.md` lists the arguments.
 
     Raises:
         ConfigError: an argument is outside its range, or the file of tasks cannot be used.

@@ -80,20 +80,7 @@ class WebShopEnv(TextEnv):
     was made from, its attributes and its product, stands in no observation and no ``info`` but as
     the instruction words it.
 
-    Args:
-        split: of WebShop's files by index of the goal: ``test`` 0 to 499, ``eval`` 500 to 1499,
-            ``train`` the others, or ``all``; of the invented shop ``train`` or ``eval``, which
-            share no product.
-        data: a folder with ``items_shuffle_1000.json`` and ``items_ins_v2_1000.json`` (``.xz`` may
-            follow); by default the one that ``WEBSHOP_DATA`` names, and without that an invented
-            shop.
-        turns: actions allowed; 15 by default.
-        threshold: reward from which the episode is a success.
-        binary: reward 1 for a success and 0 otherwise, in place of the fraction.
-        generation: seed of drawn prices and price bounds, and of the invented shop.
-        preset: ``complementary`` (``binary=True``); where an argument above is None, the preset's
-            value holds.
-        render_mode: ``ansi`` or None.
+    `docs/envs/webshop.md` lists the arguments.
 
     Raises:
         ConfigError: an argument is outside its range, or the files cannot be used.
