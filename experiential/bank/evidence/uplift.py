@@ -170,19 +170,16 @@ def t_quantile(df: int) -> float:
             (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
         )
         return sum(term / df**i for i, term in enumerate(terms))
-    low, high = 0.0, math.pi / 2
+    low, high, odd = 0.0, math.pi / 2, df % 2
     for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _central(middle, df) < LEVEL else (low, middle)
+        angle = (low + high) / 2
+        # P(|T| < √df · tan(angle)), by 26.7.3 for odd and 26.7.4 for even df.
+        cosine = math.cos(angle)
+        term, total = cosine if odd else 1.0, 0.0
+        for power in range(odd, df - 1, 2):
+            total += term
+            term *= (power + 1) / (power + 2) * cosine**2
+        total *= math.sin(angle)
+        central = 2 / math.pi * (angle + total) if odd else total
+        low, high = (angle, high) if central < LEVEL else (low, angle)
     return math.sqrt(df) * math.tan(low)
-
-
-def _central(angle: float, df: int) -> float:
-    """Return P(|T| < √df · tan(angle)), by 26.7.3 for odd and 26.7.4 for even ``df``."""
-    cosine, odd = math.cos(angle), df % 2
-    term, total = cosine if odd else 1.0, 0.0
-    for power in range(odd, df - 1, 2):
-        total += term
-        term *= (power + 1) / (power + 2) * cosine**2
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
