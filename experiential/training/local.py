@@ -327,10 +327,6 @@ class InProcessRuntime:
     """Train both policies, write the bank and hold the environments in this process.
 
     Policies that are passed stay open; None loads those of the experiment.
-
-    Raises:
-        ModelNotFoundError: a model cannot be resolved.
-        MissingExtraError: torch, transformers or peft is missing.
     """
 
     def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
@@ -377,13 +373,8 @@ def build_runtimes(
     The extractor's training waits for rollouts and for the actor's updates. Under LoRA both are
     adapters over one base, else two sets of weights.
 
-    Args:
-        actor: model of the actor.
-        extractor: model of the extractor; None takes the actor's.
-        optims: AdamW settings of both.
-        references: whether each needs the reference of a KL penalty.
-        shared: both are one policy, with the actor's optimiser.
-        max_batch: sequences decoded together.
+    ``extractor`` None takes the actor's model, and ``shared`` one policy for both, with the actor's
+    optimiser; ``references`` says whether each needs the reference of a KL penalty.
     """
     from experiential.llm.models import load_model
 

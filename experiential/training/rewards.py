@@ -46,9 +46,8 @@ def relative_rewards(
 ) -> npt.NDArray[np.float64]:
     """Compute the gain of each guided member: R - mean R of its group's free members.
 
-    See appendix B.2 of Complementary RL. ``outcomes`` (R, in [0, 1]), ``group`` (of any hashable
-    kind), ``guided`` and the gains have shape (n,). A gain is not a number for free members, and
-    where a group has no free member.
+    See appendix B.2 of Complementary RL. ``outcomes`` (R, in [0, 1]), ``group``, ``guided`` and the
+    gains have shape (n,). A gain is not a number for free members, and without any in the group.
 
     Raises:
         ValueError: the shapes differ.
