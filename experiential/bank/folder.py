@@ -146,7 +146,22 @@ class FolderBank(StateReader, Bank):
             undo.pop_all()
 
     def _load(self, embedder: Embedder | str | None) -> None:
-        self.embedder: TextEmbedder = CachedEmbedder(self._chosen_embedder(embedder))
+        recorded = self._history.meta("embedder")
+        if recorded is not None and embedder is None:
+            chosen = recorded_embedder(recorded, self._history.meta("embedder_name"))
+        else:
+            chosen = resolve_embedder(embedder)
+            id = embedder_id(chosen)
+            if recorded not in (None, id) and not self._history.is_empty():
+                raise BankError(
+                    f"Expected the embedder {recorded!r} that this bank was made with, got {id!r};"
+                    " pass that one, or export the bank and import it into a new one"
+                )
+            if recorded != id and not self.read_only:
+                self._history.set_meta("embedder", id)
+            if isinstance(embedder, str) and not self.read_only:  # found later without asking
+                self._history.set_meta("embedder_name", embedder)
+        self.embedder: TextEmbedder = CachedEmbedder(chosen)
         self._dimension = int(self._history.meta("dimension") or 0)
         self._head = self._history.head()
         entries, follower = self._history.live(self._head), self._follower
@@ -165,23 +180,6 @@ class FolderBank(StateReader, Bank):
             follower.on_advance, follower.patience = weakly(self._settle), nearest.patience
             if follower.is_behind() or nearest.is_large:
                 follower.wake()
-
-    def _chosen_embedder(self, embedder: Embedder | str | None) -> Embedder:
-        recorded = self._history.meta("embedder")
-        if recorded is not None and embedder is None:
-            return recorded_embedder(recorded, self._history.meta("embedder_name"))
-        chosen = resolve_embedder(embedder)
-        if recorded not in (None, embedder_id(chosen)) and not self._history.is_empty():
-            raise BankError(
-                f"Expected the embedder {recorded!r} that this bank was made with, got"
-                f" {embedder_id(chosen)!r}; pass that one, or export the bank and import it into a"
-                " new one"
-            )
-        if recorded != embedder_id(chosen) and not self.read_only:
-            self._history.set_meta("embedder", embedder_id(chosen))
-        if isinstance(embedder, str) and not self.read_only:
-            self._history.set_meta("embedder_name", embedder)  # so that it is found without asking
-        return chosen
 
     def __repr__(self) -> str:
         return (

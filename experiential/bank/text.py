@@ -118,8 +118,7 @@ class Gate:
     """Clean incoming text, refuse text that is too long or empty, and count both.
 
     Args:
-        limit: characters that the cleaned text of an entry may have. Tasks, kinds and metadata have
-            no limit.
+        limit: characters that the cleaned text of an entry may have; other fields have no limit.
 
     Attributes:
         redacted: secrets taken out, by kind.
