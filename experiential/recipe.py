@@ -257,15 +257,12 @@ def check_keys(
 
 
 def _unknown_key(key: str, prefix: str, siblings: list[str]) -> str:
-    leaf = key.removeprefix(prefix)
-    everywhere = list(_all_keys(Experiment))
-    same_leaf = [known for known in everywhere if known.endswith(f".{leaf}")]
+    leaf, everywhere = key.removeprefix(prefix), list(_all_keys(Experiment))
+    elsewhere = [known for known in everywhere if known.endswith(f".{leaf}")]
+    elsewhere.sort(key=lambda known: not known.startswith(prefix))
     near = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
-    inside = [known for known in same_leaf if known.startswith(prefix)] or same_leaf
-    if near:
-        hint = f"; did you mean {prefix}{near[0]}?"
-    elif inside:
-        hint = f"; did you mean {inside[0]}?"
+    if elsewhere or near:
+        hint = f"; did you mean {elsewhere[0] if elsewhere else prefix + near[0]}?"
     else:
         hint = did_you_mean(key, everywhere) or f"; known here: {', '.join(siblings)}"
     return f"Expected a known setting, got {key!r}{hint}"

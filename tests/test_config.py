@@ -111,6 +111,8 @@ def test_override_values_are_yaml(override: str, read: object) -> None:
         ("actor.lr=1", "did you mean actor.optim.lr?"),
         ("extractor.lr=1", "did you mean extractor.optim.lr?"),
         ("lr=1", "did you mean actor.optim.lr?"),
+        ("actor.critic={}", "did you mean methods.critic?"),
+        ("reflection.mode=retry", "did you mean methods.reflection?"),
         ("xyzzy=1", "known here: recipe, seed"),
     ],
 )
