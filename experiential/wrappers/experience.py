@@ -353,11 +353,7 @@ class Episode:
 def take_settings(
     options: Mapping[str, Any] | None, guided: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Split reset options into settings of the `Episode` and options meant for the environment.
-
-    Raises:
-        TypeError: ``options["guided"]`` is not a bool.
-    """
+    """Split reset options into settings of the `Episode` and options meant for the environment."""
     rest = dict(options or {})
     chosen = rest.pop("guided", bool(guided))
     if not isinstance(chosen, bool | np.bool_):
@@ -397,12 +393,7 @@ def hit_as_dict(hit: Hit) -> dict[str, Any]:
 def connect(
     bank_or_manager: BankOrManager, extractor: Extractor | None
 ) -> tuple[ManagerLike, bool]:
-    """Return the manager to use, and whether it was built here and must be closed here.
-
-    Raises:
-        TypeError: neither a bank nor a manager was given.
-        ValueError: an extractor was given beside a manager, which has its own.
-    """
+    """Return the manager to use, and whether it was built here and must be closed here."""
     if is_bank(bank_or_manager):
         return ExperienceManager(bank_or_manager, extractor), True
     if not (hasattr(bank_or_manager, "submit") and hasattr(bank_or_manager, "ask")):

@@ -166,12 +166,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
 def action_table(
     space: spaces.Space[Any], actions: Sequence[str] | Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Return the action that each name stands for; None if any text is an action.
-
-    Raises:
-        TypeError: names are needed for this action space.
-        ValueError: the names do not fit it.
-    """
+    """Return the action that each name stands for; None if any text is an action."""
     if isinstance(actions, Mapping):
         wrong = [name for name, action in actions.items() if action not in space]
         if wrong or not actions:

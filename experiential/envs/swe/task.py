@@ -107,8 +107,7 @@ def load_tasks(file: str | Path = BUNDLED) -> tuple[Task, ...]:
     """Read the tasks of a file with one JSON object a line, once per version of the file.
 
     Raises:
-        ConfigError: the file cannot be read, or a line of it is no task; the first such line and
-            its field are named.
+        ConfigError: the file cannot be read, or a line of it is no task.
     """
     path = Path(file).expanduser().resolve()
     try:

@@ -229,11 +229,7 @@ def pip(*words: str) -> None:
 def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -> Path:
     """Return the archive that holds the source of ``task``.
 
-    Args:
-        task: whose source.
-        sources: folder of archives.
-        tasks_file: the file that the task stands in; archives may lie beside it.
-        kept: folder for archives that pip fetches.
+    It lies in ``sources`` or beside ``tasks_file``, or pip fetches it into ``kept``.
 
     Raises:
         ConfigError: it is missing, cannot be fetched, or has another digest than the task names.
