@@ -231,8 +231,8 @@ class Batcher(Generic[A, R]):
         ):
             self._arrived.wait(left)
         self._is_gathering = False
-        count = len(self._queue)
-        return [self._queue.popleft() for _ in range(min(count, self._most or count))]
+        count = len(self._queue) if self._most is None else min(len(self._queue), self._most)
+        return [self._queue.popleft() for _ in range(count)]
 
     def _work(self) -> None:
         while True:
@@ -270,7 +270,7 @@ class Batcher(Generic[A, R]):
         """Let callers go on: a thread at once, the tasks of a loop with one wake-up for all."""
         if isinstance(outcomes, Exception):
             outcomes = [outcomes] * len(batch)
-        over: list[_Call] = []
+        futures: list[asyncio.Future[None]] = []
         with self._arrived:
             for (_, call, place, _), outcome in zip(batch, outcomes, strict=True):
                 call.outcomes[place] = outcome
@@ -278,6 +278,9 @@ class Batcher(Generic[A, R]):
                 if call.missing or call.is_over:
                     continue
                 call.is_over = True
-                call.wake()
-                over.append(call)
-        resolve_futures(call.future for call in over)
+                if call.future is None:
+                    call.wake()
+                else:
+                    futures.append(call.future)
+        if futures:
+            resolve_futures(futures)
