@@ -127,6 +127,7 @@ class TextEnv(gym.Env[str, str], ABC):
         success: bool = False,
         invalid: bool = False,
         admissible: Iterable[str] | None = None,
+        instance: str = "",
     ) -> Info:
         """Return the info of a reset or step.
 
@@ -136,11 +137,12 @@ class TextEnv(gym.Env[str, str], ABC):
             success: whether the episode is won.
             invalid: whether the text was no action.
             admissible: actions that are acceptable now; None if they cannot be listed.
+            instance: id of this very game; by default the task's.
         """
         info = {
             "task": self.task,
             "task_id": name,
-            "instance": name,
+            "instance": instance or name,
             "success": success,
             "invalid": invalid,
             "feedback": feedback,

@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from experiential.envs.arguments import inside, one_of, positive
 from experiential.envs.text_env import Info, Step, TextEnv
@@ -94,21 +94,26 @@ class VaultEnv(TextEnv):
         self.names = names[:worlds]
 
     def _begin(self, world: int) -> tuple[str, Info]:
-        self._name, self._era = self.names[world], int(self._reset_options.get("era", self.era))
-        self._live = LEVERS[_digest(f"live:{self.split}:{self._name}:{self._era}") % len(LEVERS)]
+        self._name, era = self.names[world], int(self._reset_options.get("era", self.era))
+        self._live = LEVERS[_digest(f"live:{self.split}:{self._name}:{era}") % len(LEVERS)]
         others = [lever for lever in LEVERS if lever != self._live]
         self.np_random.shuffle(others)
         self._shown = [self._live, *others[: self.levers - 1]]
         self.np_random.shuffle(self._shown)
         self._left = self.tries
+        name = f"vault-{self.split}-{self._name}"
+        self._known: dict[str, Any] = {
+            "name": name,
+            "instance": f"{name}-{era}#{self._reset_seed}",
+            "admissible": [f"pull {lever}" for lever in self._shown],
+        }
         start, sign, remark = self._one(_STARTS), self._one(self._shown), self._one(_REMARKS)
         feedback = f"You stand by the {start}. A sign says the {sign} lever is {remark}."
         rules = _RULES.format(self._left)
         observation = f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\n{rules}"
-        return observation, self._info(feedback)
+        return observation, self._report(feedback=feedback, **self._known)
 
     def _turn(self, action: str) -> Step:
-        """Pull a lever: ``pull <lever>`` or the bare name; anything else wastes a try."""
         text = action.lower().split("<action>")[-1].replace("</action>", " ").replace(".", " ")
         *before, lever = text.split() or [""]
         invalid = lever not in self._shown or bool(before and before[-1] != "pull")
@@ -129,7 +134,7 @@ class VaultEnv(TextEnv):
             self.np_random.shuffle(remarks)
             feedback += f" The vault locks. A clerk notes: {', '.join(remarks)}."
         observation = feedback if done else f"{feedback}\n{_RULES.format(self._left)}"
-        info = self._info(feedback, success=success, invalid=invalid)
+        info = self._report(feedback=feedback, success=success, invalid=invalid, **self._known)
         return observation, float(success), done, False, info
 
     def oracle_action(self) -> str:
@@ -143,9 +148,3 @@ class VaultEnv(TextEnv):
 
     def _one(self, options: Sequence[str]) -> str:
         return options[int(self.np_random.integers(len(options)))]
-
-    def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        name = f"vault-{self.split}-{self._name}"
-        levers = [f"pull {lever}" for lever in self._shown]
-        known = self._report(name, feedback, success=success, invalid=invalid, admissible=levers)
-        return known | {"instance": f"{name}-{self._era}#{self._reset_seed}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from experiential.envs.action_text import parse_action
@@ -92,6 +93,7 @@ class MiniHackEnv(TextEnv):
             )
         self.crop: tuple[int, int] | None = sides
         self.prompts, self.max_steps, self._instruction = prompts, max_steps, instruction
+        self._new_game = partial(Game, self.env_id, prompts=prompts, limit=max_steps)
         self._game = self._new_game()
         self._copy: Game | None = None
         self._keys: list[int] = []
@@ -162,9 +164,6 @@ class MiniHackEnv(TextEnv):
             self._game.start(self._seed)
             for key in self._keys:
                 self._game.press(key)
-
-    def _new_game(self) -> Game:
-        return Game(self.env_id, prompts=self.prompts, limit=self.max_steps)
 
     def _words(self) -> dict[str, int]:
         return self._screen.words if self._screen.words is not None else self._game.words
