@@ -389,6 +389,8 @@ class SelfDistillSettings(Options):
     """training steps between imitations"""
     guard: float = Field(default=0.1, gt=0.0, le=1.0)
     """pause while the running success of free episodes is this far below its best: collapse"""
+    memory: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """share of the running success that a further step leaves"""
 
 
 class ReflectionSettings(Options):
@@ -403,6 +405,10 @@ class ReflectionSettings(Options):
     """tau: lower returns are tried again; reflections that reach it are remembered"""
     memory: Literal["none", "private", "bank"] = "private"
     """where reflections that passed are kept: nowhere, in one string (the last), in the bank"""
+    recall: PositiveInt = 1
+    """reflections of the bank shown to the reflector, with memory: bank"""
+    max_tokens: PositiveInt = 96
+    """of a reflection"""
     internalise: Literal["sft", "reverse_kl", "none"] = "sft"
     """rewarded second attempts: imitated without reflection, or taught to the first's tokens"""
     weight: PositiveFloat = 1.0

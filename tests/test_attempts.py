@@ -14,12 +14,14 @@ import pytest
 
 from experiential.agents.actor import ActorAgent
 from experiential.agents.reflector import (
+    BankMemory,
     PrivateMemory,
     Reflection,
     ReflectionMemory,
     Reflector,
     Retry,
 )
+from experiential.bank.folder import FolderBank
 from experiential.config import ActorSettings, EnvSettings, OptimSettings, ReflectionSettings
 from experiential.errors import BackendError, BankError, ConfigError
 from experiential.llm.scripted import ScriptedLLM
@@ -32,6 +34,7 @@ from experiential.training.methods.attempt_samples import internalised_samples, 
 from experiential.training.methods.attempts import Attempts, SecondAttempt, split_attempts
 from experiential.training.methods.reflection import memory_of
 from experiential.training.metrics import read_events
+from experiential.training.roles import Roles
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Message, Trajectory, Turn
@@ -440,6 +443,20 @@ def test_the_ablations_keep_no_memory() -> None:
     )
     with pytest.raises(ValueError, match="Expected a bank"):
         memory_of(ReflectionSettings(memory="bank"), None)
+
+
+def test_options_of_reflection_reach_its_parts(tmp_path: Path) -> None:
+    overrides = ["methods.reflection={memory: bank, recall: 3, max_tokens: 17}"]
+    experiment = load_experiment("erl", overrides)
+    settings = experiment.methods.reflection
+    assert settings is not None
+    with FolderBank(tmp_path / "bank", embedder="hashing") as bank:
+        memory = memory_of(settings, bank)
+    assert isinstance(memory, BankMemory) and memory.k == 3
+    policy = LocalRuntime(TransformersLLM(*tiny_random_model()), OptimSettings())
+    reflection = Roles(experiment, (policy, policy)).reflector().reflect(Trajectory(task="t"))
+    assert reflection.generation is not None and len(reflection.generation.response_ids) <= 17
+    policy.close()
 
 
 def test_recipes_are_the_method_and_its_ablations_at_the_budget_of_the_baseline() -> None:

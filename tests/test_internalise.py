@@ -144,11 +144,11 @@ def test_imitation_comes_at_its_interval_and_not_while_it_is_paused(
     )
     good = [told(0.5, Condition.FREE), winner]
     bad = [told(0.0, Condition.FREE), winner]
-    settings = SelfDistillSettings(every=2, guard=0.5)
-    every = SelfDistillation(settings, lambda: actor, memory=0.0)
+    settings = SelfDistillSettings(every=2, guard=0.5, memory=0.0)
+    every = SelfDistillation(settings, lambda: actor)
     made = [bool(asyncio.run(every.samples(good, step))) for step in range(4)]
     assert made == [False, True, False, True]
     assert asyncio.run(every.samples(bad, 5)) == [] and every.paused == 1
-    again = SelfDistillation(settings, lambda: actor, memory=0.0)
+    again = SelfDistillation(settings, lambda: actor)
     again.load_state_dict(every.state_dict())
     assert again.paused == 1 and asyncio.run(again.samples(bad, 7)) == []

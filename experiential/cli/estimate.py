@@ -73,10 +73,8 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
     if experiment.extractor.enabled:
         distilled = train * experiment.extractor.max_tokens
         yield f"tokens sampled by the extractor: at most {distilled:,}"
-    if experiment.methods.reflection:
-        from experiential.training.roles import REFLECTION_TOKENS
-
-        yield f"tokens sampled in reflections: at most {again * REFLECTION_TOKENS:,}"
+    if reflection := experiment.methods.reflection:
+        yield f"tokens sampled in reflections: at most {again * reflection.max_tokens:,}"
     if placement is not None:
         from experiential.training.openrlhf.placement import describe_placement
 

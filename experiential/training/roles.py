@@ -11,8 +11,6 @@ from experiential.config import Experiment, ModelSettings
 from experiential.llm.base import LLM
 from experiential.training.runtime import Policies
 
-REFLECTION_TOKENS = 96
-
 
 class Roles:
     """Build agents around a run's actor and extractor, which answer unless another LLM is given."""
@@ -66,9 +64,11 @@ class Roles:
             raise ValueError("Expected an experiment with reflection, got one without")
         if settings.mode == "retry":
             return Retry(prompts=self._prompts)
-        tokens = REFLECTION_TOKENS
         return Reflector(
-            self._actor, prompts=self._prompts, temperature=actor.temperature, max_tokens=tokens
+            self._actor,
+            prompts=self._prompts,
+            temperature=actor.temperature,
+            max_tokens=settings.max_tokens,
         )
 
 

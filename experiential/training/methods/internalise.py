@@ -119,15 +119,9 @@ class SelfDistillation(Method):
         paused: steps in which the guard held imitation back.
     """
 
-    def __init__(
-        self,
-        settings: SelfDistillSettings,
-        make_actor: Callable[[], ActorAgent],
-        *,
-        memory: float = 0.9,
-    ) -> None:
+    def __init__(self, settings: SelfDistillSettings, make_actor: Callable[[], ActorAgent]) -> None:
         self._settings, self._make_actor = settings, make_actor
-        self._guard = CollapseGuard(settings.guard, memory)
+        self._guard = CollapseGuard(settings.guard, settings.memory)
         self.paused = 0
         self._metrics: dict[str, float] = {}
 
