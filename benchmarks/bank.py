@@ -47,7 +47,7 @@ from experiential.bank.folder import FolderBank
 from experiential.bank.index.vectors import Vector
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.search.where import Scope
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.wrappers.experience import ExperienceWrapper
 
 DIMENSION, QUERIES, HITS, REPEATS = 384, 512, 10, 5

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from experiential.agents.actor import ActorAgent, extract_action
-from experiential.agents.asking import derived_seed
 from experiential.agents.dialogue import Dialogue
 from experiential.agents.extractor import ExtractorAgent
-from experiential.agents.prompts import experience_block
+from experiential.agents.prompts import derived_seed, experience_block
 from experiential.errors import BackendError
 from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
 from experiential.llm.scripted import ScriptedLLM

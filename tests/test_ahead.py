@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from experiential.training.background import RolloutsAhead
+from experiential.training.trainer import RolloutsAhead
 
 
 class Player:

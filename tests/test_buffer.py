@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiential.errors import CheckpointError, ConfigError
-from experiential.training.buffer import ExtractorBuffer
+from experiential.training.extractor_track import ExtractorBuffer
 from experiential.types import Generation
 
 

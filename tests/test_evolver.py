@@ -17,7 +17,6 @@ from experiential.config import ActorSettings, EvolverSettings
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import Episode
-from experiential.training.background import prune
 from experiential.training.methods.evolver import shaped_reward
 from experiential.training.rewards import (
     ALL_PARTS,
@@ -28,7 +27,7 @@ from experiential.training.rewards import (
     think_score,
 )
 from experiential.training.samples import actor_samples, env_reward
-from experiential.training.trainer import Trainer
+from experiential.training.trainer import Trainer, prune
 from experiential.types import Generation, Trajectory, Use
 
 THINK, ASK, LOOK, ANSWER = (

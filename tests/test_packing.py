@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiential.training.packing import micro_batches, pack
 from experiential.training.runtime import Sample
+from experiential.training.samples import micro_batches, pack
 
 
 def _sample(tokens: list[int]) -> Sample:

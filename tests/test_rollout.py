@@ -17,8 +17,17 @@ from experiential.config import EnvSettings
 from experiential.errors import BackendError, EnvError, ExperientialError, MissingExtraError
 from experiential.llm.base import Message
 from experiential.llm.scripted import ScriptedLLM
-from experiential.rollout.awaited import AwaitedEnv, Start, Step
-from experiential.rollout.rollout import Episode, Job, Rollout, Task, failures, refuse_broken
+from experiential.rollout.rollout import (
+    AwaitedEnv,
+    Episode,
+    Job,
+    Rollout,
+    Start,
+    Step,
+    Task,
+    failures,
+    refuse_broken,
+)
 from experiential.types import Condition, Trajectory
 from tests.wrapper_worlds import CorridorEnv, CountingManager
 

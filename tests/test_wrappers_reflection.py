@@ -13,7 +13,7 @@ from gymnasium.wrappers import TimeLimit
 from experiential.agents.actor import ActorAgent
 from experiential.agents.reflector import PrivateMemory, Reflector, Retry
 from experiential.envs.frozen_lake import FrozenLakeEnv
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.envs.vault import VaultEnv
 from experiential.errors import BackendError, EnvError
 from experiential.llm.scripted import ScriptedLLM

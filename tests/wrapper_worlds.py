@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.types import Answer, Experience, Hit, Trajectory, Use
 
 

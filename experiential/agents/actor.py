@@ -7,9 +7,8 @@ import re
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from experiential.agents.asking import derived_seed
 from experiential.agents.dialogue import Dialogue, MessageDialogue, SpanKind
-from experiential.agents.prompts import prompt_set
+from experiential.agents.prompts import derived_seed, prompt_set
 from experiential.bank.text import escape_control
 from experiential.config import Advice
 from experiential.llm.base import LLM, SamplingParams

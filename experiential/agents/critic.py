@@ -6,9 +6,8 @@ import re
 from typing import cast, get_args
 
 from experiential.agents.actor import run_sync
-from experiential.agents.asking import Asker
 from experiential.agents.operations import TEXT_LIMIT, clean
-from experiential.agents.prompts import EntryLike, cut_middle, entry_text, prompt_set
+from experiential.agents.prompts import Asker, EntryLike, cut_middle, entry_text, prompt_set
 from experiential.llm.base import LLM, SamplingParams
 from experiential.types import Record, Verdict
 

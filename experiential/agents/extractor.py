@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiential.agents.actor import run_sync
-from experiential.agents.asking import Asker
 from experiential.agents.operations import (
     CONSOLIDATION,
     DISTILLATION,
@@ -19,6 +18,7 @@ from experiential.agents.operations import (
 )
 from experiential.agents.prompts import (
     DISTILL_BUDGET,
+    Asker,
     EntryLike,
     cut_middle,
     entry_text,

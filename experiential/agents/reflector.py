@@ -9,9 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 from experiential.agents.actor import run_sync
-from experiential.agents.asking import Asker
 from experiential.agents.operations import parse_operations
-from experiential.agents.prompts import DISTILL_BUDGET, EntryLike, prompt_set
+from experiential.agents.prompts import DISTILL_BUDGET, Asker, EntryLike, prompt_set
 from experiential.bank.protocol import Bank
 from experiential.bank.text import TEXT_LIMIT, clean
 from experiential.errors import CheckpointError

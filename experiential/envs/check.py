@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import gymnasium as gym
 
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.sync import attempted
 
 KEYS: dict[str, tuple[type, str]] = {

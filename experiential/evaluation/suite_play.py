@@ -20,8 +20,16 @@ from experiential.evaluation.players import Player, Seat, Watched
 from experiential.evaluation.suite_report import PlayedEpisode, SuiteCell, report
 from experiential.evaluation.suites import Suite, SuiteTask
 from experiential.llm.metered import Meter
-from experiential.rollout.rollout import Episode, Job, NoBank, Rollout, Task, make_env
-from experiential.rollout.tasks import episode_seed, world_count
+from experiential.rollout.rollout import (
+    Episode,
+    Job,
+    NoBank,
+    Rollout,
+    Task,
+    episode_seed,
+    make_env,
+    world_count,
+)
 from experiential.types import Record
 
 MakeActor = Callable[[], ActorAgent | Player]

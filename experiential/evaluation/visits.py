@@ -30,11 +30,12 @@ from experiential.rollout.rollout import (
     Reviewer,
     Rollout,
     Task,
+    episode_seed,
     failures,
     make_env,
     refuse_broken,
+    world_count,
 )
-from experiential.rollout.tasks import episode_seed, world_count
 from experiential.types import Record
 
 

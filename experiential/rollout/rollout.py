@@ -1,23 +1,25 @@
-"""Play many episodes at once; each yields a trajectory and its tokens."""
+"""Choose the tasks of a step and play many episodes at once, each a trajectory and its tokens."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import gymnasium as gym
+import numpy as np
 
 from experiential.agents.actor import ActorAgent
-from experiential.config import EnvSettings
+from experiential.config import EnvSettings, WorldChange
 from experiential.envs.make import make
-from experiential.errors import BackendError, EnvError, ExperientialError
-from experiential.rollout.awaited import AwaitedEnv, environment_errors
+from experiential.errors import BackendError, ConfigError, EnvError, ExperientialError
 from experiential.sync import attempted
 from experiential.types import Answer, Condition, Generation, Trajectory
 from experiential.wrappers.experience import ExperienceWrapper
@@ -73,6 +75,62 @@ class Episode:
         return [one for one, call in zip(self.generations, asked, strict=True) if not call]
 
 
+_WORLDS = 1  # third coordinate of the draws of worlds, so that they differ from those of seeds
+
+
+class TaskSource:
+    """Draw the tasks of each step.
+
+    An environment that lists ``worlds`` is asked for them by ``reset(options={"world": i})``, each
+    world once per step while there are enough, and the same ones for ``settings.visits`` steps in a
+    row; any other environment (``worlds`` is None) gets fresh seeds.
+    """
+
+    def __init__(self, settings: EnvSettings, worlds: int | None, seed: int) -> None:
+        self._changes: Sequence[WorldChange] = sorted(settings.changes, key=lambda c: c.step)
+        self._worlds, self._visits, self._seed = worlds, settings.visits, seed
+
+    def tasks(self, step: int, groups: int) -> list[Task]:
+        """Return the tasks of a step."""
+        seeds = np.random.default_rng([self._seed, step]).integers(2**31 - 1, size=groups)
+        options: list[dict[str, Any]] = [{} for _ in range(groups)]
+        if self._worlds is not None:
+            rng = np.random.default_rng([self._seed, step // self._visits, _WORLDS])
+            change = next((c for c in reversed(self._changes) if c.step <= step), None)
+            active = min(change.worlds, self._worlds) if change else self._worlds
+            rounds = [rng.permutation(active) for _ in range(-(-groups // active))]
+            options = [
+                {"world": int(w)} | ({"era": change.era} if change and w < change.changed else {})
+                for w in np.concatenate(rounds)[:groups]
+            ]
+        return [
+            Task(seed=int(s), group=f"{step}.{i}", options=o)
+            for i, (s, o) in enumerate(zip(seeds, options, strict=True))
+        ]
+
+    def jobs(self, step: int, groups: int, group_size: int, guided: str) -> list[Job]:
+        """Return the episodes of a step: each task once per member of its group."""
+        conditions = guided_members(group_size, guided)
+        return [
+            Job(task, condition, sampling_seed=episode_seed(self._seed, step, g, k))
+            for g, task in enumerate(self.tasks(step, groups))
+            for k, condition in enumerate(conditions)
+        ]
+
+
+def episode_seed(*parts: int) -> int:
+    """Derive a sampling seed from the coordinates of an episode."""
+    return int(np.random.SeedSequence([p & 0xFFFFFFFF for p in parts]).generate_state(1)[0])
+
+
+def world_count(env_id: str, kwargs: dict[str, Any]) -> int | None:
+    """Return the number of worlds of an environment; None if it lists none."""
+    env = make(env_id, **kwargs)
+    worlds = getattr(env.unwrapped, "worlds", None)
+    env.close()
+    return None if worlds is None else len(worlds)
+
+
 class NoBank:
     """Replace the manager in a recipe without a bank: find nothing, keep nothing."""
 
@@ -111,16 +169,15 @@ def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]
     return make(settings.id, max_episode_steps=settings.max_turns, **(settings.kwargs | kwargs))
 
 
-Stack = tuple[gym.Env[str, str], AwaitedEnv]
-"""A wrapped environment and its innermost wrapper, which awaits the environment."""
-
-
 @dataclass
 class Slot:
-    """Hold an actor and its environment, made for the first episode and replaced after it fails."""
+    """Hold an actor and its environment, made for the first episode and replaced after it fails.
+
+    ``stack`` is the wrapped environment and its innermost wrapper, which awaits the environment.
+    """
 
     actor: ActorAgent
-    stack: Stack | None = None
+    stack: tuple[gym.Env[str, str], AwaitedEnv] | None = None
 
 
 class Rollout:
@@ -245,7 +302,7 @@ class Rollout:
         trajectory = env.get_wrapper_attr("last_trajectory")
         return Episode(trajectory, tuple(actor.generations), asked=tuple(asked), job=job)
 
-    def _make_stack(self) -> Stack:
+    def _make_stack(self) -> tuple[gym.Env[str, str], AwaitedEnv]:
         with environment_errors():
             made = self._make_env(self._settings, self._kwargs)
         inner = AwaitedEnv(made, self._settings.reward_range)
@@ -300,3 +357,120 @@ def guided_members(group_size: int, guided: str) -> list[Condition]:
     """Return the conditions of a group: the first ceil(K/2) guided (``half``), or all, or none."""
     share = {"all": group_size, "none": 0, "half": (group_size + 1) // 2}[guided]
     return [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
+
+
+Start = tuple[str, dict[str, Any]]
+Step = tuple[str, float, bool, bool, dict[str, Any]]
+
+
+class AwaitedEnv(gym.Wrapper[str, str, str, str]):
+    """Return awaited answers from ``reset`` and ``step`` at once.
+
+    This is the innermost wrapper of a stack that an event loop plays. Gymnasium's wrappers are
+    synchronous, so one that waits for a remote environment holds a thread meanwhile. Here the loop
+    first awaits ``await_reset`` or ``await_step``, and then calls the stack with the same action.
+
+    It also separates failures of the environment, which become ``EnvError``, from those of the
+    wrappers above. An invalid answer (no text, a reward that is not finite) is such a failure.
+
+    Caveat: the loop must know whether the stack will step the environment at all;
+    ``SearchAndAskWrapper`` answers a call itself. An answer that was not awaited before is
+    fetched synchronously, and a step with another action than was awaited is a RuntimeError.
+
+    Args:
+        env: an environment; only one with ``areset`` and ``astep`` is awaited.
+        reward_range: least and largest reward of a step; None takes any finite one.
+    """
+
+    def __init__(
+        self, env: gym.Env[str, str], reward_range: tuple[float, float] | None = None
+    ) -> None:
+        super().__init__(env)
+        self._range = reward_range
+        self._awaitable: Any = env if hasattr(env, "areset") and hasattr(env, "astep") else None
+        self._start: Start | None = None
+        self._step: tuple[str, Step] | None = None
+
+    async def await_reset(self, *, seed: int | None, options: dict[str, Any] | None) -> None:
+        """Fetch the answer of the next ``reset``; do nothing if the environment is synchronous."""
+        self._start = self._step = None
+        if self._awaitable is not None:
+            with environment_errors():
+                answer = await self._awaitable.areset(seed=seed, options=options)
+                self._start = checked_start(answer)
+
+    async def await_step(self, action: str) -> None:
+        """Fetch the answer of the next ``step``, which must have the same action."""
+        self._step = None
+        if self._awaitable is not None:
+            with environment_errors():
+                self._step = action, checked_step(await self._awaitable.astep(action), self._range)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
+        """Start an episode."""
+        start, self._start = self._start, None
+        if start is not None:
+            return start
+        with environment_errors():
+            return checked_start(self.env.reset(seed=seed, options=options))
+
+    def step(self, action: str) -> Step:
+        """Act."""
+        answer, self._step = self._step, None
+        if answer is None:
+            with environment_errors():
+                return checked_step(self.env.step(action), self._range)
+        if answer[0] != action:
+            raise RuntimeError(
+                f"Expected the action {answer[0]!r}, which was awaited and taken already, got"
+                f" {action!r}"
+            )
+        return answer[1]
+
+    def close(self) -> None:
+        """Close the environment."""
+        with environment_errors():
+            self.env.close()
+
+
+@contextlib.contextmanager
+def environment_errors() -> Generator[None]:
+    """Raise a failure of the environment as the EnvError that ends its episode.
+
+    Errors that this package raises on purpose pass as they are: they say more, and one of them (no
+    worker is left) ends a run. A ``ConfigError`` is of this episode's world, and so a failure.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ExperientialError) and not isinstance(error, ConfigError):
+            raise
+        raise EnvError(f"{type(error).__name__}: {error}") from error
+
+
+def checked_start(answer: Any) -> Start:
+    """Return the answer of ``reset``; raise TypeError or ValueError if it is invalid."""
+    observation, info = answer
+    if not isinstance(observation, str):
+        raise TypeError(
+            f"Expected the environment to observe text, got {type(observation).__name__}; wrap it"
+            " in TextObservation"
+        )
+    if not isinstance(info, dict):
+        raise TypeError(f"Expected the environment's info to be a dict, got {type(info).__name__}")
+    return observation, cast("dict[str, Any]", info)
+
+
+def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -> Step:
+    """Return the answer of ``step``; raise TypeError or ValueError if it is invalid."""
+    observation, reward, terminated, truncated, info = answer
+    reward = float(reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"Expected step() to give a finite reward, got {reward}")
+    if reward_range is not None and not reward_range[0] <= reward <= reward_range[1]:
+        raise ValueError(
+            f"Expected step() to give a reward in {list(reward_range)} (env.reward_range), got"
+            f" {reward}"
+        )
+    observation, info = checked_start((observation, info))
+    return observation, reward, bool(terminated), bool(truncated), info

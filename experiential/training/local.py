@@ -31,7 +31,6 @@ from experiential.training.losses import (
     token_entropies,
     token_logprobs,
 )
-from experiential.training.packing import Row, micro_batches, pack
 from experiential.training.runtime import (
     LossSettings,
     Policies,
@@ -40,6 +39,7 @@ from experiential.training.runtime import (
     TrainStats,
     check_sample,
 )
+from experiential.training.samples import Row, micro_batches, pack
 from experiential.types import Generation
 
 _STATE = "state.pt"

@@ -1,6 +1,6 @@
 """Gymnasium wrappers: text from any environment, experience for any agent."""
 
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.feedback import FeedbackWrapper
 from experiential.wrappers.reflection import ReflectionWrapper

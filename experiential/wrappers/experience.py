@@ -16,7 +16,7 @@ from experiential.bank.extractor import Extractor
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.search.where import Filter, Where
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.errors import BackendError, BankError
 from experiential.types import Answer, Condition, Hit, Trajectory, Turn, Use, new_id
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import gymnasium as gym
 
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.wrappers.experience import TextWrapper, require_choice
 
 Shown = Literal["shown", "hidden", "reflector"]

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 
 from experiential.agents.reflector import Reflection, ReflectionMemory, passes
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.errors import EnvError
 from experiential.types import Trajectory
 from experiential.wrappers.experience import FAILURES, Episode, TextWrapper, reason, require_choice

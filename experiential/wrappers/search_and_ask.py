@@ -11,7 +11,7 @@ from typing import Any, cast
 import gymnasium as gym
 
 from experiential.agents.prompts import numbered, principle_text
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.types import Hit, Trajectory
 from experiential.wrappers.experience import (
     FAILURES,

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
 from experiential.envs.action_text import tagged_action
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 
 Array = np.ndarray[Any, Any]
 Render = Callable[[Any, dict[str, Any]], str]

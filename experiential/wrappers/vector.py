@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 
 from experiential.bank.extractor import Extractor
 from experiential.bank.search.where import Filter
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 from experiential.sync import shared_loop
 from experiential.types import Hit, Trajectory
 from experiential.wrappers.experience import (

@@ -152,7 +152,7 @@ async def test_both_runtimes_take_the_same_step(
     """Loss, gradient norm and the log-probabilities after the update; the cluster computes in
     bfloat16, the other in float32.
     """
-    from experiential.training.packing import pack
+    from experiential.training.samples import pack
 
     local = local_actor()
     samples = samples_of(await responses(actor))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import gymnasium as gym
 
-from experiential.envs.text_space import UnicodeText
+from experiential.envs.text_env import UnicodeText
 
 SLEEPY = "tests.cluster.worlds:cluster-tests/Sleepy-v0"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from experiential.agents.asking import derived_seed
+from experiential.agents.prompts import derived_seed
 from experiential.agents.reflector import Reflection, ReflectionMemory, Reflector, Retry, passes
 from experiential.errors import BackendError, BankError
 from experiential.rollout.rollout import Episode, Job, Rollout, shortened

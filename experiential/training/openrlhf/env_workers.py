@@ -16,8 +16,7 @@ import gymnasium as gym
 
 from experiential.config import ClusterSettings, EnvSettings
 from experiential.errors import BackendError, EnvError, ExperientialError
-from experiential.rollout.awaited import Start, Step
-from experiential.rollout.rollout import make_env
+from experiential.rollout.rollout import Start, Step, make_env
 from experiential.sync import awaited, shared_loop
 from experiential.training.openrlhf.supervisor import (
     FailedCallError,
