@@ -446,8 +446,9 @@ def test_the_ablations_keep_no_memory() -> None:
 
 
 def test_options_of_reflection_reach_its_parts(tmp_path: Path) -> None:
-    overrides = ["methods.reflection={memory: bank, recall: 3, max_tokens: 17}"]
-    experiment = load_experiment("erl", overrides)
+    options = "methods.reflection={memory: bank, recall: 3, max_tokens: 17}"
+    bank = ["extractor.enabled=true", "extractor.distill=false"]
+    experiment = load_experiment("erl", [options, *bank])
     settings = experiment.methods.reflection
     assert settings is not None
     with FolderBank(tmp_path / "bank", embedder="hashing") as bank:
