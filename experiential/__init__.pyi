@@ -15,6 +15,7 @@ from experiential.agents.reflector import (
 )
 from experiential.bank.bank import ExperienceBank as ExperienceBank
 from experiential.bank.index.embed import HashingEmbedder as HashingEmbedder
+from experiential.bank.protocol import Bank as Bank
 from experiential.bank.manager import ExperienceManager as ExperienceManager
 from experiential.config import Experiment as Experiment
 from experiential.envs.check import check_text_env as check_text_env
