@@ -24,7 +24,7 @@ from experiential.bank.index import indexed
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.protocol import Bank
 from experiential.bank.search.where import Members, Scope, Where
-from experiential.bank.storage.history import Live, Stored
+from experiential.bank.storage.tables import Live, Stored
 from experiential.cli import main
 from experiential.types import Experience, Hit, Provenance
 from tests.test_serve import serving

@@ -26,7 +26,7 @@ from experiential.bank.index.nearest import Nearest
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.search.strategies import Candidate, Retrievals, select
 from experiential.bank.search.where import Scope
-from experiential.bank.storage.history import Live, Stored
+from experiential.bank.storage.tables import Live, Stored
 from experiential.types import Experience, Provenance
 from tests.test_serve import serving
 

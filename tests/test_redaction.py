@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiential.bank.redaction import redact, redact_field
+from experiential.bank.text import redact, redact_field
 from experiential.envs.vault import VaultEnv
 
 SECRETS = [

@@ -19,8 +19,8 @@ from experiential.bank.folder import FolderBank
 from experiential.bank.http import wire
 from experiential.bank.http.client import RemoteBank, RemoteQueue, RemoteView
 from experiential.bank.protocol import Bank, Queue, View
-from experiential.bank.storage.queue import DistillationQueue
-from experiential.bank.view import BankView
+from experiential.bank.state import BankView
+from experiential.bank.storage.tables import DistillationQueue
 from experiential.errors import BankError
 from experiential.types import Condition, Generation, ParsedOperations, Use
 from tests.test_serve import serving

@@ -49,15 +49,12 @@ from experiential.bank.records import (
 )
 from experiential.bank.search.searchable import scopes_of
 from experiential.bank.search.where import Where
-from experiential.bank.state import Draft, State, origins_of, unknown_entry
+from experiential.bank.state import BankView, Draft, State, StateReader, origins_of, unknown_entry
 from experiential.bank.storage.group_commit import Group, GroupCommit
-from experiential.bank.storage.history import History, difference
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import WriterLock
-from experiential.bank.storage.queue import DistillationQueue
-from experiential.bank.storage.receipts import Receipts
+from experiential.bank.storage.tables import DistillationQueue, History, Receipts, difference
 from experiential.bank.text import TEXT_LIMIT, Gate, checked_text
-from experiential.bank.view import BankView, StateReader
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import weakly
 from experiential.types import (
@@ -418,8 +415,13 @@ class FolderBank(StateReader, Bank):
             if not is_recorded:
                 self._ledger.record(trajectory, draft.commit)
                 for use in credit.counted_uses(trajectory):
-                    draft.credit(use.experience_id, trajectory.success)
-            return not distil or self._queue.put(trajectory.id)
+                    known = draft.statistics.get(use.experience_id) or Statistics()
+                    successes = known.successes + trajectory.success
+                    update = {"uses": known.uses + 1, "successes": successes}
+                    draft.count(use.experience_id, known.model_copy(update=update))
+            if distil:
+                self._queue.put(trajectory.id)
+            return True
 
     def apply(
         self,

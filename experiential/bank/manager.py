@@ -315,7 +315,8 @@ class ExperienceManager:
             await asyncio.shield(queue())
         finally:
             self._reserved -= 1
-            await self._notify()
+            async with self._changed:
+                self._changed.notify_all()
         return trajectory.id
 
     submit = _blocking(asubmit)
@@ -335,7 +336,8 @@ class ExperienceManager:
                 await self._distil(id)
             finally:
                 self._running.discard(id)
-                await self._notify()
+                async with self._changed:
+                    self._changed.notify_all()
 
     async def _distil(self, id: str) -> None:
         try:
@@ -640,7 +642,3 @@ class ExperienceManager:
                 hook(source, distillation, written)
             except Exception as error:  # noqa: BLE001  (what a user's hook does ends no worker)
                 self._count_failure(name, error)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()

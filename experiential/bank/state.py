@@ -1,17 +1,20 @@
-"""Keep the state of a bank in memory, and stage the commits that change it."""
+"""Keep the state of a bank in memory, read it, and stage the commits that change it."""
 
 from __future__ import annotations
 
 import threading
 from collections import ChainMap, Counter
-from collections.abc import Generator, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from experiential.bank.evidence.credit import Ledger
 from experiential.bank.index.nearest import Nearest
-from experiential.bank.index.vectors import Vector
-from experiential.bank.storage.history import History, Live, Stored
+from experiential.bank.index.vectors import Scored, Vector
+from experiential.bank.protocol import TextEmbedder, View
+from experiential.bank.search.searchable import scopes_of
+from experiential.bank.search.where import Where
+from experiential.bank.storage.tables import History, Live, Stored
 from experiential.errors import BankError
 from experiential.types import Experience, Provenance, Statistics
 
@@ -113,6 +116,69 @@ class State(Counters):
         self._contents.setdefault(content_of(stored.experience), {})[stored.experience.id] = None
 
 
+class StateReader(View):
+    """Read the entries and counters of a state in memory."""
+
+    _state: State
+
+    def __len__(self) -> int:
+        return len(self._state.entries)
+
+    def entries(self) -> Iterator[Experience]:
+        """Return every entry, oldest first."""
+        state = self._state
+        return (state.read(live.experience) for live in list(state.entries.values()))
+
+    def get(self, id: str) -> Experience | None:
+        """Return the entry with this id, or None."""
+        live = self._state.live(id)
+        return None if live is None else self._state.read(live.experience)
+
+    def read(self, experience: Experience) -> Experience:
+        """Return the same version with the counters of this state."""
+        return self._state.read(experience)
+
+
+class BankView(StateReader):
+    """Read a bank as it stood after one commit; later writes do not change it.
+
+    Counters are those known when the view was made.
+    """
+
+    def __init__(
+        self,
+        commit: int,
+        entries: Sequence[Stored],
+        statistics: dict[str, Statistics],
+        embedder: TextEmbedder,
+    ) -> None:
+        self.commit = commit
+        self._embedder = embedder
+        self._stored = list(entries)
+        self._state = State(entries, statistics, Nearest((), limit=0))
+        self._nearest: Nearest | None = None
+        self._lock = threading.Lock()
+
+    def nearest(
+        self,
+        queries: Sequence[str],
+        n: int,
+        exclude: Sequence[str | None],
+        where: Sequence[Where | None] = (),
+        words: bool = False,
+    ) -> list[list[Scored[Experience]]]:
+        """Return the ``n`` nearest entries of each query; see ``View.nearest``."""
+        if not queries:
+            return []
+        vectors, scopes = self._embedder(queries), scopes_of(queries, exclude, where)
+        with self._lock:  # the first search makes the index
+            if self._nearest is None:
+                self._nearest = Nearest(self._stored, limit=len(self._stored))
+        return self._nearest.search(
+            vectors, n, lambda: self._state.entries, scopes, queries if words else ()
+        )
+
+
 class StagedState(Counters):
     """Stage writes on a base state, unseen by readers; it is the base of the next writes."""
 
@@ -140,12 +206,6 @@ class StagedState(Counters):
                 return id
         id = self._base.twin(content)
         return None if id is None or id in self._staged else id
-
-    def lay(self, other: StagedState) -> None:
-        """Take over the writes staged on this one."""
-        self.changes += other.changes
-        self._staged.update(other._staged)
-        self.statistics.update(other.own_statistics)
 
 
 class Draft(StagedState):
@@ -197,12 +257,6 @@ class Draft(StagedState):
         """Set the counters of an entry, without its retrievals since opening."""
         self.statistics[id] = known
         self._ledger.save({id: self.counted(id) or known})
-
-    def credit(self, id: str, success: bool) -> None:
-        """Count one use of an entry and how it ended."""
-        known = self.statistics.get(id) or Statistics()
-        update = {"uses": known.uses + 1, "successes": known.successes + success}
-        self.count(id, known.model_copy(update=update))
 
 
 def content_of(experience: Experience) -> Content:

@@ -21,7 +21,7 @@ from experiential.bank.operations import common_task
 from experiential.bank.protocol import Bank
 from experiential.bank.records import Duplicates, Judge
 from experiential.bank.state import Draft, State
-from experiential.bank.storage.history import History
+from experiential.bank.storage.tables import History
 from experiential.types import Experience, Statistics
 
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from experiential.bank.folder import FolderBank
 from experiential.bank.http.served import ServedBank
 from experiential.bank.index.embed import Embedder
 from experiential.bank.index.site import checked_store
-from experiential.bank.storage.history import History
 from experiential.bank.storage.journal import Journal
 from experiential.bank.storage.lock import WriterLock
+from experiential.bank.storage.tables import History
 from experiential.errors import BankError
 
 _SERVER = "\0server"

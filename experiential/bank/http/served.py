@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from experiential.bank.folder import FolderBank
 from experiential.bank.records import Duplicates
 from experiential.bank.search.where import Where
-from experiential.bank.view import BankView
+from experiential.bank.state import BankView
 from experiential.errors import BankError
 from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory, new_id
 

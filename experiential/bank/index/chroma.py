@@ -15,7 +15,7 @@ import numpy as np
 
 from experiential.bank.index.store import Indexed
 from experiential.bank.index.vectors import Vector
-from experiential.bank.storage.history import Stored
+from experiential.bank.storage.tables import Stored
 
 TOKEN_VARIABLE = "EXPERIENTIAL_CHROMA_TOKEN"
 DEFAULT_PORT = 8000

@@ -12,7 +12,7 @@ from experiential.bank.index.seal import Seal
 from experiential.bank.index.site import Site
 from experiential.bank.index.store import Indexed, IndexLostError, IndexStore
 from experiential.bank.index.vectors import Vector
-from experiential.bank.storage.history import History, Stored
+from experiential.bank.storage.tables import History, Stored
 
 BATCH = 256
 """Changes after which the follower writes without being asked."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.search.where import Scope, Where
-from experiential.bank.storage.history import Live
+from experiential.bank.storage.tables import Live
 from experiential.types import Experience
 
 _SPARE = 32

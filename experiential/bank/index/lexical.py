@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from experiential.bank.search.where import Scope
-from experiential.bank.storage.history import Live
+from experiential.bank.storage.tables import Live
 from experiential.errors import BankError
 from experiential.types import Experience
 

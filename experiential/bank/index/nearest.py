@@ -12,7 +12,7 @@ from experiential.bank.index.lexical import Found, Lexical
 from experiential.bank.index.store import IndexLostError
 from experiential.bank.index.vectors import Scored, Snapshot, Vector, VectorIndex
 from experiential.bank.search.where import Members, Scope, Where
-from experiential.bank.storage.history import Live, Stored
+from experiential.bank.storage.tables import Live, Stored
 from experiential.types import Experience
 
 _QUIET = 0.5

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from experiential.bank.index.store import IndexStore, StoreFactory
-from experiential.bank.storage.history import History
 from experiential.bank.storage.journal import JOURNAL_NAME
+from experiential.bank.storage.tables import History
 from experiential.errors import ConfigError
 from experiential.plugins import did_you_mean, known_names, resolve
 from experiential.types import new_id

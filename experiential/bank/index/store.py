@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from experiential.bank.index.vectors import Vector
-from experiential.bank.storage.history import Stored
+from experiential.bank.storage.tables import Stored
 from experiential.errors import BankError
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from pydantic_core import to_jsonable_python
 
-from experiential.bank.storage.history import Live
+from experiential.bank.storage.tables import Live
 from experiential.bank.text import canonical, disarm
 from experiential.types import Experience
 

@@ -19,9 +19,9 @@ from experiential.bank.index.follower import Replica
 from experiential.bank.index.site import CHROMA, Site, recorded_site
 from experiential.bank.index.store import IndexLostError
 from experiential.bank.index.vectors import Vector
-from experiential.bank.storage.history import History
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import LOCK_NAME, described_owner
+from experiential.bank.storage.tables import History
 from experiential.errors import BankError
 from experiential.types import Record
 

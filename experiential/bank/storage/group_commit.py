@@ -6,12 +6,12 @@ import contextlib
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from experiential.bank.evidence.credit import Ledger
 from experiential.bank.state import Draft, StagedState, State
-from experiential.bank.storage.history import History
 from experiential.bank.storage.journal import Attached, Journal
+from experiential.bank.storage.tables import History
 from experiential.bank.text import Gate
 from experiential.batching import Batcher, BatchInterruptedError
 from experiential.errors import BankError
@@ -32,11 +32,6 @@ class Group(StagedState):
         self._history = history
         self._ledger = ledger
         self._member: list[Draft] = []
-
-    @property
-    def is_lost(self) -> bool:
-        """Return whether SQLite has given up the transaction."""
-        return not self._journal.in_transaction
 
     @contextmanager
     def draft(
@@ -64,45 +59,24 @@ class Group(StagedState):
                 self._journal.write_attached(note)
         for draft in self._member:
             self.drafts.append(draft)
-            self.lay(draft)
+            self.changes += draft.changes
+            self._staged.update(draft._staged)
+            self.statistics.update(draft.own_statistics)
 
 
 class Member(Generic[T]):
-    """Hold one write, and once it is durable its result, or its error."""
+    """Hold one write, and once it is durable its result, or its error.
+
+    The outcome of a write whose leader was interrupted is the error that says so.
+    """
 
     def __init__(self, work: Callable[[Group], T], note: Attached | None = None) -> None:
-        self.done = False
-        self._outcome: T | Exception | None = None
-        self._work = work
-        self._note = note
-
-    def attempt(self, group: Group) -> T | Exception:
-        """Write in a group whose transaction is open; a failure undoes this member alone.
-
-        Raises:
-            Exception: SQLite gave up the whole transaction.
-        """
-        try:
-            with group.member(self._note):
-                return self._work(group)
-        except Exception as error:
-            if group.is_lost:
-                raise
-            return error
-
-    def end(self, outcome: T | Exception) -> None:
-        """Keep the result of a write that is durable, or its error."""
-        self._outcome, self.done = outcome, True
-
-    @property
-    def outcome(self) -> T | Exception:
-        """Return the result or the error; the latter also if nobody came to say which."""
-        if not self.done:
-            return BankError(
-                "Expected this write to be carried out, but the thread that did it was interrupted;"
-                " look whether it is there, then write again"
-            )
-        return cast("T | Exception", self._outcome)
+        self.work = work
+        self.note = note
+        self.outcome: T | Exception = BankError(
+            "Expected this write to be carried out, but the thread that did it was interrupted;"
+            " look whether it is there, then write again"
+        )
 
 
 class GroupCommit:
@@ -156,18 +130,27 @@ class GroupCommit:
     def _carry_out(self, members: Sequence[Member[Any]]) -> list[None]:
         transaction = self._transaction()
         assert transaction is not None, "a bank that is gone has no writers"
+        outcomes: list[Any] = []
         try:
             with transaction() as group:
-                outcomes = [member.attempt(group) for member in members]
+                for member in members:  # a failure undoes this member alone
+                    try:
+                        with group.member(member.note):
+                            outcome = member.work(group)
+                    except Exception as error:
+                        if not self._journal.in_transaction:  # SQLite gave up the transaction
+                            raise
+                        outcome = error
+                    outcomes.append(outcome)
         except Exception as error:
             # The failure was of the whole transaction. Each member again in one of its own: a full
             # disk, for example, fails the large write, and the small ones fit.
             if len(members) == 1:
-                members[0].end(error)
+                members[0].outcome = error
             else:
                 for member in members:
                     self._carry_out([member])
         else:
             for member, outcome in zip(members, outcomes, strict=True):
-                member.end(outcome)
+                member.outcome = outcome
         return [None] * len(members)

@@ -1,17 +1,18 @@
-"""Keep the commits, entry versions and generations of one namespace, and read them as a log."""
+"""Read and write the journal's tables of one namespace: its history, queue and receipts."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from experiential.bank.evidence.credit import Ancestor
-from experiential.bank.records import Changed, Commit, Difference, LogEntry
+from experiential.bank.records import Changed, Commit, DeadLetter, Difference, LogEntry
 from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Generation
 
@@ -55,6 +56,17 @@ _WRITTEN_FROM = """
     JOIN changes n ON n.commit_id = c.id AND n.namespace = c.namespace
     WHERE c.namespace = ? AND c.cause = 'trajectory' AND c.ref = ? AND n.version IS NOT NULL
     ORDER BY n.seq"""
+_NOTE = """
+    INSERT INTO receipts
+    SELECT ?1, ?2, ?3, COALESCE(MAX(id), 0) FROM commits WHERE namespace = ?1"""
+_WRITTEN = """
+    SELECT id, version FROM changes
+    WHERE namespace = ? AND commit_id = ? AND version IS NOT NULL ORDER BY seq"""
+_REMOVED = """
+    SELECT n.id, (SELECT o.version FROM changes o
+        WHERE o.namespace = n.namespace AND o.id = n.id AND o.seq < n.seq
+        ORDER BY o.seq DESC LIMIT 1)
+    FROM changes n WHERE n.namespace = ? AND n.commit_id = ? AND n.version IS NULL ORDER BY n.seq"""
 
 
 class History:
@@ -204,3 +216,110 @@ def difference(before: Iterable[Experience], after: Iterable[Experience]) -> Dif
         removed=tuple(entry for id, entry in old.items() if id not in new),
         changed=tuple(Changed(old=a, new=b) for a, b in both if a.version != b.version),
     )
+
+
+class DistillationQueue:
+    """Move items from ``queued`` to ``done`` or ``dead``; see `Queue`.
+
+    The id of an item is the id of its trajectory, which makes submitting twice harmless. Writes
+    that belong to a commit happen inside ``Journal.transaction``.
+    """
+
+    def __init__(self, journal: Journal, namespace: str) -> None:
+        self._journal = journal
+        self._namespace = namespace
+
+    def put(self, id: str) -> None:
+        """Queue a trajectory that was never queued before."""
+        statement = "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')"
+        self._journal.run(statement, self._namespace, id)
+
+    def state(self, id: str) -> str | None:
+        """Return "queued", "done", "dead", or None for an unknown item."""
+        statement = "SELECT state FROM queue WHERE namespace = ? AND id = ?"
+        return self._journal.value(statement, self._namespace, id)
+
+    def waiting(self) -> list[str]:
+        """Return the ids of queued items, oldest first."""
+        statement = "SELECT id FROM queue WHERE namespace = ? AND state = 'queued' ORDER BY seq"
+        return [row[0] for row in self._journal.rows(statement, self._namespace)]
+
+    def finish(self, id: str) -> bool:
+        """Mark an item done; if False is returned, nothing may be written for it."""
+        if self.state(id) != "queued":
+            return False
+        statement = "UPDATE queue SET state = 'done', reason = NULL WHERE namespace = ? AND id = ?"
+        self._journal.run(statement, self._namespace, id)
+        return True
+
+    def fail(self, id: str, reason: str, *, last: bool) -> int:
+        """Count a failed attempt and return the number so far; ``last`` makes a dead letter."""
+        with self._journal.transaction():
+            statement = "UPDATE queue SET attempts = attempts + 1, state = ?, reason = ?"
+            statement += " WHERE namespace = ? AND id = ?"
+            state = "dead" if last else "queued"
+            self._journal.run(statement, state, reason, self._namespace, id)
+        return self.attempts(id)
+
+    def attempts(self, id: str) -> int:
+        """Return the number of failed attempts."""
+        statement = "SELECT attempts FROM queue WHERE namespace = ? AND id = ?"
+        return self._journal.value(statement, self._namespace, id) or 0
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Return the items that were given up, oldest first."""
+        statement = "SELECT id, attempts, reason FROM queue"
+        statement += " WHERE namespace = ? AND state = 'dead' ORDER BY seq"
+        rows = self._journal.rows(statement, self._namespace)
+        return [DeadLetter(id=row[0], attempts=row[1], reason=row[2] or "") for row in rows]
+
+    def requeue(self, id: str) -> bool:
+        """Queue a dead letter again with all its attempts; return False if it is not dead."""
+        with self._journal.transaction():
+            if self.state(id) != "dead":
+                return False
+            statement = "UPDATE queue SET attempts = 0, state = 'queued', reason = NULL"
+            statement += " WHERE namespace = ? AND id = ?"
+            self._journal.run(statement, self._namespace, id)
+        return True
+
+    def clear(self) -> None:
+        """Delete all items."""
+        self._journal.run("DELETE FROM queue WHERE namespace = ?", self._namespace)
+
+
+class Receipt(NamedTuple):
+    """Hold the digest of a request that was carried out, and the commit that it made."""
+
+    digest: str
+    commit: int
+
+
+class Receipts:
+    """Keep the keys of the served writes of one namespace.
+
+    The row is written by the transaction that writes the commit, so after a crash there are both or
+    none.
+    """
+
+    def __init__(self, journal: Journal, namespace: str) -> None:
+        self._journal = journal
+        self._namespace = namespace
+
+    def find(self, key: str) -> Receipt | None:
+        """Return the receipt of a key, or None if no write had it."""
+        statement = "SELECT digest, commit_id FROM receipts WHERE namespace = ? AND key = ?"
+        rows = self._journal.rows(statement, self._namespace, key)
+        return Receipt(*rows[0]) if rows else None
+
+    def noting(self, key: str, digest: str) -> AbstractContextManager[None]:
+        """Write the receipt of ``key`` in the next transaction of this thread."""
+        return self._journal.attach(_NOTE, self._namespace, key, digest)
+
+    def written(self, commit: int) -> list[tuple[str, int]]:
+        """Return (id, version) of everything that a commit wrote, in the order of writing."""
+        return [tuple(row) for row in self._journal.rows(_WRITTEN, self._namespace, commit)]
+
+    def removed(self, commit: int) -> list[tuple[str, int]]:
+        """Return (id, last version) of every entry that a commit removed, in order."""
+        return [tuple(row) for row in self._journal.rows(_REMOVED, self._namespace, commit)]
