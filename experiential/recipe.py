@@ -40,10 +40,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 _NUMBER = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-for _part in (_Loader, _Dumper):
-    _part.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]  (untyped in types-PyYAML)
-        "tag:yaml.org,2002:float", _NUMBER, list("-+0123456789")
-    )
+for _part in cast("list[Any]", [_Loader, _Dumper]):  # the method is untyped in types-PyYAML
+    _part.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
 def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> Tree:

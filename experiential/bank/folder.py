@@ -727,7 +727,8 @@ def _checked_folder(path: object) -> Path:
             f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with"
             " http:// or https://"
         )
-    if not isinstance(path, (str, os.PathLike)) or not str(path):  # pyright: ignore[reportUnknownArgumentType]
+    text = str(path)
+    if not isinstance(path, (str, os.PathLike)) or not text:
         raise ValueError(f"Expected path to be a folder name, got {path!r}")
     folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]
     if folder.exists() and not folder.is_dir():

@@ -45,7 +45,10 @@ class RetrievalOptions(RetrievalSettings):
 class ManagerOptions(BankSettings):
     """Everything that an ``ExperienceManager`` can be asked for."""
 
-    retrieval: RetrievalOptions = Field(default_factory=RetrievalOptions)  # pyright: ignore[reportIncompatibleVariableOverride]  (settings are frozen)
+    # The override is sound, since settings are frozen.
+    retrieval: RetrievalOptions = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default_factory=RetrievalOptions
+    )
     merge_chunk: int = Field(default=5, gt=1, description="entries merged in one request")
     queue_size: int = Field(
         default=1024, gt=0, description="distillation requests accepted before submit waits"

@@ -134,7 +134,7 @@ def draw_learning_curve(events: Iterable[Event], path: Path) -> Path | None:
         return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure: Any = Figure(figsize=(11, 4), layout="constrained")
     training, held_out = figure.subplots(1, 2)
     for field, colour in (("success_guided", "tab:blue"), ("success_free", "tab:orange")):
         if points := training_curve(events, field):
@@ -158,5 +158,5 @@ def draw_learning_curve(events: Iterable[Event], path: Path) -> Path | None:
         )
     finish(training, "Training", "step")
     finish(held_out, "Held-out worlds, 95 % intervals", "visit")
-    figure.savefig(str(path), dpi=120)  # pyright: ignore[reportUnknownMemberType]  (untyped keyword arguments in matplotlib)
+    figure.savefig(str(path), dpi=120)
     return path

@@ -9,6 +9,7 @@ import ipaddress
 import signal
 import socket
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -69,8 +70,9 @@ def serve(
             f"set {TOKEN_VARIABLE} or pass --token, or listen at 127.0.0.1"
         )
     try:
-        import fastapi  # noqa: F401  (asked for before the folder is locked)  # pyright: ignore[reportUnusedImport]
         import uvicorn
+
+        import_module("fastapi")  # asked for before the folder is locked
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "serve") from None
     from experiential.bank.http.namespaces import Namespaces

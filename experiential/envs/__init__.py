@@ -26,7 +26,8 @@ def register() -> None:
     """Register every environment of ``ENVS`` that Gymnasium does not know yet."""
     for name, entry_point in ENVS.items():
         if name not in gym.registry:
-            gym.register(name, entry_point=entry_point)  # pyright: ignore[reportUnknownMemberType]  # its kwargs is a bare dict
+            # its kwargs is a bare dict
+            gym.register(name, entry_point=entry_point)  # pyright: ignore[reportUnknownMemberType]
 
 
 register()

@@ -33,9 +33,8 @@ def draw_card(card: Card, curves: Curves, path: Path) -> Path:
     from matplotlib.figure import Figure
 
     rows = max(1, sum(len(recipe.differences) for recipe in card.recipes) + len(card.comparisons))
-    figure = Figure(figsize=(13, max(8.0, 4.5 + 0.28 * rows)), layout="constrained")
-    axes: Any = figure.subplots(2, 2)
-    (training, held_out), (arms, differences) = axes
+    figure: Any = Figure(figsize=(13, max(8.0, 4.5 + 0.28 * rows)), layout="constrained")
+    (training, held_out), (arms, differences) = figure.subplots(2, 2)
     names = [arm for arm in card.arms if any(recipe.arm(arm) for recipe in card.recipes)]
     width = 0.8 / max(1, len(card.recipes))
     lines: list[tuple[str, Interval, str]] = []
@@ -79,7 +78,7 @@ def draw_card(card: Card, curves: Curves, path: Path) -> Path:
     differences.invert_yaxis()
     title = "Paired differences on later visits, 95 % intervals"
     differences.set(title=title, xlabel="difference of success")
-    figure.savefig(str(path), dpi=110)  # pyright: ignore[reportUnknownMemberType]  (untyped keyword arguments in matplotlib)
+    figure.savefig(str(path), dpi=110)
     return path
 
 

@@ -94,7 +94,7 @@ class LocalRuntime(PolicyRuntime):
         return self.llm.tokenizer
 
     @property
-    def version(self) -> int:  # type: ignore[override]  # a live value here, a class default in the base
+    def version(self) -> int:  # type: ignore[override]  # a class default in the base
         """Return the number of optimiser steps that the weights have seen."""
         return self.llm.version
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationInfo, create_model
 
@@ -77,7 +77,7 @@ def _listed(value: object, info: ValidationInfo) -> object:
 
 
 def _as_dict(value: object) -> object:
-    return dict(value) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return dict(cast("Mapping[Any, Any]", value)) if isinstance(value, Mapping) else value
 
 
 def _operations() -> Iterator[Operation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, cast, overload
 
 from experiential.bank.index.vectors import Scored
 from experiential.bank.search.strategies import PER_PLACE, Candidate, above_floor
@@ -92,8 +92,8 @@ class Searchable(Protocol):
                 "webshop"]}``, see ``experiential.bank.search.where.Where``.
         """
         queries = checked_queries(query, k)
-        is_number = isinstance(hybrid, int | float) and not isinstance(hybrid, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not is_number or not 0.0 <= hybrid <= 1.0:
+        is_number = isinstance(hybrid, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_number or isinstance(hybrid, bool) or not 0.0 <= hybrid <= 1.0:
             raise ValueError(f"Expected hybrid to be a number from 0 to 1, got {hybrid!r}")
         wanted = k * _POOL * PER_PLACE if hybrid else k
         exclude, filters = [exclude_instance] * len(queries), [Where.of(where)] * len(queries)
@@ -125,7 +125,7 @@ def checked_queries(query: object, k: object, *, blank: bool = False) -> list[st
         raise ValueError(f"Expected k to be a positive whole number, got {k!r}")
     if not isinstance(query, (str, list, tuple)):
         raise ValueError(f"Expected a query to be text or a list of texts, got {query!r}")
-    queries: list[Any] = [query] if isinstance(query, str) else list(query)  # pyright: ignore[reportUnknownArgumentType]  (elements are checked next)
+    queries = [query] if isinstance(query, str) else list(cast("Sequence[Any]", query))
     for one in queries:
         if not isinstance(one, str) or not (blank or one.strip()):
             raise ValueError(f"Expected a query to be non-empty text, got {one!r}")

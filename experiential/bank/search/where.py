@@ -43,14 +43,15 @@ class Where:
     clauses: tuple[tuple[str, frozenset[tuple[str, object]]], ...] = field(repr=False)
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        if not isinstance(fields, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (users may pass anything)
+        # Users may pass anything.
+        if not isinstance(fields, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"Expected where to be a mapping of fields to values, got {fields!r}; for example"
                 " {'kind': 'lesson'}"
             )
         self.fields = {}
-        for key, given in fields.items():
-            if not isinstance(key, str) or not key.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+        for key, given in cast("Mapping[Any, Any]", fields).items():
+            if not isinstance(key, str) or not key.strip():
                 raise ValueError(
                     "Expected the fields of where to be kind, task or names of metadata fields, got"
                     f" {key!r}"

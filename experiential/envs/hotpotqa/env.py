@@ -40,7 +40,8 @@ _FORMS: dict[Style, tuple[str, str]] = {
     "tags": ("<search_knowledge>{}</search_knowledge>", "<answer>{}</answer>"),
 }
 _CALL = re.compile(
-    r"<(?P<tag>search_knowledge|answer)>(?P<inside>(?:(?!<(?:search_knowledge|answer)>).)*?)</(?P=tag)>"
+    r"<(?P<tag>search_knowledge|answer)>"
+    r"(?P<inside>(?:(?!<(?:search_knowledge|answer)>).)*?)</(?P=tag)>"
     r"|(?<![\w<])(?P<word>search|answer)\[(?P<held>[^\[\]\n]*(?:\[[^\[\]\n]*\][^\[\]\n]*)*)\]",
     re.DOTALL | re.IGNORECASE,
 )

@@ -31,7 +31,8 @@ You are at the root of the repository. Find the cause, change the source, and su
 then decide. Each reply calls one tool:
 <function=execute_bash><parameter=command>COMMAND</parameter></function>
   A new bash each time, at the root of the repository.{network}
-<function=str_replace_editor><parameter=command>view</parameter><parameter=path>PATH</parameter></function>
+<function=str_replace_editor><parameter=command>view</parameter><parameter=path>PATH</parameter>\
+</function>
   Commands: view (view_range such as [1, 40]), create (file_text), str_replace (old_str, new_str), \
 insert (insert_line, new_str), undo.
 <function=submit></function>

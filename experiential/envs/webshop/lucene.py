@@ -26,13 +26,16 @@ _EXTEND = "[\u0300-\u036f\u200d\ufe00-\ufe0f]*"
 _IN_WORD = r".:'\xb7\u2018\u2019\u2024\ufe55\uff1a"
 _IN_NUMBER = r".,;'\u2018\u2019\ufe50\uff0c\uff1b"
 _PICTURE = (
-    "\xa9\xae\u203c\u2049\u2122\u2139\u2194-\u2199\u21a9\u21aa\u231a\u231b\u2328\u2388\u23cf\u23e9-\u23f3\u23f8-\u23fa\u24c2\u25aa\u25ab"
-    "\u25b6\u25c0\u25fb-\u25fe\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2714\u2716\u271d\u2721\u2728\u2733\u2734"
-    "\u2744\u2747\u274c\u274e\u2753-\u2755\u2757\u2763-\u2767\u2795-\u2797\u27a1\u27b0\u27bf\u2934\u2935\u2b05-\u2b07\u2b1b\u2b1c\u2b50"
-    "\u2b55\u3030\u303d\u3297\u3299\U0001f000-\U0001faff"
+    "\xa9\xae\u203c\u2049\u2122\u2139\u2194-\u2199\u21a9\u21aa\u231a\u231b\u2328\u2388\u23cf"
+    "\u23e9-\u23f3\u23f8-\u23fa\u24c2\u25aa\u25ab\u25b6\u25c0\u25fb-\u25fe\u2600-\u2605"
+    "\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2714\u2716\u271d\u2721\u2728\u2733"
+    "\u2734\u2744\u2747\u274c\u274e\u2753-\u2755\u2757\u2763-\u2767\u2795-\u2797\u27a1\u27b0"
+    "\u27bf\u2934\u2935\u2b05-\u2b07\u2b1b\u2b1c\u2b50\u2b55\u3030\u303d\u3297\u3299"
+    "\U0001f000-\U0001faff"
 )
 _TOKEN = re.compile(
-    rf"(?:(?:{_LETTER}|[\d_]){_EXTEND}(?:(?<=[^\W\d_])[{_IN_WORD}](?={_LETTER})|(?<=\d)[{_IN_NUMBER}](?=\d))?)+"
+    rf"(?:(?:{_LETTER}|[\d_]){_EXTEND}"
+    rf"(?:(?<=[^\W\d_])[{_IN_WORD}](?={_LETTER})|(?<=\d)[{_IN_NUMBER}](?=\d))?)+"
     rf"|[{_IDEOGRAPH}]"
     rf"|[{_PICTURE}](?:\ufe0f|[\U0001f3fb-\U0001f3ff])?(?:\u200d[{_PICTURE}]\ufe0f?)*"
 )
