@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from experiential.llm.constraints import ChoiceTrie
 from experiential.llm.models import load_tokenizer
+from experiential.llm.request import ChoiceTrie
 
 VERBS = ("go to", "take", "open", "close", "put", "use")
 THINGS = ("apple", "mug", "drawer 3", "cabinet 12", "fridge 1", "countertop 2", "desk lamp", "sink")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiential.llm.prefix_cache import PrefixCache
+from experiential.llm.forward import PrefixCache
 
 Ids = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 

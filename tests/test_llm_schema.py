@@ -15,7 +15,7 @@ from experiential.agents.operations import operations_schema, parse_operations
 from experiential.config import OptimSettings
 from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
-from experiential.llm.constraints import Schemas, canonical
+from experiential.llm.request import Schemas, canonical
 from experiential.llm.transformers import TransformersLLM
 from experiential.training.local import LocalRuntime
 from experiential.training.runtime import LossSettings, sample_from_generation

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
-from experiential.llm.constraints import ChoiceTrie, TrieNode
+from experiential.llm.request import ChoiceTrie, TrieNode
 from experiential.llm.transformers import TransformersLLM
 from tests.llm_tiny import tiny_random_model, tiny_tokenizer
 

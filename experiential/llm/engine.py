@@ -23,8 +23,7 @@ from torch import Tensor
 
 from experiential.errors import BackendError
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.forward import ForwardPass, KVBlock
-from experiential.llm.prefix_cache import PrefixCache
+from experiential.llm.forward import ForwardPass, KVBlock, PrefixCache
 from experiential.llm.request import Request
 from experiential.sync import resolve_futures
 

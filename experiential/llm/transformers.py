@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from experiential.config import ModelSettings
 from experiential.errors import BackendError, require
 from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
-from experiential.llm.constraints import ChoiceTrie, Schemas, canonical
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.prefix_cache import PrefixCache
-from experiential.llm.request import Request, StopFinder
+from experiential.llm.request import ChoiceTrie, Request, Schemas, StopFinder, canonical
 from experiential.types import Generation, Message
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ class TransformersLLM(LLM):
         import torch
 
         from experiential.llm.engine import Engine
-        from experiential.llm.forward import ForwardPass, LLMStats
+        from experiential.llm.forward import ForwardPass, LLMStats, PrefixCache
 
         if max_batch <= 0 or batch_wait < 0:
             raise ValueError(

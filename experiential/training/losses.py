@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from experiential.config import Ratio
-from experiential.llm.constraints import Schemas
+from experiential.llm.request import Schemas
 from experiential.plugins import resolve
 from experiential.training.runtime import LOSSES, LossSettings, Sample
 

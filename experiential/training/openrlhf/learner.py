@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from experiential.llm.constraints import Schemas
+from experiential.llm.request import Schemas
 from experiential.training.losses import (
     Sums,
     add_sums,

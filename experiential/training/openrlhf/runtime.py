@@ -26,9 +26,8 @@ from experiential.config import (
 )
 from experiential.errors import BackendError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams, is_token_prompt
-from experiential.llm.constraints import ChoiceTrie
 from experiential.llm.models import load_tokenizer, resolve_model
-from experiential.llm.request import Request, StopFinder
+from experiential.llm.request import ChoiceTrie, Request, StopFinder
 from experiential.rollout.rollout import make_env
 from experiential.sync import EventLoopThread
 from experiential.training.losses import Sums, add_sums, means
