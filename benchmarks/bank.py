@@ -44,7 +44,7 @@ import numpy as np
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
-from experiential.bank.index.vectors import Vector
+from experiential.bank.index.embed import Vector
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.search.where import Scope
 from experiential.envs.text_env import UnicodeText

@@ -21,9 +21,9 @@ import experiential as xp
 from experiential.bank.folder import FolderBank
 from experiential.bank.http.connection import Connection
 from experiential.bank.index import indexed
-from experiential.bank.index.nearest import Nearest
+from experiential.bank.index.nearest import Members, Nearest
 from experiential.bank.protocol import Bank
-from experiential.bank.search.where import Members, Scope, Where
+from experiential.bank.search.where import Scope, Where
 from experiential.bank.storage.tables import Live, Stored
 from experiential.cli import main
 from experiential.types import Experience, Hit, Provenance

@@ -26,6 +26,7 @@ from experiential.bank.index.embed import (
     Embedder,
     EntryKey,
     UnknownEmbedder,
+    Vector,
     embed_entries,
     embedder_id,
     recorded_embedder,
@@ -34,7 +35,6 @@ from experiential.bank.index.embed import (
 from experiential.bank.index.follower import IndexFollower
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.index.site import CHROMA, chosen_site
-from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.operations import consolidate, distil, keys_to_embed, source_of
 from experiential.bank.protocol import Bank, Queue, TextEmbedder
 from experiential.bank.records import (
@@ -47,8 +47,7 @@ from experiential.bank.records import (
     Policy,
     Standing,
 )
-from experiential.bank.search.searchable import scopes_of
-from experiential.bank.search.where import Where
+from experiential.bank.search.where import Scored, Where, scopes_of
 from experiential.bank.state import BankView, Draft, State, StateReader, origins_of, unknown_entry
 from experiential.bank.storage.group_commit import Group, GroupCommit
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from experiential.bank.evidence.credit import total
-from experiential.bank.index.embed import EntryKey
-from experiential.bank.index.vectors import Vector
+from experiential.bank.index.embed import EntryKey, Vector
 from experiential.bank.state import Draft, origins_of
 from experiential.bank.text import clean
 from experiential.types import (

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeGuard
 
-from experiential.bank.index.embed import Embedder
-from experiential.bank.index.vectors import Vector
+from experiential.bank.index.embed import Embedder, Vector
 from experiential.bank.records import (
     Commit,
     DeadLetter,

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from experiential.bank.evidence.credit import Ledger
+from experiential.bank.index.embed import Vector
 from experiential.bank.index.nearest import Nearest
-from experiential.bank.index.vectors import Scored, Vector
 from experiential.bank.protocol import TextEmbedder, View
-from experiential.bank.search.searchable import scopes_of
-from experiential.bank.search.where import Where
+from experiential.bank.search.where import Scored, Where, scopes_of
 from experiential.bank.storage.tables import History, Live, Stored
 from experiential.errors import BankError
 from experiential.types import Experience, Provenance, Statistics

@@ -7,6 +7,7 @@ An estimator is a function of `Cells`. To add one, name a ``module:function`` as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,10 @@ ESTIMATORS: dict[str, Estimator | str] = {
     # (r - mean) / std over the whole batch (REINFORCE++-baseline, Hu et al. 2025)
     "reinforce++": lambda cells: cells.centred / np.sqrt((cells.centred**2).mean()),
 }
+# A name is resolved once, not in every step.
+_find_estimator: Callable[[str], Estimator] = cache(
+    partial(resolve, "estimators", builtins=ESTIMATORS)
+)
 
 
 def cell_advantages(
@@ -85,7 +90,7 @@ def cell_advantages(
         ValueError: shapes differ, or a reward is not finite.
     """
     if isinstance(estimator, str):
-        estimator = resolve("estimators", estimator, ESTIMATORS)
+        estimator = _find_estimator(estimator)
     values = _rewards(rewards)
     if not len(values):
         return np.zeros(0, np.float32)

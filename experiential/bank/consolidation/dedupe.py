@@ -15,8 +15,7 @@ import numpy as np
 
 from experiential.bank.evidence.credit import total
 from experiential.bank.extractor import LaterJudge
-from experiential.bank.index.embed import EntryKey, embed_entries
-from experiential.bank.index.vectors import Vector
+from experiential.bank.index.embed import EntryKey, Vector, embed_entries
 from experiential.bank.operations import common_task
 from experiential.bank.protocol import Bank
 from experiential.bank.records import Duplicates, Judge

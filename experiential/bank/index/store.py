@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from experiential.bank.index.vectors import Vector
+from experiential.bank.index.embed import Vector
 from experiential.bank.storage.tables import Stored
 from experiential.errors import BankError
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, cast, overload
+from typing import Protocol, overload
 
-from experiential.bank.index.vectors import Scored
 from experiential.bank.search.strategies import PER_PLACE, Candidate, above_floor
-from experiential.bank.search.where import Filter, Scope, Where
+from experiential.bank.search.where import Filter, Scored, Where, checked_queries
 from experiential.config import RetrievalSettings
 from experiential.types import Experience, Hit
 
@@ -109,24 +108,3 @@ class Searchable(Protocol):
                 ]
             )
         return answers[0] if isinstance(query, str) else answers
-
-
-def scopes_of(
-    queries: Sequence[str], exclude: Sequence[str | None], where: Sequence[Where | None]
-) -> list[Scope]:
-    """Return the scope of each query; empty sequences limit nothing."""
-    nothing = [None] * len(queries)
-    return [Scope(*one) for one in zip(exclude or nothing, where or nothing, strict=True)]
-
-
-def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:
-    """Return the queries as a list, or raise ValueError; blank ones are for ``blank`` alone."""
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ValueError(f"Expected k to be a positive whole number, got {k!r}")
-    if not isinstance(query, (str, list, tuple)):
-        raise ValueError(f"Expected a query to be text or a list of texts, got {query!r}")
-    queries = [query] if isinstance(query, str) else list(cast("Sequence[Any]", query))
-    for one in queries:
-        if not isinstance(one, str) or not (blank or one.strip()):
-            raise ValueError(f"Expected a query to be non-empty text, got {one!r}")
-    return queries

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from experiential.bank.evidence.trust import Episodes, Probation, checked_episodes
-from experiential.bank.index.vectors import Scored
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
-from experiential.bank.search.searchable import checked_queries
 from experiential.bank.search.strategies import (
     PER_PLACE,
     Candidate,
@@ -21,7 +19,7 @@ from experiential.bank.search.strategies import (
     find_strategy,
     select,
 )
-from experiential.bank.search.where import Filter, Where
+from experiential.bank.search.where import Filter, Scored, Where, checked_queries
 from experiential.batching import Batcher, BatchTimeoutError
 from experiential.errors import BankError
 from experiential.types import Experience, Hit, Statistics

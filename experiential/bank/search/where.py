@@ -1,11 +1,11 @@
-"""Filter entries by kind, task and metadata."""
+"""Say what a search asks for, which entries it may find, and what it has found."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from pydantic_core import to_jsonable_python
 
@@ -13,9 +13,9 @@ from experiential.bank.storage.tables import Live
 from experiential.bank.text import canonical, disarm
 from experiential.types import Experience
 
+T = TypeVar("T")
 Value = str | int | float | bool | None
 """One value that a filter may ask for; None stands for an entry that has none."""
-_MOST_FILTERS = 32
 
 
 @dataclass(init=False, unsafe_hash=True)
@@ -135,29 +135,33 @@ class Scope(NamedTuple):
         )
 
 
-class Members:
-    """Remember the entries that pass each recent filter; the caller holds a lock."""
+class Scored(NamedTuple, Generic[T]):
+    """Hold one item found and its cosine similarity to the query."""
 
-    def __init__(self) -> None:
-        self._known: dict[Where, dict[str, None]] = {}
+    item: T
+    score: float
+    words: float = 0.0  # weighted share of the query's words in it, if words were asked for
 
-    def change(self, id: str, live: Live | None) -> None:
-        """Put an entry in place of its earlier version, or take it out (None)."""
-        for where, ids in self._known.items():
-            ids.pop(id, None)
-            if live is not None and where.matches(live.experience):
-                ids[id] = None
 
-    def of(self, where: Where, entries: Callable[[], Iterable[Live]]) -> list[str]:
-        """Return the ids of the entries that pass; a filter that is new asks for all of them."""
-        known = self._known.pop(where, None)
-        if known is None:
-            items = (live.experience for live in entries())
-            known = {item.id: None for item in items if where.matches(item)}
-            while len(self._known) >= _MOST_FILTERS:
-                del self._known[next(iter(self._known))]
-        self._known[where] = known
-        return list(known)
+def scopes_of(
+    queries: Sequence[str], exclude: Sequence[str | None], where: Sequence[Where | None]
+) -> list[Scope]:
+    """Return the scope of each query; empty sequences limit nothing."""
+    nothing = [None] * len(queries)
+    return [Scope(*one) for one in zip(exclude or nothing, where or nothing, strict=True)]
+
+
+def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:
+    """Return the queries as a list, or raise ValueError; blank ones are for ``blank`` alone."""
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise ValueError(f"Expected k to be a positive whole number, got {k!r}")
+    if not isinstance(query, (str, list, tuple)):
+        raise ValueError(f"Expected a query to be text or a list of texts, got {query!r}")
+    queries = [query] if isinstance(query, str) else list(cast("Sequence[Any]", query))
+    for one in queries:
+        if not isinstance(one, str) or not (blank or one.strip()):
+            raise ValueError(f"Expected a query to be non-empty text, got {one!r}")
+    return queries
 
 
 def _key(value: object) -> tuple[str, object]:

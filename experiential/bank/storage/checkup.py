@@ -15,10 +15,10 @@ from typing import Literal
 
 import numpy as np
 
+from experiential.bank.index.embed import Vector
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.site import CHROMA, Site, recorded_site
 from experiential.bank.index.store import IndexLostError
-from experiential.bank.index.vectors import Vector
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import LOCK_NAME, described_owner
 from experiential.bank.storage.tables import History
