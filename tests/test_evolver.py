@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from experiential.bank.bank import ExperienceBank
 from experiential.config import ActorSettings, EvolverSettings
+from experiential.envs.answers import exact_match
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import Episode
-from experiential.training.methods.evolver import shaped_reward
-from experiential.training.rewards import (
+from experiential.training.methods.evolver import (
     ALL_PARTS,
     evolver_reward,
-    exact_match,
     format_reward,
     search_score,
+    shaped_reward,
     think_score,
 )
 from experiential.training.samples import actor_samples, env_reward

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiential.training.rewards import BonusKind, critic_reward, entropy_bonus, relative_rewards
+from experiential.config import BonusKind
+from experiential.training.advantages import critic_reward, relative_rewards
+from experiential.training.methods.entropy_bonus import entropy_bonus
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiential.training.advantages import outcome, use_reward
 from experiential.training.extractor_track import ExtractorBuffer, counted_uses
-from experiential.training.rewards import outcome, use_reward
 from experiential.types import Condition, Generation, Trajectory, Use
 
 

@@ -1,4 +1,4 @@
-"""Compute advantages and weights per trajectory in NumPy; no gradient is needed.
+"""Compute rewards of uses, and advantages and weights per trajectory, in NumPy; no gradient.
 
 An estimator is a function of `Cells`. To add one, name a ``module:function`` as
 ``actor.estimator``, or declare an entry point of group ``experiential.estimators``.
@@ -6,6 +6,7 @@ An estimator is a function of `Cells`. To add one, name a ``module:function`` as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.plugins import resolve
+from experiential.types import Trajectory, Verdict
 
+Key = tuple[str, int]
+"""An experience at one version: (experience id, version)."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -197,6 +201,55 @@ def training_count_weights(
         raise ValueError(f"Expected counts, cooldown and decay of at least 0, got {found}")
     resting = (times > 0) & (step - last < cooldown)
     return np.where(resting, 0.0, (1.0 + times) ** -float(decay)).astype(np.float32)
+
+
+def outcome(trajectory: Trajectory) -> float:
+    """Return R of eq. 1: 1.0 for a success, else 0.0; a fractional reward does not count."""
+    return float(trajectory.success)
+
+
+def use_reward(success: bool) -> int:
+    """Return r(m) of section 2.3: +1 if the episode that used the entry succeeded, else -1."""
+    return 1 if success else -1
+
+
+CRITIC_SCORES: dict[Verdict, float] = {"accept": 1.0, "refine": 0.5, "reject": 0.0}
+"""s_c of appendix B.1."""
+
+
+def critic_reward(verdict: Verdict | None, outcome: float) -> float:
+    """Compute r~(m) = s_c(m) + r(m): eq. 8 of Complementary RL.
+
+    s_c is 1 for accept, 0.5 for refine and 0 for reject or no verdict; r(m), ``outcome``, is -1 or
+    +1. So no failure that was accepted outweighs a success that was refined.
+    """
+    return outcome + (CRITIC_SCORES[verdict] if verdict is not None else 0.0)
+
+
+def relative_rewards(
+    outcomes: npt.ArrayLike, group: Sequence[object], guided: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
+    """Compute the gain of each guided member: R - mean R of its group's free members.
+
+    See appendix B.2 of Complementary RL. ``outcomes`` (R, in [0, 1]), ``group``, ``guided`` and the
+    gains have shape (n,). A gain is not a number for free members, and without any in the group.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    values, condition = np.asarray(outcomes, dtype=np.float64), np.asarray(guided, dtype=bool)
+    if values.shape != condition.shape or values.shape != (len(group),):
+        raise ValueError(
+            f"Expected outcomes, group and guided of one length, got {values.shape}, {len(group)}"
+            f" and {condition.shape}"
+        )
+    free: dict[object, list[float]] = {}
+    for name, value, shown in zip(group, values.tolist(), condition.tolist(), strict=True):
+        if not shown:
+            free.setdefault(name, []).append(value)
+    means = {name: sum(outcomes) / len(outcomes) for name, outcomes in free.items()}
+    base = np.array([means.get(name, math.nan) for name in group], dtype=np.float64)
+    return np.where(condition, values - base, math.nan)
 
 
 def _rewards(rewards: npt.ArrayLike) -> npt.NDArray[np.float64]:

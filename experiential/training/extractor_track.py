@@ -17,8 +17,15 @@ from pydantic import Field
 from experiential.bank.protocol import Bank
 from experiential.config import ExtractorSettings
 from experiential.errors import CheckpointError, ConfigError
-from experiential.training.advantages import batch_advantages, training_count_weights
-from experiential.training.rewards import Key, critic_reward, outcome, relative_rewards, use_reward
+from experiential.training.advantages import (
+    Key,
+    batch_advantages,
+    critic_reward,
+    outcome,
+    relative_rewards,
+    training_count_weights,
+    use_reward,
+)
 from experiential.training.runtime import (
     LossSettings,
     PolicyRuntime,

@@ -72,9 +72,12 @@ class LocalRuntime(PolicyRuntime):
         priority: int = 0,
         owns_executor: bool = False,
     ) -> None:
-        self.llm, self.optim, self.name = llm, optim, name
+        self.llm, self.optim, self.name, self.tokenizer = llm, optim, name, llm.tokenizer
         self._priority, self._owns_executor = priority, owns_executor
         self._model: Any = llm.model
+        # the causal language model inside a peft wrapper, or the model itself
+        wrapped = hasattr(llm.model, "get_base_model")
+        self._base: Any = self._model.get_base_model() if wrapped else llm.model
         trained = "" if llm.adapter is None else f".{llm.adapter}."
         self._parameters: list[torch.nn.Parameter] = [
             p.requires_grad_(True) for n, p in self._model.named_parameters() if trained in n
@@ -87,11 +90,6 @@ class LocalRuntime(PolicyRuntime):
         if reference and llm.adapter is None:
             self._reference = [p.detach().clone() for p in self._parameters]
         self._anchored = False
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the tokenizer of the model."""
-        return self.llm.tokenizer
 
     @property
     def version(self) -> int:  # type: ignore[override]  # a class default in the base
@@ -242,10 +240,10 @@ class LocalRuntime(PolicyRuntime):
 
     def _micro_batches(self, samples: list[Sample]) -> Iterator[list[Row]]:
         if self._branching is None:
-            self._branching = _branches(self._model)
+            self._branching = _branches(self._base)
         # Attention costs as much as all other operations at rows of this length: 6 d tokens for a
         # transformer of width d by count; 4 d as measured on CPUs, where attention is slower.
-        parity = 4 * _base(self._model).config.hidden_size if self._branching else 0
+        parity = 4 * self._base.config.hidden_size if self._branching else 0
         return micro_batches(pack(samples, parity=parity), self.optim.tokens_per_micro_batch)
 
     def _loss(
@@ -296,7 +294,7 @@ class LocalRuntime(PolicyRuntime):
         self, rows: list[Row], samples: list[Sample], measure: Measure = token_logprobs
     ) -> torch.Tensor:
         """Measure every trained token of the samples in the order of ``rows``, shape (n,)."""
-        base, device = _base(self._model), next(self._model.parameters()).device
+        base, device = self._base, next(self._model.parameters()).device
         unique: dict[tuple[int, int], int] = {}
         where = [
             unique.setdefault((i, path[p - 1]), len(unique))
@@ -414,11 +412,6 @@ def build_runtimes(
     )
 
 
-def _base(model: Any) -> Any:
-    """Return the causal language model inside a peft wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _inputs(
     rows: Sequence[Row], device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
@@ -446,12 +439,11 @@ def _inputs(
 
 
 @torch.no_grad()
-def _branches(model: Any) -> bool:
+def _branches(base: Any) -> bool:
     """Test whether the model computes branched rows and plain ones alike.
 
     Some attention kernels take no mask of their own, and some models make positions themselves.
     """
-    base = _base(model)
     if (
         base.config._attn_implementation not in ("sdpa", "eager")
         or "position_ids" not in signature(base.base_model.forward).parameters

@@ -395,12 +395,15 @@ class RolloutsAhead(Generic[T]):
 
     async def take(self, step: int, until: int) -> T:
         """Return the result of ``step``; start later steps, up to ``until`` (exclusive)."""
+        if step not in self._tasks:
+            self._tasks[step] = asyncio.create_task(self._in_turn(step))
         try:
-            played = await self._started(step)
+            played = await self._tasks[step]
         finally:
             self._tasks.pop(step, None)
         for later in range(step + 1, min(step + 1 + self._ahead, until)):
-            self._started(later)
+            if later not in self._tasks:
+                self._tasks[later] = asyncio.create_task(self._in_turn(later))
         return played
 
     async def close(self) -> None:
@@ -411,14 +414,9 @@ class RolloutsAhead(Generic[T]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _started(self, step: int) -> asyncio.Task[T]:
-        async def in_turn() -> T:
-            async with self._turn:
-                return await self._play(step)
-
-        if step not in self._tasks:
-            self._tasks[step] = asyncio.create_task(in_turn())
-        return self._tasks[step]
+    async def _in_turn(self, step: int) -> T:
+        async with self._turn:
+            return await self._play(step)
 
 
 class BankUpkeep:

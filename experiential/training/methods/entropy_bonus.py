@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import experience_block
 from experiential.bank.protocol import Bank
-from experiential.config import EntropyBonusSettings
+from experiential.config import BonusKind, EntropyBonusSettings
 from experiential.rollout.rollout import Episode
 from experiential.training.methods.method import Method
-from experiential.training.rewards import entropy_bonus
 from experiential.training.runtime import PolicyRuntime, Sample
 from experiential.types import Condition, Trajectory
 
@@ -85,3 +85,49 @@ class EntropyBonus(Method):
         }
         self.mean = sum(bonuses.values()) / max(1, len(bonuses))
         return bonuses
+
+
+def entropy_bonus(
+    before: float,
+    after: float,
+    kind: BonusKind,
+    *,
+    weight: float,
+    low: float = -1.0,
+    high: float = 1.0,
+    temperature: float = 1.0,
+) -> float:
+    """Compute the bonus of an entry that lowers the actor's entropy, D = H(q) - H(q, m).
+
+    See appendix B.2 of Complementary RL. With w the ``weight`` and tau the ``temperature``:
+
+    * ``relative``: w clip(D / H(q), low, high);
+    * ``tanh``: w tanh(D);
+    * ``sigmoid``: w (2 sigmoid(D / tau) - 1);
+    * ``asymmetric``: w clip(D, low, high), with a ``low`` nearer to 0 than ``high`` where harm
+      shall cost less than help earns;
+    * ``log``: w sgn(D) log(1 + abs(D)).
+
+    ``before`` is H(q), the entropy over the task without the entry, and ``after`` H(q, m), with it,
+    in nats.
+
+    Raises:
+        ValueError: an entropy is negative or not finite, or the kind is unknown.
+    """
+    if not (math.isfinite(before) and math.isfinite(after) and before >= 0 and after >= 0):
+        raise ValueError(f"Expected finite entropies of at least 0, got {before} and {after}")
+    gain = before - after
+    match kind:
+        case "relative":
+            return weight * min(high, max(low, gain / before)) if before > 0 else 0.0
+        case "tanh":
+            return weight * math.tanh(gain)
+        case "sigmoid":
+            # 2 sigmoid(x) - 1 = tanh(x / 2), and does not overflow
+            return weight * math.tanh(gain / (2 * temperature))
+        case "asymmetric":
+            return weight * min(high, max(low, gain))
+        case "log":
+            return weight * math.copysign(math.log1p(abs(gain)), gain)
+        case _:
+            raise ValueError(f"Expected a kind of {', '.join(get_args(BonusKind))}, got {kind!r}")

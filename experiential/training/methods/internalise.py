@@ -11,8 +11,8 @@ import numpy as np
 from experiential.agents.actor import ActorAgent
 from experiential.config import SelfDistillSettings
 from experiential.rollout.rollout import Episode
+from experiential.training.advantages import relative_rewards
 from experiential.training.methods.method import Method
-from experiential.training.rewards import relative_rewards
 from experiential.training.runtime import Sample
 from experiential.training.samples import trajectory_samples
 from experiential.types import Condition, Generation
