@@ -33,13 +33,8 @@ class _Call:
         self.is_over = not count  # answered, or the caller has given up
         self.leads = False
         self.future = future
-        self.woken = threading.Lock()
+        self.woken = threading.Lock()  # the thread waits for it to be released
         self.woken.acquire()
-
-    def wake(self) -> None:
-        """Let the waiting thread go on, or its next wait end at once."""
-        if self.woken.locked():
-            self.woken.release()
 
     def results(self) -> list[Any]:
         for outcome in self.outcomes:
@@ -129,10 +124,25 @@ class Batcher(Generic[A, R]):
         try:
             self._enqueue(call, items)
             while not call.is_over:
-                if call.leads:
-                    self._lead(call)
-                elif not call.woken.acquire(timeout=-1 if timeout is None else timeout):
-                    raise BatchTimeoutError(f"Expected an answer within {timeout} s, got none")
+                if not call.leads:
+                    if not call.woken.acquire(timeout=-1 if timeout is None else timeout):
+                        raise BatchTimeoutError(f"Expected an answer within {timeout} s, got none")
+                    continue
+                # Lead: handle all that waits, whoever asked for it.
+                batch: list[_Waiting] = []
+                outcomes: Sequence[Any] | Exception = BatchInterruptedError(
+                    "Expected this call to be carried out, but the thread that did it was"
+                    " interrupted; look whether it has taken effect, then try again"
+                )
+                try:
+                    with self._arrived:
+                        batch = self._take()
+                    outcomes = attempted(self._handle, [one.item for one in batch]) if batch else ()
+                finally:
+                    with self._arrived:
+                        call.leads = False
+                        self._name_leader()
+                    self._deliver(batch, outcomes)
         finally:
             self._leave(call)
         return call.results()
@@ -201,24 +211,10 @@ class Batcher(Generic[A, R]):
     def _name_leader(self) -> None:
         self._is_led = bool(self._queue)
         if self._queue:
-            self._queue[0].call.leads = True
-            self._queue[0].call.wake()
-
-    def _lead(self, call: _Call) -> None:
-        batch: list[_Waiting] = []
-        outcomes: Sequence[Any] | Exception = BatchInterruptedError(
-            "Expected this call to be carried out, but the thread that did it was interrupted; look"
-            " whether it has taken effect, then try again"
-        )
-        try:
-            with self._arrived:
-                batch = self._take()
-            outcomes = attempted(self._handle, [one.item for one in batch]) if batch else ()
-        finally:
-            with self._arrived:
-                call.leads = False
-                self._name_leader()
-            self._deliver(batch, outcomes)
+            leader = self._queue[0].call
+            leader.leads = True
+            if leader.woken.locked():
+                leader.woken.release()
 
     def _take(self) -> list[_Waiting]:
         """Wait until a batch is full or its first item has waited; the caller holds the lock."""
@@ -278,9 +274,9 @@ class Batcher(Generic[A, R]):
                 if call.missing or call.is_over:
                     continue
                 call.is_over = True
-                if call.future is None:
-                    call.wake()
-                else:
+                if call.future is not None:
                     futures.append(call.future)
+                elif call.woken.locked():
+                    call.woken.release()
         if futures:
             resolve_futures(futures)

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -176,13 +175,32 @@ class Engine:
                         self._leave(track, place)
 
     def _prefill(self, track: _Track) -> None:
-        """Forward each distinct prompt once, draw a token for each request, join the unfinished."""
+        """Forward each distinct prompt once, draw a token for each request, join the unfinished.
+
+        Beginnings that several prompts share are forwarded first, where one forward more saves
+        enough tokens: the beginning of all (a system prompt), then those of the prompts of one task
+        (its first observation).
+        """
         distinct: dict[tuple[int, ...], list[Request]] = {}
         for request in track.joining:
             distinct.setdefault(request.prefix, []).append(request)
         prompts = [np.array(prefix, dtype=np.int64) for prefix in distinct]
         members = list(distinct.values())
-        matches = self._matches(prompts)
+        matches = [self._cache.match(ids) for ids in prompts]
+        everyone = [(list(range(len(prompts))), _common_prefix(prompts))]
+        for groups in (everyone, _by_beginning(prompts)):
+            shared = [group for group in groups if group[1] <= self._cache.max_tokens]
+            saved = 0
+            for group, length in shared:
+                held = [matches[i][0] for i in group]
+                apart = sum(max(0, length - matched) for matched in held)
+                saved += apart - max(0, length - max(held))
+            if saved >= _SHARING:
+                wanted = [prompts[group[0]][:length] for group, length in shared]
+                block, _ = self._forward.prefill(wanted, [self._cache.match(ids) for ids in wanted])
+                for row, ids in enumerate(wanted):
+                    self._cache.put(ids, partial(block.row, row, len(ids)))
+                matches = [self._cache.match(ids) for ids in prompts]
         new = [len(ids) - matched for ids, (matched, _) in zip(prompts, matches, strict=True)]
         for chunk in self._forward.plan(new):
             known = [matches[i] for i in chunk]
@@ -201,29 +219,6 @@ class Engine:
                 track.rows.extend(requests[i] for i in going)
             resolve_futures(request.future for request in requests if request.finish is not None)
         track.joining = []
-
-    def _matches(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Any]]:
-        """Return what the cache holds of each prompt, after storing beginnings that several share.
-
-        First the beginning of all (a system prompt), then those of the prompts of one task (its
-        first observation), each where one forward more saves enough tokens.
-        """
-        matches = [self._cache.match(ids) for ids in prompts]
-        everyone = [(list(range(len(prompts))), _common_prefix(prompts))]
-        for groups in (everyone, _by_beginning(prompts)):
-            shared = [group for group in groups if group[1] <= self._cache.max_tokens]
-            saved = 0
-            for group, length in shared:
-                known = [matches[i][0] for i in group]
-                apart = sum(max(0, length - matched) for matched in known)
-                saved += apart - max(0, length - max(known))
-            if saved >= _SHARING:
-                wanted = [prompts[group[0]][:length] for group, length in shared]
-                block, _ = self._forward.prefill(wanted, [self._cache.match(ids) for ids in wanted])
-                for row, ids in enumerate(wanted):
-                    self._cache.put(ids, partial(block.row, row, len(ids)))
-                matches = [self._cache.match(ids) for ids in prompts]
-        return matches
 
     def _leave(self, track: _Track, place: int) -> None:
         """Take a row out of the batch, keeping its states for the next turn of its conversation."""
