@@ -219,7 +219,7 @@ class FolderBank(StateReader, Bank):
 
     def version(self, id: str, version: int) -> Experience | None:
         stored = self._history.stored(id, version)
-        return None if stored is None else self._state.read(stored.experience)
+        return None if stored is None else self.read(stored.experience)
 
     def nearest(
         self,

@@ -109,18 +109,15 @@ def consolidate(
             continue
         numbers = operation.entries if isinstance(operation, Merge) else (operation.entry,)
         named = _named(numbers, shown)
-        live = [draft.live(entry.id) for entry in named]
         if len(named) < len(numbers):
             draft.refused["entry_out_of_range"] += 1
         elif len(set(numbers)) < len(numbers) or settled & set(numbers):
             draft.refused["entry_repeated"] += 1
-        elif any(
-            now is None or now.experience.version != entry.version
-            for entry, now in zip(named, live, strict=True)
-        ):
+        elif not all(draft.has(entry) for entry in named):
             draft.refused["entry_changed"] += 1
         else:
             settled.update(numbers)
+            live = [draft.live(entry.id) for entry in named]
             for entry in named:
                 draft.remove(entry.id)
             if isinstance(operation, Merge):

@@ -60,11 +60,6 @@ class State(Counters):
         for stored in entries:
             self._enter(self.entries, stored)
 
-    def read(self, experience: Experience) -> Experience:
-        """Return the experience with its present counters."""
-        known = self.counted(experience.id)
-        return experience if known is None else experience.model_copy(update={"statistics": known})
-
     def note(self, ids: Iterable[str]) -> None:
         """Count retrievals, in memory."""
         with self._tally:
@@ -125,17 +120,17 @@ class StateReader(View):
 
     def entries(self) -> Iterator[Experience]:
         """Return every entry, oldest first."""
-        state = self._state
-        return (state.read(live.experience) for live in list(state.entries.values()))
+        return (self.read(live.experience) for live in list(self._state.entries.values()))
 
     def get(self, id: str) -> Experience | None:
         """Return the entry with this id, or None."""
         live = self._state.live(id)
-        return None if live is None else self._state.read(live.experience)
+        return None if live is None else self.read(live.experience)
 
     def read(self, experience: Experience) -> Experience:
         """Return the same version with the counters of this state."""
-        return self._state.read(experience)
+        known = self._state.counted(experience.id)
+        return experience if known is None else experience.model_copy(update={"statistics": known})
 
 
 class BankView(StateReader):
