@@ -109,8 +109,12 @@ class TaskSource:
         ]
 
     def jobs(self, step: int, groups: int, group_size: int, guided: str) -> list[Job]:
-        """Return the episodes of a step: each task once per member of its group."""
-        conditions = guided_members(group_size, guided)
+        """Return the episodes of a step: each task once per member of its group.
+
+        ``guided`` says which members are: the first ceil(K/2) (``half``), ``all`` or ``none``.
+        """
+        share = {"all": group_size, "none": 0, "half": (group_size + 1) // 2}[guided]
+        conditions = [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
         return [
             Job(task, condition, sampling_seed=episode_seed(self._seed, step, g, k))
             for g, task in enumerate(self.tasks(step, groups))
@@ -351,12 +355,6 @@ def refuse_broken(episodes: Sequence[Episode]) -> None:
         f"Expected an environment that can be played, got {len(episodes)} of {len(episodes)}"
         f" episodes that it failed: {reasons}; try it alone: gymnasium.make, reset and step"
     )
-
-
-def guided_members(group_size: int, guided: str) -> list[Condition]:
-    """Return the conditions of a group: the first ceil(K/2) guided (``half``), or all, or none."""
-    share = {"all": group_size, "none": 0, "half": (group_size + 1) // 2}[guided]
-    return [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
 
 
 Start = tuple[str, dict[str, Any]]

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from experiential.plugins import resolve
 from experiential.types import Trajectory, Verdict
 
-Key = tuple[str, int]
-"""An experience at one version: (experience id, version)."""
 Floats = npt.NDArray[np.float32]
 
 

@@ -18,7 +18,6 @@ from experiential.bank.protocol import Bank
 from experiential.config import ExtractorSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.training.advantages import (
-    Key,
     batch_advantages,
     critic_reward,
     outcome,
@@ -228,7 +227,10 @@ def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: A
     return [start < span[1] and end > span[0] for start, end in zip(starts, ends, strict=True)]
 
 
+Key = tuple[str, int]
+"""An experience at one version: (experience id, version)."""
 Span = tuple[int, int]
+"""Characters of a response, from the first to behind the last."""
 _MALFORMED = "malformed:"  # begins the keys of responses that wrote no entry
 
 
