@@ -153,20 +153,6 @@ def may_try(seed: int, episode: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def checked_episodes(episode: Episodes, count: int) -> list[str]:
-    """Return one episode for each of ``count`` queries; a single one stands for all.
-
-    Raises:
-        ValueError: there are more or fewer.
-    """
-    episodes = [episode] * count if isinstance(episode, str) else list(episode)
-    if len(episodes) != count:
-        raise ValueError(
-            f"Expected one episode id, or one for each of the {count} queries, got {len(episodes)}"
-        )
-    return episodes
-
-
 class Probation:
     """Hide provisional entries from most episodes; any thread may call.
 

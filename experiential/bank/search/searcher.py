@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from experiential.bank.evidence.trust import Episodes, Probation, checked_episodes
+from experiential.bank.evidence.trust import Episodes, Probation
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
 from experiential.bank.search.strategies import (
@@ -105,8 +105,14 @@ class Searcher:
         """Check the arguments of a search; return a request for each query, None if it is blank."""
         k, now = self._settings.k if k is None else k, time.perf_counter()
         queries, wanted = checked_queries(query, k, blank=True), Where.of(where)
+        episodes = [episode] * len(queries) if isinstance(episode, str) else list(episode)
+        if len(episodes) != len(queries):
+            raise ValueError(
+                f"Expected one episode id, or one for each of the {len(queries)} queries, got"
+                f" {len(episodes)}"
+            )
         requests: list[Request | None] = []
-        for one, asking in zip(queries, checked_episodes(episode, len(queries)), strict=True):
+        for one, asking in zip(queries, episodes, strict=True):
             admitted = None
             if self._probation is not None and one.strip():
                 admitted = self._probation.admits(asking)
