@@ -17,8 +17,16 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import Arm, EnvSettings, Experiment
-from experiential.evaluation.arms import PLACEBO, Placebo, Shuffled, opened_arm, worlds
-from experiential.evaluation.filler import WORDS, filler, token_count
+from experiential.evaluation.arms import (
+    PLACEBO,
+    WORDS,
+    Placebo,
+    Shuffled,
+    filler,
+    opened_arm,
+    token_count,
+    worlds,
+)
 from experiential.evaluation.visits import Meters, VisitEvaluator
 from experiential.llm.metered import Meter, Metered, Spent
 from experiential.llm.scripted import ScriptedLLM

@@ -20,13 +20,13 @@ from experiential.cli.main import app
 from experiential.envs import ENVS
 from experiential.envs.readiness import READINESS, Entry
 from experiential.errors import ConfigError
+from experiential.evaluation.intervals import over_tasks
 from experiential.evaluation.players import Player
 from experiential.evaluation.suite_play import Plan, SuiteBank, play_cell
 from experiential.evaluation.suite_report import (
     PlayedEpisode,
     SuiteCell,
     by_world,
-    over_tasks,
     report,
 )
 from experiential.evaluation.suites import SUITES, SuiteTask, find_suite

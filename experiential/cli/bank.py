@@ -452,16 +452,10 @@ def merge(
     else:
         with opened(folder, namespace, write=not dry_run) as bank:
             found = bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run)
-        rows = [
-            {
-                "id": one.id,
-                "text": one.text,
-                "merged into": group.survivor.id,
-                "its text": group.survivor.text,
-            }
-            for group in found
-            for one in group.merged
-        ]
+        rows: list[dict[str, Any]] = []
+        for group in found:
+            kept = {"merged into": group.survivor.id, "its text": group.survivor.text}
+            rows += [{"id": one.id, "text": one.text} | kept for one in group.merged]
         sys.stderr.write(
             f"no --model: texts with a cosine of {threshold:g} or more count as one, the oldest"
             " stays as it is\n"

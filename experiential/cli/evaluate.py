@@ -53,7 +53,17 @@ def evaluate(
     """
     folders, overrides = split_targets(targets)
     wanted = parse_arms(arms)
-    runs = [opened(folder, overrides) for folder in folders]
+    from experiential.training.run_evaluation import evaluate_run, open_run
+
+    runs: list[EvaluatedRun] = []
+    for folder in folders:
+        if not (folder / CONFIG_FILE).is_file():
+            raise CheckpointError(
+                f"Expected the output folder of a run, got {folder}, which has no {CONFIG_FILE}"
+            )
+        experiment = load_experiment(folder / CONFIG_FILE, overrides)
+        check_experiment(experiment)
+        runs.append(open_run(folder, experiment))
     try:
         output.mkdir(parents=True, exist_ok=True)
         reason = None if os.access(output, os.W_OK) else "choose another"
@@ -67,7 +77,6 @@ def evaluate(
     from experiential.cli.card import show_card
     from experiential.cli.view import describe_evaluation
     from experiential.evaluation.cell import cell_store
-    from experiential.training.run_evaluation import evaluate_run
 
     console = Console(stderr=as_json)
     store = cell_store(output / CELLS, overwrite=not resume)
@@ -117,19 +126,6 @@ def parse_arms(text: str) -> list[Arm]:
     return [arm for name in names for arm in ARMS if arm == name]
 
 
-def opened(folder: Path, overrides: Sequence[str]) -> EvaluatedRun:
-    """Open the run in a folder and check its settings."""
-    from experiential.training.run_evaluation import open_run
-
-    if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"Expected the output folder of a run, got {folder}, which has no {CONFIG_FILE}"
-        )
-    experiment = load_experiment(folder / CONFIG_FILE, overrides)
-    check_experiment(experiment)
-    return open_run(folder, experiment)
-
-
 def write_report(
     cells: Sequence[Cell],
     runs: Sequence[EvaluatedRun],
@@ -137,11 +133,7 @@ def write_report(
     overrides: Sequence[str],
     output: Path,
 ) -> tuple[Card, list[Path]]:
-    """Write card, picture and page.
-
-    Returns:
-        The card and the files written; without matplotlib there is no picture.
-    """
+    """Write card, picture (not without matplotlib) and page; return the card and the files."""
     from experiential.evaluation.card import make_card
     from experiential.evaluation.cell import settings_digest
     from experiential.evaluation.page import write_page

@@ -91,7 +91,8 @@ def serve(
                 access_log=False,
                 timeout_graceful_shutdown=_SECONDS_TO_FINISH,
             )
-            signal.signal(signal.SIGTERM, _end_as_done)  # uvicorn raises it again when it has ended
+            # Ends this process before uvicorn listens for it, and after: uvicorn raises it again.
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
             shown = f"[{host}]" if ":" in host else host
             names = ", ".join(banks.names()) or "none yet"
             sys.stdout.write(
@@ -113,34 +114,21 @@ def is_loopback(host: str) -> bool:
     [True, True, True, False, False]
     """
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        pass
-    try:
-        found = socket.getaddrinfo(
-            host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
     except OSError:
         return False
-    return all(
-        ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found
-    )
+    texts = [str(address[0]).partition("%")[0] for *_, address in found]
+    return all(ipaddress.ip_address(text).is_loopback for text in texts)
 
 
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens."""
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
         return socket.create_server((str(address[0]), port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
             f"Expected an address and a free port to listen at, got {host}:{port}:"
             f" {error.strerror or error}"
         ) from error
-
-
-def _end_as_done(number: int, frame: object) -> None:
-    """End this process on a SIGTERM, before or after uvicorn listens for it."""
-    raise SystemExit(0)

@@ -18,19 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from experiential.agents.actor import run_sync
-from experiential.agents.prompts import entry_text
+from experiential.agents.prompts import entry_text, experience_block
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank, ForkableBank
 from experiential.config import Arm
 from experiential.errors import BackendError
-from experiential.evaluation.filler import filler, token_count
 from experiential.rollout.rollout import NoBank
 from experiential.types import Answer, Condition, Experience, Generation, Hit, Trajectory
 from experiential.wrappers.experience import ManagerLike
 
 PLACEBO = "placebo"
 """Id of the entries that the placebo arm shows; no bank holds such an entry."""
+WORDS = ("and", "as", "in", "is", "it", "of", "so", "that", "the", "to")
+"""Words that carry no content by themselves; the placebo arm shows texts of them."""
+_LONGEST = 4096
+"""Words of the longest filler that is tried."""
 
 
 class Substitute(ABC):
@@ -275,3 +278,43 @@ def world_of(instance: str) -> str:
     ('vault-eval-Iron Mill', 'lake-eval-3')
     """
     return instance.rpartition("#")[0] or instance
+
+
+def token_count(tokenizer: Any | None) -> Callable[[str], int]:
+    """Return a function that counts the tokens of an entry inside the block that an actor reads.
+
+    Without a tokenizer it counts words.
+    """
+    if tokenizer is None:
+        return lambda text: len(text.split())
+    return lambda text: len(tokenizer.encode(experience_block([text]), add_special_tokens=False))
+
+
+def filler(wanted: int, count: Callable[[str], int], seed: str = "") -> str:
+    """Return text without content that counts ``wanted``, or as near to it as can be had.
+
+    Args:
+        wanted: the length to reach.
+        count: length of an entry with a text in it; grows with every word of the text.
+        seed: of the draw among `WORDS`.
+
+    >>> len(filler(4, lambda text: len(text.split()), seed="a").split())
+    4
+    """
+    # Words of one token each make every length reachable; a tokenizer may have none.
+    words = [word for word in WORDS if count(f"{word} {word}") == count(word) + 1] or list(WORDS)
+    rng = random.Random(seed)
+    drawn = [rng.choice(words) for _ in range(_LONGEST)]
+    low, high = 1, 8
+    while high < _LONGEST and count(" ".join(drawn[:high])) < wanted:
+        low, high = high + 1, 2 * high
+    while low < high:  # bisect for the shortest filler of at least the wanted length
+        middle = (low + high) // 2
+        if count(" ".join(drawn[:middle])) < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    # A word may cost two tokens at a border. A full stop or a single word can make up for it.
+    plain = [" ".join(drawn[:n]) for n in range(max(1, low - 2), low + 1)]
+    candidates = [*plain, *(f"{text}." for text in plain), *WORDS, "."]
+    return min(candidates, key=lambda text: abs(count(text) - wanted))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
 import numpy as np
 
+from experiential import __version__
 from experiential.config import Arm
-from experiential.evaluation.cell import Cell, package_version
+from experiential.evaluation.cell import Cell
 from experiential.evaluation.intervals import Interval, clustered_mean, unpaired_difference, wilson
 from experiential.llm.metered import Spent
 from experiential.types import Record
@@ -196,12 +198,10 @@ def make_card(
 
 def versions() -> dict[str, str]:
     """Return the versions of this package, of Python and of the packages that compute."""
-    found = {"experiential-rl": package_version(), "python": platform.python_version()}
+    found = {"experiential-rl": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -241,18 +241,6 @@ def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
     )
 
 
-def difference(first: Sequence[Cell], second: Sequence[Cell]) -> Difference | None:
-    """Return the paired difference of two arms; None without a common training seed."""
-    pairs = _paired(first, second)
-    if pairs is None:
-        return None
-    a, b = pairs
-    interval = clustered_mean(a - b)
-    return Difference(
-        first=first[0].arm, second=second[0].arm, interval=interval, seeds=len(a), worlds=a.shape[1]
-    )
-
-
 def used_arm(cells: Sequence[Cell]) -> Arm:
     """Return the arm in which a recipe is used: ``on``, else ``off``, else the first played."""
     played = {cell.arm for cell in cells}
@@ -267,22 +255,15 @@ def recipe_difference(
     Recipes without a common training seed are compared all the same, their seeds resampled apart.
     None means that they met different worlds.
     """
-    pairs = _paired(first, second)
-    if pairs is not None:
-        a, b = pairs
-        return clustered_mean(a - b), len(a), a.shape[1]
-    a, b = _later(first), _later(second)
-    if a.shape[1] != b.shape[1]:
-        return None
-    return unpaired_difference(a, b), 0, a.shape[1]
-
-
-def _paired(first: Sequence[Cell], second: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray] | None:
     a, b = ({cell.seed: cell for cell in cells} for cells in (first, second))
     both = [seed for seed in a if seed in b and a[seed].table().shape == b[seed].table().shape]
-    if not both:
+    if both:
+        gains = _later([a[seed] for seed in both]) - _later([b[seed] for seed in both])
+        return clustered_mean(gains), len(both), gains.shape[1]
+    one, other = _later(first), _later(second)
+    if one.shape[1] != other.shape[1]:
         return None
-    return _later([a[seed] for seed in both]), _later([b[seed] for seed in both])
+    return unpaired_difference(one, other), 0, one.shape[1]
 
 
 def _later(cells: Sequence[Cell]) -> np.ndarray:
@@ -302,7 +283,14 @@ def recipe_report(name: str, cells: Sequence[Cell]) -> RecipeReport:
     """Report the cells of one recipe with the same settings."""
     arms = by_arm(cells)
     runs = {cell.settings: cell for cell in sorted(cells, key=lambda cell: cell.seed)}
-    found = (difference(arms[a], arms[b]) for a, b in DIFFERENCES if a in arms and b in arms)
+    differences: list[Difference] = []
+    for first, second in DIFFERENCES:
+        if first in arms and second in arms:
+            found = recipe_difference(arms[first], arms[second])
+            if found is not None and found[1]:  # arms of one recipe are compared only when paired
+                sides = {"first": first, "second": second}
+                figures = dict(zip(("interval", "seeds", "worlds"), found, strict=True))
+                differences.append(Difference.model_validate(sides | figures))
     return RecipeReport(
         name=name,
         recipe=cells[0].recipe,
@@ -313,5 +301,5 @@ def recipe_report(name: str, cells: Sequence[Cell]) -> RecipeReport:
         ),
         worlds=len(cells[0].outcomes),
         arms=tuple(arm_report(arm, cells) for arm, cells in arms.items()),
-        differences=tuple(one for one in found if one is not None),
+        differences=tuple(differences),
     )

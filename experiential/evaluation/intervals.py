@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -104,6 +105,25 @@ def unpaired_difference(first: np.ndarray, second: np.ndarray) -> Interval:
     worlds = _draws(rng, first.shape[1], SAMPLES)
     means = _resampled(rng, first, worlds) - _resampled(rng, second, worlds)
     return _percentiles(float(first.mean() - second.mean()), means)
+
+
+def over_tasks(tables: Sequence[np.ndarray]) -> Interval:
+    """Return the mean over tasks, each counted alike, with a percentile bootstrap.
+
+    The worlds of each task are drawn apart.
+
+    Args:
+        tables: for each task a value per world, or a paired difference of two, shape (worlds,).
+
+    Raises:
+        ValueError: there is no task, or one without worlds.
+    """
+    if not tables or not all(len(table) for table in tables):
+        raise ValueError(f"Expected tasks with worlds, got {[len(table) for table in tables]}")
+    rng = np.random.default_rng(SEED)
+    drawn = [rng.choice(table, size=(SAMPLES, len(table))).mean(axis=1) for table in tables]
+    mean = float(np.mean([table.mean() for table in tables]))
+    return _percentiles(mean, np.mean(drawn, axis=0))
 
 
 def _draws(rng: np.random.Generator, n: int, samples: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -204,13 +205,11 @@ async def _episodes(
     )
     played: list[Episode] = []
     size = at_once or len(jobs)
-    try:
+    with closing(rollout):
         for start in range(0, len(jobs), size):
             arm.hold_back()
             played += await rollout.play(jobs[start : start + size])
             await arm.distil()
-    finally:
-        rollout.close()
     records: list[PlayedEpisode] = []
     for job, episode in zip(jobs, played, strict=True):
         trajectory, (world, _, visit) = episode.trajectory, job.task.group.partition(".")

@@ -9,14 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from experiential.evaluation.intervals import (
-    SAMPLES,
-    SEED,
-    Interval,
-    clustered_mean,
-    paired_difference,
-    wilson,
-)
+from experiential.evaluation.intervals import clustered_mean, over_tasks, paired_difference, wilson
 from experiential.llm.metered import Spent
 from experiential.rollout.rollout import shortened
 from experiential.types import Record
@@ -74,26 +67,6 @@ def by_world(cell: SuiteCell, measure: str) -> np.ndarray:
     for episode in cell.episodes:
         found.setdefault(episode.world, []).append(MEASURES[measure](episode))
     return np.array([np.mean(found[world]) for world in sorted(found)])
-
-
-def over_tasks(tables: Sequence[np.ndarray]) -> Interval:
-    """Return the mean over tasks, each counted alike, with a percentile bootstrap.
-
-    The worlds of each task are drawn apart.
-
-    Args:
-        tables: for each task a value per world, or a paired difference of two, shape (worlds,).
-
-    Raises:
-        ValueError: there is no task, or one without worlds.
-    """
-    if not tables or not all(len(table) for table in tables):
-        raise ValueError(f"Expected tasks with worlds, got {[len(table) for table in tables]}")
-    rng = np.random.default_rng(SEED)
-    drawn = [rng.choice(table, size=(SAMPLES, len(table))).mean(axis=1) for table in tables]
-    low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))
-    mean = float(np.mean([table.mean() for table in tables]))
-    return Interval(mean=mean, low=float(low), high=float(high))
 
 
 def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from experiential.agents.prompts import entry_text, principle_text
 from experiential.bank.options import bank_settings
 from experiential.bank.protocol import ForkableBank
 from experiential.config import Arm, Experiment
-from experiential.evaluation.arms import ArmBank, opened_arm
+from experiential.evaluation.arms import opened_arm
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.llm.metered import Meter, Spent
 from experiential.rollout.rollout import (
@@ -154,7 +155,30 @@ class VisitEvaluator:
             tokenizer=self._make_actor().llm.tokenizer,
             render=principle_text if settings.actor.search_experience else entry_text,
         ) as opened:
-            visits = await self._visits(opened)
+            rollout = Rollout(
+                settings.env,
+                settings.env.eval,
+                opened.shown,
+                self._make_actor,
+                slots=min(64, self._worlds),
+                search_and_ask=settings.actor.search_and_ask,
+                search_experience=settings.actor.search_experience,
+                make_env=self._make_env,
+                critic=self._critic,
+            )
+            visits: list[list[Episode]] = []
+            with closing(rollout):
+                for visit in range(settings.eval.visits):
+                    jobs: list[Job] = []
+                    for world in range(self._worlds):
+                        seed = episode_seed(settings.eval.seed, world, visit)
+                        options = {"world": world} if self._listed else {}
+                        task = Task(seed=seed, group=f"eval.{world}.{visit}", options=options)
+                        jobs.append(Job(task, opened.condition, sampling_seed=seed))
+                    opened.hold_back()
+                    visits.append(await rollout.play(jobs))
+                    refuse_broken(visits[-1])
+                    await opened.distil()
         cost = Cost(
             seconds=time.perf_counter() - begin,
             actor=meters.actor.spent() - actor_before,
@@ -171,37 +195,6 @@ class VisitEvaluator:
             failures=reasons,
             cost=cost,
         )
-
-    async def _visits(self, opened: ArmBank) -> list[list[Episode]]:
-        """Return the episodes of each visit, by world."""
-        settings = self._experiment
-        rollout = Rollout(
-            settings.env,
-            settings.env.eval,
-            opened.shown,
-            self._make_actor,
-            slots=min(64, self._worlds),
-            search_and_ask=settings.actor.search_and_ask,
-            search_experience=settings.actor.search_experience,
-            make_env=self._make_env,
-            critic=self._critic,
-        )
-        visits: list[list[Episode]] = []
-        try:
-            for visit in range(settings.eval.visits):
-                jobs: list[Job] = []
-                for world in range(self._worlds):
-                    seed = episode_seed(settings.eval.seed, world, visit)
-                    options = {"world": world} if self._listed else {}
-                    task = Task(seed=seed, group=f"eval.{world}.{visit}", options=options)
-                    jobs.append(Job(task, opened.condition, sampling_seed=seed))
-                opened.hold_back()
-                visits.append(await rollout.play(jobs))
-                refuse_broken(visits[-1])
-                await opened.distil()
-        finally:
-            rollout.close()
-        return visits
 
 
 def later(outcomes: Any) -> np.ndarray:
