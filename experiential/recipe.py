@@ -244,7 +244,15 @@ def check_keys(
         if field is None:
             if model is MethodSettings and (":" in name or name in known_names("methods")):
                 continue  # a method from outside checks its own options
-            raise ConfigError(_unknown_key(key, prefix, list(model.model_fields)))
+            everywhere, siblings = list(_all_keys(Experiment)), list(model.model_fields)
+            elsewhere = [known for known in everywhere if known.endswith(f".{name}")]
+            elsewhere.sort(key=lambda known: not known.startswith(prefix))
+            near = difflib.get_close_matches(str(name), siblings, n=1, cutoff=0.6)
+            if elsewhere or near:
+                hint = f"; did you mean {elsewhere[0] if elsewhere else prefix + near[0]}?"
+            else:
+                hint = did_you_mean(key, everywhere) or f"; known here: {', '.join(siblings)}"
+            raise ConfigError(f"Expected a known setting, got {key!r}{hint}")
         inner = _settings_class(field)
         if isinstance(value, dict) and inner is not None:
             check_keys(cast("Tree", value), inner, f"{key}.")
@@ -252,18 +260,6 @@ def check_keys(
             raise ConfigError(
                 f"Expected {key} to be a value of type {_type_name(field)}, got a mapping {value}"
             )
-
-
-def _unknown_key(key: str, prefix: str, siblings: list[str]) -> str:
-    leaf, everywhere = key.removeprefix(prefix), list(_all_keys(Experiment))
-    elsewhere = [known for known in everywhere if known.endswith(f".{leaf}")]
-    elsewhere.sort(key=lambda known: not known.startswith(prefix))
-    near = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
-    if elsewhere or near:
-        hint = f"; did you mean {elsewhere[0] if elsewhere else prefix + near[0]}?"
-    else:
-        hint = did_you_mean(key, everywhere) or f"; known here: {', '.join(siblings)}"
-    return f"Expected a known setting, got {key!r}{hint}"
 
 
 def _all_keys(model: type[Settings], prefix: str = "") -> Iterator[str]:

@@ -177,13 +177,8 @@ def run(
             f"Expected at most as many --visits as --episodes ({episodes}), got {visits}"
         )
     file = results or FOLDER / f"{chosen.name}-{agent.replace(':', '.')}-{seed}.json"
-    store = ResultStore(
-        file.parent,
-        SuiteResults,
-        about="results of experiential bench run",
-        remedy="use --overwrite or another --results",
-        overwrite=overwrite,
-    )
+    about, remedy = "results of experiential bench run", "use --overwrite or another --results"
+    store = ResultStore(file.parent, SuiteResults, about=about, remedy=remedy, overwrite=overwrite)
     name = file.name.removesuffix(".json")
     with ExitStack() as stack:
         asks = agent == "llm" or learn
@@ -207,21 +202,17 @@ def run(
 
     console = Console(width=None if sys.stdout.isatty() else _WIDE)
     console.print(report_table(f"{chosen.name}: {agent}, seed {seed}", done.report))
-    lines = [f"as in {chosen.source}"]
+    console.print(f"as in {chosen.source}", markup=False, highlight=False)
     for task in done.report["tasks"]:
         for reason, count in task["failures"].items():
-            lines.append(f"{task['task']} ({task['arm']}): {count} failed: {reason}")
-    for line in lines:
-        console.print(line, markup=False, highlight=False)
+            line = f"{task['task']} ({task['arm']}): {count} failed: {reason}"
+            console.print(line, markup=False, highlight=False)
     show_line(console, f"results: {store.path(name)}")
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
 
 
 def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, SuiteBank | None]:
-    """Return what builds the agent of the command line, and its bank with the extractor.
-
-    ``llm`` is asked by the agent ``llm`` and by the extractor; None where neither is wanted.
-    """
+    """Return what builds the agent, and its bank; agent and extractor ask ``llm``, if wanted."""
     from experiential.agents.actor import ActorAgent
     from experiential.agents.extractor import ExtractorAgent
     from experiential.config import ModelSettings
@@ -260,10 +251,7 @@ def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, Su
 
 
 def open_backend(options: dict[str, Any]) -> LLM:
-    """Open the language model of the command line.
-
-    A backend from outside gets the model and the address where given, and its own options.
-    """
+    """Open the language model; any backend gets model and address where given, and its options."""
     backend, model = options["backend"], options["model"]
     made = {name: options[name] for name in ("model", "base_url") if options[name] is not None}
     if backend == "local":

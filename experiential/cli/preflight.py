@@ -41,24 +41,8 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     Returns:
         its placement on a cluster; None for a run in this process.
     """
-    check_names(experiment)
-    bank_settings(experiment.bank.model_dump())
-    clustered = experiment.runtime == "openrlhf"
-    for model in filter(None, (experiment.model, experiment.extractor_model)):
-        check_model(model, installed=not (clustered and dry_run))
-    check_env(experiment.env)
-    path = experiment.bank.path
-    if path is not None and not Path(path).expanduser().is_dir():
-        raise ConfigError(
-            f"Expected bank.path to be an existing bank folder, got {path!r}; leave it out to start"
-            " with an empty bank"
-        )
-    return check_cluster(experiment, dry_run=dry_run) if clustered else None
-
-
-def check_names(experiment: Experiment) -> None:
-    """Refuse names of parts that do not exist; built-in parts are not imported for it."""
     bank, embedder = experiment.bank, experiment.bank.embedder
+    # Every part must exist; built-in ones are not imported for it.
     named: list[tuple[Kind, str, Mapping[str, object]]] = [
         ("runtimes", experiment.runtime, RUNTIMES),
         ("estimators", experiment.actor.estimator, ESTIMATORS),
@@ -77,6 +61,17 @@ def check_names(experiment: Experiment) -> None:
         if name not in builtins:
             resolve(kind, name, builtins)
     checked_store(bank.store)
+    bank_settings(bank.model_dump())
+    clustered = experiment.runtime == "openrlhf"
+    for model in filter(None, (experiment.model, experiment.extractor_model)):
+        check_model(model, installed=not (clustered and dry_run))
+    check_env(experiment.env)
+    if bank.path is not None and not Path(bank.path).expanduser().is_dir():
+        raise ConfigError(
+            f"Expected bank.path to be an existing bank folder, got {bank.path!r}; leave it out to"
+            " start with an empty bank"
+        )
+    return check_cluster(experiment, dry_run=dry_run) if clustered else None
 
 
 def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:

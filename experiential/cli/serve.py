@@ -78,7 +78,17 @@ def serve(
     from experiential.bank.http.namespaces import Namespaces
     from experiential.bank.http.service import create_app
 
-    with listening(host, port) as listener:
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
+        place = (str(address[0]), port)
+        listener = socket.create_server(place, family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"Expected an address and a free port to listen at, got {host}:{port}:"
+            f" {error.strerror or error}"
+        ) from error
+    with listener:
         try:
             banks = Namespaces(folder, namespaces=namespace or (), embedder=embedder, store=store)
         except ValueError as error:
@@ -119,16 +129,3 @@ def is_loopback(host: str) -> bool:
         return False
     texts = [str(address[0]).partition("%")[0] for *_, address in found]
     return all(ipaddress.ip_address(text).is_loopback for text in texts)
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens."""
-    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
-        return socket.create_server((str(address[0]), port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            f"Expected an address and a free port to listen at, got {host}:{port}:"
-            f" {error.strerror or error}"
-        ) from error

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiential.cli.errors import new_app, run_app, show_version
+from experiential.cli.errors import new_app, run_app
 from experiential.cli.estimate import describe_cost
+from experiential.cli.options import Version
 from experiential.cli.preflight import CONFIG_FILE, check_experiment, prepare_output
 from experiential.errors import CheckpointError, ConfigError
 from experiential.recipe import dump_experiment, load_experiment
@@ -53,10 +54,7 @@ def train(
         typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16."),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=show_version, is_eager=True, help="Print the version."),
-    ] = False,
+    version: Version = False,
 ) -> None:
     """Train an actor and an experience extractor together, then evaluate on held-out worlds.
 
