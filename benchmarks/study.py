@@ -47,9 +47,9 @@ from experiential.evaluation.card import (
     used_arm,
 )
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
-from experiential.evaluation.curves import Point, evaluation_curve, mean_curve
 from experiential.evaluation.intervals import Interval
 from experiential.evaluation.page import show_percent, show_points
+from experiential.evaluation.picture import Point, evaluation_curve, mean_curve
 from experiential.evaluation.results import ResultStore
 from experiential.recipe import load_experiment
 from experiential.rollout.rollout import make_env

@@ -15,7 +15,7 @@ from benchmarks.orderings import findings
 from experiential.bank.bank import ExperienceBank
 from experiential.errors import ConfigError
 from experiential.evaluation.cell import Cell
-from experiential.evaluation.curves import Point
+from experiential.evaluation.picture import Point
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
 

@@ -25,9 +25,13 @@ from experiential.evaluation.cell import (
     folder_digest,
     settings_digest,
 )
-from experiential.evaluation.curves import evaluation_curve, mean_curve, training_curve
 from experiential.evaluation.page import write_page
-from experiential.evaluation.picture import draw_card
+from experiential.evaluation.picture import (
+    draw_card,
+    evaluation_curve,
+    mean_curve,
+    training_curve,
+)
 from experiential.evaluation.visits import Cost
 from experiential.llm.metered import Spent
 from experiential.recipe import load_experiment

@@ -22,7 +22,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from experiential import __version__
 from experiential.cli.errors import complain, new_app
 from experiential.cli.options import AsJson, Backend, BackendOption, Embedder, Namespace
 from experiential.cli.rows import show_json, show_line
@@ -284,6 +283,7 @@ def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[st
     ``asks`` says that a language model is asked, by the agent or an extractor.
     """
     from experiential.envs.readiness import readiness
+    from experiential.evaluation.cell import package_version
 
     given = {name: options[name] for name in (*_OF_RUN, *(_OF_AGENT if asks else ()))}
     entries = {task.name: readiness(task.id) for task in suite.tasks}
@@ -300,7 +300,7 @@ def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[st
         },
         **{name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
         "commit": None,
-        "version": __version__,
+        "version": package_version(),
     }
 
 

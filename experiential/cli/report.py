@@ -13,10 +13,9 @@ from rich.table import Table
 
 from experiential.cli.rows import show_line
 from experiential.errors import ConfigError
-from experiential.evaluation.curves import smooth, training_curve
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.evaluation.page import show_percent
-from experiential.evaluation.picture import distances, finish
+from experiential.evaluation.picture import distances, finish, smooth, training_curve
 from experiential.training import metrics
 
 Event = Mapping[str, Any]

@@ -11,9 +11,8 @@ from typing import get_args
 
 import numpy as np
 
-from experiential import __version__
 from experiential.config import Arm
-from experiential.evaluation.cell import Cell
+from experiential.evaluation.cell import Cell, package_version
 from experiential.evaluation.intervals import Interval, clustered_mean, unpaired_difference, wilson
 from experiential.llm.metered import Spent
 from experiential.types import Record
@@ -198,7 +197,7 @@ def make_card(
 
 def versions() -> dict[str, str]:
     """Return the versions of this package, of Python and of the packages that compute."""
-    found = {"experiential-rl": __version__, "python": platform.python_version()}
+    found = {"experiential-rl": package_version(), "python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)

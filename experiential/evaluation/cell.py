@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import Field
 
-from experiential import __version__
 from experiential.config import Arm, Experiment
 from experiential.evaluation.results import ResultStore
 from experiential.evaluation.visits import Cost, later
@@ -65,7 +65,7 @@ def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoi
         checkpoint=checkpoint,
         settings=settings_digest(experiment),
         family=settings_digest(experiment, seed=False),
-        version=__version__,
+        version=package_version(),
         outcomes=tuple("".join(map(str, row)) for row in event["outcomes"]),
         **{name: event[name] for name in kept if name in event},
     )
@@ -79,7 +79,7 @@ def cell_store(folder: Path, *, overwrite: bool = False) -> ResultStore[Cell]:
 
 def cell_name(checkpoint: str, settings: str, arm: Arm) -> str:
     """Return the name of a cell in a store, by all that decides its outcomes."""
-    return f"{_digest(f'{checkpoint} {settings} {__version__}')}-{arm}"
+    return f"{_digest(f'{checkpoint} {settings} {package_version()}')}-{arm}"
 
 
 def settings_digest(experiment: Experiment, *, seed: bool = True) -> str:
@@ -97,6 +97,14 @@ def folder_digest(folder: Path) -> str:
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()[:16]
+
+
+def package_version() -> str:
+    """Return the version of this package; ``unknown`` where it is not installed."""
+    try:
+        return version("experiential-rl")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _digest(text: str) -> str:

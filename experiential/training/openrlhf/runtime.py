@@ -399,12 +399,8 @@ class ClusterRuntime:
 
     Args:
         experiment: everything that defines the run.
-        policies: actor and extractor, which stay open; None starts those of the experiment.
-
-    Raises:
-        ConfigError: the versions installed are not those wanted.
-        ModelNotFoundError: a model cannot be resolved.
-        BackendError: an engine, a rank or a worker did not start.
+        policies: actor and extractor, which stay open; None starts those of the experiment, and
+            raises as `build_runtimes`.
     """
 
     def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
