@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from experiential.cli import cluster
-from experiential.cli.cluster import (
+from experiential.cli import doctor
+from experiential.cli.doctor import (
     about_flash_attention,
     about_gpus,
     about_port,
@@ -37,7 +37,7 @@ def free_port() -> int:
 @pytest.fixture(autouse=True)
 def no_ray_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where Ray would have written down its address."""
-    monkeypatch.setattr(cluster, "_CURRENT", tmp_path / "ray_current_cluster")
+    monkeypatch.setattr(doctor, "_CURRENT", tmp_path / "ray_current_cluster")
     return tmp_path / "ray_current_cluster"
 
 
@@ -83,7 +83,7 @@ class TestPorts:
     def test_taken_by_somebody_who_may_not_be_seen(
         self, listener: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cluster, "_listening", lambda port: iter(()))
+        monkeypatch.setattr(doctor, "_listening", lambda port: iter(()))
         assert about_port(listener, "Ray's dashboard").startswith(
             "taken by a process of another user"
         )
@@ -128,7 +128,7 @@ class TestSharedMemory:
     def test_too_small_names_both_ways(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cluster, "STORE_LEAST_GB", 1e6)
+        monkeypatch.setattr(doctor, "STORE_LEAST_GB", 1e6)
         said = about_shared_memory(str(tmp_path), 16.0)
         assert "mount -o remount,size=1000000G" in said and "--shm-size=1000000g" in said
 

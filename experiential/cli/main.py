@@ -68,8 +68,7 @@ def doctor(as_json: AsJson = False, address: RayAddress = None) -> None:
 
     For the cluster engine, also show the state of this machine.
     """
-    from experiential.cli.cluster import examine_cluster
-    from experiential.cli.doctor import examine
+    from experiential.cli.doctor import examine, examine_cluster
 
     found = [finding._asdict() for finding in (*examine(), *examine_cluster(address))]
     if not as_json:
