@@ -327,6 +327,13 @@ def test_without_an_extractor_outcomes_are_recorded_and_nothing_is_queued(bank):
     assert bank.queue.waiting() == [] and bank.get(entry.id).statistics.uses == 1
 
 
+def test_a_manager_whose_extractor_is_taken_away_only_records(bank):
+    with ExperienceManager(bank, Echo()) as manager:
+        manager.extractor = None
+        assert manager.submit(Trajectory(id="t", task="open the door")) is None
+        assert bank.trajectory("t") is not None and list(bank.queue.waiting()) == []
+
+
 def test_ask_refines_the_hit_and_names_everything_that_earns_credit(bank):
     entry = bank.add("open the red door with the brass key")
     with ExperienceManager(bank, Echo()) as manager:

@@ -152,7 +152,10 @@ class ExperienceManager:
             lambda texts: list(self.bank.embedder(texts)), workers=1
         )
         self._submitting: Batcher[Trajectory, bool] = Batcher(
-            partial(self.bank.submit_many, distil=self._distils), size=64, wait=0.001, workers=1
+            lambda ended: self.bank.submit_many(ended, distil=self._distils),
+            size=64,
+            wait=0.001,
+            workers=1,
         )
         self._passes = Passes(
             self.bank,
