@@ -33,7 +33,7 @@ from experiential.config import Experiment
 from experiential.envs.vault import VaultEnv
 from experiential.llm.scripted import ScriptedLLM
 from experiential.recipe import load_experiment
-from experiential.rollout.rollout import make_env
+from experiential.rollout import make_env
 from experiential.training.roles import prompt_set_name
 from experiential.wrappers import SearchAndAskWrapper
 

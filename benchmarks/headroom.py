@@ -27,7 +27,7 @@ import experiential  # noqa: F401  (registers the environments)
 from benchmarks.finished_run import Shown, finished, keep
 from experiential.bank.folder import FolderBank
 from experiential.evaluation.intervals import paired_difference
-from experiential.rollout.rollout import Job, Rollout, Task, episode_seed
+from experiential.rollout import Job, Rollout, Task, episode_seed
 from experiential.types import Condition, Experience
 
 KINDS = ("nothing", "rules", "way", "bank")

@@ -34,7 +34,7 @@ from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import EnvSettings, ModelSettings, OptimSettings
-from experiential.rollout.rollout import NoBank, Rollout, TaskSource, world_count
+from experiential.rollout import NoBank, Rollout, TaskSource, world_count
 from experiential.training.local import build_runtimes
 from experiential.training.roles import prompt_set_name
 from experiential.types import Experience, Hit

@@ -52,7 +52,7 @@ from experiential.evaluation.page import show_percent, show_points
 from experiential.evaluation.picture import Point, evaluation_curve, mean_curve
 from experiential.evaluation.results import ResultStore
 from experiential.recipe import load_experiment
-from experiential.rollout.rollout import make_env
+from experiential.rollout import make_env
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.run_evaluation import only_evaluation
 from experiential.training.runtime import build_runtime

@@ -27,7 +27,7 @@ from experiential.errors import BackendError, BankError, ConfigError
 from experiential.llm.scripted import ScriptedLLM
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
-from experiential.rollout.rollout import Episode, Job, NoBank, Rollout, Task
+from experiential.rollout import Episode, Job, NoBank, Rollout, Task
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import LocalRuntime
 from experiential.training.methods.attempt_samples import internalised_samples, reinforced_samples

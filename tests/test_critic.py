@@ -15,7 +15,7 @@ from experiential.config import EnvSettings
 from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
-from experiential.rollout.rollout import Job, Rollout, Task
+from experiential.rollout import Job, Rollout, Task
 from experiential.training.methods.critic import ActorCritic, SuccessRates
 from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Trajectory

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from experiential.config import ActorSettings
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.advantages import Cells, cell_advantages
 from experiential.training.samples import actor_samples
 from experiential.types import Condition, Generation, Trajectory

@@ -17,7 +17,7 @@ from experiential.config import ActorSettings, EvolverSettings
 from experiential.envs.answers import exact_match
 from experiential.errors import ConfigError
 from experiential.recipe import load_experiment
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.methods.evolver import (
     ALL_PARTS,
     evolver_reward,

@@ -12,7 +12,7 @@ import experiential as xp
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings, SelfDistillSettings
 from experiential.llm.transformers import TransformersLLM
-from experiential.rollout.rollout import Episode, Job, Rollout, Task
+from experiential.rollout import Episode, Job, Rollout, Task
 from experiential.training.methods.internalise import (
     CollapseGuard,
     SelfDistillation,

@@ -25,7 +25,7 @@ from experiential.config import ActorSettings, EnvSettings, ModelSettings, Optim
 from experiential.llm.base import SamplingParams
 from experiential.llm.models import load_model, load_tokenizer
 from experiential.llm.transformers import TransformersLLM
-from experiential.rollout.rollout import Episode, Job, Rollout, Task
+from experiential.rollout import Episode, Job, Rollout, Task
 from experiential.training.advantages import cell_advantages, training_count_weights
 from experiential.training.local import LocalRuntime
 from experiential.training.losses import (

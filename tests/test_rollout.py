@@ -17,7 +17,7 @@ from experiential.config import EnvSettings
 from experiential.errors import BackendError, EnvError, ExperientialError, MissingExtraError
 from experiential.llm.base import Message
 from experiential.llm.scripted import ScriptedLLM
-from experiential.rollout.rollout import (
+from experiential.rollout import (
     AwaitedEnv,
     Episode,
     Job,

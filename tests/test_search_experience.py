@@ -16,7 +16,7 @@ from experiential.bank.manager import ExperienceManager
 from experiential.config import EnvSettings
 from experiential.errors import BackendError
 from experiential.llm.scripted import ScriptedLLM
-from experiential.rollout.rollout import Job, Rollout, Task
+from experiential.rollout import Job, Rollout, Task
 from experiential.types import Condition
 from experiential.wrappers import ExperienceWrapper, SearchAndAskWrapper
 from tests.wrapper_worlds import CorridorEnv, CountingManager

@@ -27,7 +27,7 @@ from experiential.evaluation.visits import Visits, compare
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
-from experiential.rollout.rollout import Episode, TaskSource
+from experiential.rollout import Episode, TaskSource
 from experiential.training.local import LocalRuntime
 from experiential.training.metrics import read_events
 from experiential.training.samples import actor_samples

@@ -18,7 +18,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.errors import CheckpointError, ConfigError, ExperientialError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.recipe import load_experiment
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.methods.method import Method, Run

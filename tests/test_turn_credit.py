@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiential.config import ActorSettings
-from experiential.rollout.rollout import Episode, Job, Task
+from experiential.rollout import Episode, Job, Task
 from experiential.training.advantages import cell_advantages, turn_advantages
 from experiential.training.samples import actor_samples, uninformative
 from experiential.types import Condition, Generation, Trajectory, Turn

@@ -136,7 +136,7 @@ def check_env(settings: EnvSettings) -> None:
     from gymnasium.error import Error
 
     from experiential.envs.make import resolve_env
-    from experiential.rollout.rollout import make_env
+    from experiential.rollout import make_env
 
     resolve_env(settings.id)
     for name, kwargs in (("train", settings.train), ("eval", settings.eval)):

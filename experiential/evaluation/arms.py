@@ -24,7 +24,7 @@ from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank, ForkableBank
 from experiential.config import Arm
 from experiential.errors import BackendError
-from experiential.rollout.rollout import NoBank
+from experiential.rollout import NoBank
 from experiential.types import Answer, Condition, Experience, Generation, Hit, Trajectory
 from experiential.wrappers.experience import ManagerLike
 

@@ -21,7 +21,7 @@ from experiential.evaluation.players import Player, Seat, Watched
 from experiential.evaluation.suite_report import PlayedEpisode, SuiteCell, report
 from experiential.evaluation.suites import Suite, SuiteTask
 from experiential.llm.metered import Meter
-from experiential.rollout.rollout import (
+from experiential.rollout import (
     Episode,
     Job,
     NoBank,

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from experiential.evaluation.intervals import clustered_mean, over_tasks, paired_difference, wilson
 from experiential.llm.metered import Spent
-from experiential.rollout.rollout import shortened
+from experiential.rollout import shortened
 from experiential.types import Record
 
 

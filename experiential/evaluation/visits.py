@@ -24,7 +24,7 @@ from experiential.config import Arm, Experiment
 from experiential.evaluation.arms import opened_arm
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.llm.metered import Meter, Spent
-from experiential.rollout.rollout import (
+from experiential.rollout import (
     Episode,
     Job,
     MakeEnv,

@@ -1,6 +1,6 @@
 """Train, in the order in which data flows.
 
-rollout/rollout.py      tasks to episodes, with trajectories and tokens (methods/ may play more)
+../rollout.py           tasks to episodes, with trajectories and tokens (methods/ may play more)
 samples.py              episodes to weighted samples of tokens, samples to rows that share prefixes
 advantages.py           rewards of uses, advantages (eq. 3 to 5) and weights (eq. 5 and 7)
 losses.py               log-probabilities and losses of tokens (eq. 3 and 4)

@@ -20,7 +20,7 @@ from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.transformers import TransformersLLM
-from experiential.rollout.rollout import make_env
+from experiential.rollout import make_env
 from experiential.training.losses import (
     Measure,
     Sums,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiential.errors import ConfigError
-from experiential.rollout.rollout import Episode, failures
+from experiential.rollout import Episode, failures
 from experiential.training.runtime import TrainStats
 from experiential.types import Condition
 

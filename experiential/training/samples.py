@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.config import ActorSettings
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.advantages import cell_advantages, split_weights, turn_advantages
 from experiential.training.runtime import Sample, sample_from_generation
 from experiential.types import Condition, Generation

@@ -25,7 +25,7 @@ from experiential.errors import CheckpointError, ExperientialError
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, compare
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
-from experiential.rollout.rollout import (
+from experiential.rollout import (
     Episode,
     NoBank,
     Reviewer,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experiential.config import ActorSettings
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.advantages import cell_advantages
 from experiential.training.losses import batch_loss
 from experiential.training.runtime import LossSettings

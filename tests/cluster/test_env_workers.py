@@ -21,7 +21,7 @@ from experiential.agents.actor import ActorAgent
 from experiential.config import ClusterSettings, EnvSettings
 from experiential.errors import EnvError, ExperientialError, MissingExtraError
 from experiential.llm.scripted import ScriptedLLM
-from experiential.rollout.rollout import Episode, Job, NoBank, Rollout, Task, make_env
+from experiential.rollout import Episode, Job, NoBank, Rollout, Task, make_env
 from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.supervisor import joined_ray
 from experiential.types import Condition, Message

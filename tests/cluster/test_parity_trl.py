@@ -18,7 +18,7 @@ from torch import Tensor
 
 from experiential.config import ActorSettings, OptimSettings
 from experiential.llm.transformers import TransformersLLM
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.local import LocalRuntime
 from experiential.training.losses import cispo_loss, kl_k3, ppo_clip_loss
 from experiential.training.runtime import LossSettings

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import ActorSettings, ReflectionSettings
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.methods.attempts import SecondAttempt, split_attempts
 from experiential.training.methods.internalise import imitation_samples
 from experiential.training.runtime import PolicyRuntime, Sample, sample_from_generation

@@ -11,7 +11,7 @@ from typing import Any
 from experiential.agents.prompts import derived_seed
 from experiential.agents.reflector import Reflection, ReflectionMemory, Reflector, Retry, passes
 from experiential.errors import BackendError, BankError
-from experiential.rollout.rollout import Episode, Job, Rollout, shortened
+from experiential.rollout import Episode, Job, Rollout, shortened
 from experiential.types import Trajectory
 
 

@@ -12,7 +12,7 @@ import gymnasium as gym
 from experiential.agents.critic import CriticAgent
 from experiential.agents.prompts import experience_block
 from experiential.llm.base import LLM
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.methods.method import Method, Run
 from experiential.types import Trajectory
 

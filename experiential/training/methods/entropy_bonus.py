@@ -10,7 +10,7 @@ from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import experience_block
 from experiential.bank.protocol import Bank
 from experiential.config import BonusKind, EntropyBonusSettings
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.methods.method import Method
 from experiential.training.runtime import PolicyRuntime, Sample
 from experiential.types import Condition, Trajectory

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from experiential.config import EvolverSettings, FormatPart
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.methods.method import Run
 from experiential.training.methods.policy_gradient import PolicyGradient
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import SelfDistillSettings
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.advantages import relative_rewards
 from experiential.training.methods.method import Method
 from experiential.training.runtime import Sample

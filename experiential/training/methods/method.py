@@ -10,7 +10,7 @@ from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank
 from experiential.config import Experiment
 from experiential.llm.base import LLM
-from experiential.rollout.rollout import Episode, Job, Reviewer, Rollout
+from experiential.rollout import Episode, Job, Reviewer, Rollout
 from experiential.training.metrics import Observer
 from experiential.training.roles import Roles
 from experiential.training.runtime import LossSettings, PolicyRuntime, Sample

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.methods.method import Method, Run
 from experiential.training.runtime import LossSettings, Sample
 from experiential.training.samples import actor_samples, env_reward, uninformative

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiential.bank.manager import ExperienceManager
-from experiential.rollout.rollout import TaskSource, refuse_broken, world_count
+from experiential.rollout import TaskSource, refuse_broken, world_count
 from experiential.training.methods.method import Method, Run
 
 _SEED = 0x0FF11E  # added to the run's seed: training must not meet the episodes collected here

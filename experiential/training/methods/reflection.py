@@ -8,7 +8,7 @@ from typing import Any
 from experiential.agents.reflector import BankMemory, PrivateMemory, ReflectionMemory
 from experiential.bank.protocol import Bank
 from experiential.config import ReflectionSettings
-from experiential.rollout.rollout import Episode, Job
+from experiential.rollout import Episode, Job
 from experiential.training.methods.attempt_samples import internalised_samples, reinforced_samples
 from experiential.training.methods.attempts import Attempts
 from experiential.training.methods.method import Method, Run

@@ -16,7 +16,7 @@ import gymnasium as gym
 
 from experiential.config import ClusterSettings, EnvSettings
 from experiential.errors import BackendError, EnvError, ExperientialError
-from experiential.rollout.rollout import Start, Step, make_env
+from experiential.rollout import Start, Step, make_env
 from experiential.sync import awaited, shared_loop
 from experiential.training.openrlhf.supervisor import (
     FailedCallError,

@@ -28,7 +28,7 @@ from experiential.errors import BackendError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams, is_token_prompt
 from experiential.llm.models import load_tokenizer, resolve_model
 from experiential.llm.request import ChoiceTrie, Request, StopFinder
-from experiential.rollout.rollout import make_env
+from experiential.rollout import make_env
 from experiential.sync import EventLoopThread
 from experiential.training.losses import Sums, add_sums, means
 from experiential.training.openrlhf import parts, versions

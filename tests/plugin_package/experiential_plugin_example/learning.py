@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from experiential.rollout.rollout import Episode
+from experiential.rollout import Episode
 from experiential.training.advantages import Cells
 from experiential.training.local import InProcessRuntime
 from experiential.training.losses import Terms

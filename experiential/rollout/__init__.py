@@ -1,1 +1,0 @@
-"""Play episodes: tasks, slots of environment and actor, and their results."""
