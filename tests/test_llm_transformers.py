@@ -462,10 +462,12 @@ async def test_a_beginning_that_prompts_share_is_forwarded_once(llm: Transformer
     assert llm.stats.forwards == 2
 
 
-async def test_what_the_prompts_of_one_task_share_is_forwarded_once(llm: TransformersLLM) -> None:
+async def test_what_the_prompts_of_one_task_share_is_forwarded_once() -> None:
     """Twelve prompts of two tasks: one system prompt, two first observations, and advice that
     differs.
     """
+    # a busy machine must not split the requests over two batches
+    llm = TransformersLLM(MODEL, TOKENIZER, batch_wait=0.2)
     system, tasks = prompt(1, 60), [prompt(2, 70), prompt(3, 80)]
     prompts = [system + tasks[i % 2] + prompt(10 + i, 20) for i in range(12)]
     assert_exact(
@@ -473,3 +475,4 @@ async def test_what_the_prompts_of_one_task_share_is_forwarded_once(llm: Transfo
     )
     assert llm.stats.forwarded_tokens == 60 + 70 + 80 + 12 * 20
     assert llm.stats.forwards == 3
+    llm.close()
