@@ -193,6 +193,8 @@ class ActorSettings(Settings):
 class ExtractorOptions(Options):
     """Configure the sampling of the extractor, its buffer of samples and its loss."""
 
+    model_config = ConfigDict(strict=True)
+
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """nucleus sampling"""
     buffer_size: PositiveInt = 512

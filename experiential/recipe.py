@@ -14,6 +14,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin
@@ -246,7 +247,7 @@ def check_keys(
                 continue  # a method from outside checks its own options
             everywhere, siblings = list(_all_keys(Experiment)), list(model.model_fields)
             elsewhere = [known for known in everywhere if known.endswith(f".{name}")]
-            elsewhere.sort(key=lambda known: not known.startswith(prefix))
+            elsewhere.sort(key=lambda known: -len(commonprefix([known, key])))
             near = difflib.get_close_matches(str(name), siblings, n=1, cutoff=0.6)
             if elsewhere or near:
                 hint = f"; did you mean {elsewhere[0] if elsewhere else prefix + near[0]}?"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from experiential.cli.preflight import check_experiment
 from experiential.cli.reference import configuration_page
 from experiential.config import Experiment
 from experiential.errors import ConfigError
@@ -111,6 +112,7 @@ def test_override_values_are_yaml(override: str, read: object) -> None:
         ("actor.lr=1", "did you mean actor.optim.lr?"),
         ("extractor.lr=1", "did you mean extractor.optim.lr?"),
         ("lr=1", "did you mean actor.optim.lr?"),
+        ("extractor.options.max_tokens=4", "did you mean extractor.max_tokens?"),
         ("actor.critic={}", "did you mean methods.critic?"),
         ("reflection.mode=retry", "did you mean methods.reflection?"),
         ("xyzzy=1", "known here: recipe, seed"),
@@ -150,6 +152,19 @@ def test_wrong_value_is_one_clear_line(override: str, said: str) -> None:
         load_experiment("complementary", [override])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_options_of_the_extractor_are_numbers() -> None:
+    with pytest.raises(ConfigError, match="Expected extractor.options.decay to be a valid number"):
+        load_experiment("complementary", ["extractor.options.decay=true"])
+    options = load_experiment("complementary", ["extractor.options.decay=1"]).extractor.options
+    assert options.decay == 1.0
+
+
+def test_a_method_left_out_by_null_need_not_be_installed() -> None:
+    check_experiment(load_experiment("complementary", ["methods={'absent:Method': null}"]))
+    with pytest.raises(ConfigError, match="Expected to import 'absent'"):
+        check_experiment(load_experiment("complementary", ["methods={'absent:Method': {}}"]))
 
 
 def test_unknown_recipe_names_the_nearest() -> None:

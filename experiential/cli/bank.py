@@ -248,7 +248,7 @@ def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]
         values.append(value)
         with suppress(ValueError):
             read = json.loads(value)
-            if read is None or (isinstance(read, int | float) and math.isfinite(read)):
+            if isinstance(read, int | None) or (isinstance(read, float) and math.isfinite(read)):
                 values.append(read)
     return fields
 

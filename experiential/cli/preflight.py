@@ -54,7 +54,8 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     # Any other text is the name of a sentence-transformers model, which may need a download.
     if embedder is not None and (":" in embedder or embedder in known_names("embedders")):
         named.append(("embedders", embedder, {}))
-    for name in (experiment.method, *experiment.methods.outside()):
+    outside = experiment.methods.outside().items()
+    for name in (experiment.method, *(name for name, options in outside if options is not None)):
         if name is not None:
             named.append(("methods", name, METHODS))
     for kind, name, builtins in named:

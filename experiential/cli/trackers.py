@@ -50,7 +50,8 @@ class TensorBoardTracker:
             self._writer = SummaryWriter(str(self._folder), purge_step=purge)
         if event["event"] == "step":
             for name, value in event.items():
-                if type(value) in (int, float) and name not in ("step", "time"):
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if is_number and name not in ("step", "time"):
                     self._writer.add_scalar(f"train/{name}", value, event["step"])
         elif event["event"] == "eval":
             for visit in event["visits"]:

@@ -28,7 +28,7 @@ class EvolveR(PolicyGradient):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._form = run.experiment.methods.evolver or EvolverSettings()
+        self._form = run.experiment.methods.evolver or EvolverSettings(format_reward=0.0)
 
     def reward(self, episode: Episode) -> float:
         """Return the weighted mean; the trajectory keeps the environment's reward."""
