@@ -478,6 +478,34 @@ def public(kind: type) -> set[str]:
     return {name for name in {*dir(kind), *declared} if not name.startswith("_")}
 
 
+@pytest.mark.parametrize("query", ["key", ["key", "door"]])
+def test_a_search_of_a_served_bank_is_one_request(
+    query: Any, both: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = both[1].bank
+    assert isinstance(far, RemoteBank)
+    sent: list[str] = []
+    send = RemoteView.send
+    monkeypatch.setattr(
+        RemoteView,
+        "send",
+        lambda self, name, **values: (sent.append(name), send(self, name, **values))[1],
+    )
+    found = far.search(query, k=2, hybrid=0.5)
+    assert found and sent == ["search"]
+
+
+def test_a_view_knows_its_commit(both: tuple[World, World]) -> None:
+    for one in both:
+        assert one.bank.snapshot().commit == one.bank.commits()[-1].id  # type: ignore[attr-defined]
+
+
+def test_an_item_is_queued_once(both: tuple[World, World]) -> None:
+    local = both[0].bank
+    assert isinstance(local, FolderBank)
+    assert [local.queue.put("new"), local.queue.put("new")] == [True, False]
+
+
 def test_every_public_method_is_told_or_is_excused() -> None:
     assert set(SCENARIOS) | set(OF_A_FOLDER) - set(NOT_METHODS) == public(Bank)
     assert public(RemoteBank) - {"send"} == public(Bank)

@@ -305,7 +305,7 @@ class ExperienceManager:
 
         async def queue() -> None:
             [is_new] = await self._submitting.arun([trajectory])
-            if is_new:
+            if is_new and self._distils:  # the extractor may have been taken away meanwhile
                 self._enqueue(trajectory.id)
 
         async with self._changed:

@@ -39,11 +39,12 @@ _DIFFERENCES = """
 _TASK = """
     SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL
     ORDER BY commit_id, id LIMIT 1"""
+# The + keeps SQLite from the index by namespace, which would read every change at each call.
 _MERGED = """
     SELECT v.id, v.version, v.record FROM changes c
     CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id
         AND v.version = c.version AND v.commit_id = c.commit_id
-    WHERE c.seq > ? AND c.seq <= ? AND c.namespace = ? AND c.commit_id <= ?
+    WHERE c.seq > ? AND c.seq <= ? AND +c.namespace = ? AND c.commit_id <= ?
         AND instr(v.record, '"parents":[[') > 0"""
 ALWAYS = 2**62
 """A commit after every other."""

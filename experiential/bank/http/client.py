@@ -58,6 +58,8 @@ class RemoteView(View):
         self.namespace = namespace
         self._connection = connection
         self._view = view
+        if view is not None:
+            self.commit = view.commit
 
     def send(self, name: str, /, **values: Any) -> Any:
         """Return the answer to one operation.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, overload
 
 from experiential.bank.search.strategies import PER_PLACE, Candidate, above_floor
-from experiential.bank.search.where import Filter, Scored, Where, checked_queries
+from experiential.bank.search.where import Filter, Scope, Scored, Where, checked_queries
 from experiential.config import RetrievalSettings
 from experiential.types import Experience, Hit
 
@@ -94,8 +94,13 @@ class Searchable(Protocol):
         is_number = isinstance(hybrid, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
         if not is_number or isinstance(hybrid, bool) or not 0.0 <= hybrid <= 1.0:
             raise ValueError(f"Expected hybrid to be a number from 0 to 1, got {hybrid!r}")
+        rows = self._hits(queries, k, float(hybrid), Scope(exclude_instance, Where.of(where)))
+        return rows[0] if isinstance(query, str) else rows
+
+    def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
+        # A remote bank asks its server for the hits instead, in one request.
         wanted = k * _POOL * PER_PLACE if hybrid else k
-        exclude, filters = [exclude_instance] * len(queries), [Where.of(where)] * len(queries)
+        exclude, filters = [scope.exclude] * len(queries), [scope.where] * len(queries)
         answers: list[list[Hit]] = []
         for row in self.nearest(queries, wanted, exclude, filters, words=hybrid > 0.0):
             found = {scored.item.id: scored.item for scored in row}
@@ -107,4 +112,4 @@ class Searchable(Protocol):
                     for rank, one in enumerate(best)
                 ]
             )
-        return answers[0] if isinstance(query, str) else answers
+        return answers

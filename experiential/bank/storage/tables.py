@@ -229,10 +229,13 @@ class DistillationQueue:
         self._journal = journal
         self._namespace = namespace
 
-    def put(self, id: str) -> None:
-        """Queue a trajectory that was never queued before."""
+    def put(self, id: str) -> bool:
+        """Queue a trajectory; return False if it was queued before."""
+        if self.state(id) is not None:
+            return False
         statement = "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')"
         self._journal.run(statement, self._namespace, id)
+        return True
 
     def state(self, id: str) -> str | None:
         """Return "queued", "done", "dead", or None for an unknown item."""
