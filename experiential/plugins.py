@@ -59,6 +59,8 @@ def resolve(kind: Kind, name: str, builtins: Mapping[str, T | str]) -> T:
         return cast("T", load_attribute(kind, found))
     if found is not None:
         return found
+    if ":" in name:
+        return cast("T", load_attribute(kind, name))
     for point in entry_points(group=f"experiential.{kind}", name=name):
         try:
             return cast("T", point.load())
@@ -68,8 +70,6 @@ def resolve(kind: Kind, name: str, builtins: Mapping[str, T | str]) -> T:
                 f" {type(error).__name__}: {error}; repair or uninstall"
                 f" {point.dist.name if point.dist else 'its package'}"
             ) from error
-    if ":" in name:
-        return cast("T", load_attribute(kind, name))
     known = known_names(kind, builtins)
     raise ConfigError(
         f"Expected one of {kind} ({', '.join(known)}) or module:attribute, got"

@@ -15,6 +15,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from string import Template
+from types import MappingProxyType
 from typing import Any
 
 from experiential.agents.dialogue import Dialogue
@@ -258,7 +259,8 @@ def prompt_set(name: str) -> PromptSet:
         raise ValueError(f"Expected a prompt set of {known}, got {name!r}")
     shared = words["shared"]
     texts = {key: Template(text).safe_substitute(shared) for key, text in words[name].items()}
-    return PromptSet(name, words["versions"][name], texts, structured=name != "brief")
+    shown = MappingProxyType(texts)  # one set serves all agents of a process
+    return PromptSet(name, words["versions"][name], shown, structured=name != "brief")
 
 
 class Asker:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from experiential.errors import ConfigError, first_problem
 
-M = TypeVar("M", bound=BaseModel)
+if TYPE_CHECKING:  # `import experiential` comes by here, and pydantic doubles its time
+    from pydantic import BaseModel
+
+M = TypeVar("M", bound="BaseModel")
 
 
 def one_of(name: str, value: Any, known: Iterable[Any]) -> None:
@@ -73,6 +74,8 @@ def checked(model: type[M], row: Any, expected: str, which: str) -> M:
 
     ``expected`` says what the file should hold, with its name, and ``which`` the row's place in it.
     """
+    from pydantic import ValidationError
+
     try:
         return model.model_validate(row)
     except ValidationError as error:

@@ -130,8 +130,8 @@ def _plays(env: Env, seed: int, steps: int) -> Iterator[str]:
         )
     if first and (first[-1][2] or first[-1][3]):
         listed = infos[-1].get("admissible")
-        action = listed[0] if listed else env.action_space.sample()
-        if not isinstance(attempted(env.step, action), Exception):
+        after = attempted(lambda: env.step(listed[0] if listed else env.action_space.sample()))
+        if not isinstance(after, Exception):
             yield (
                 "step: expected gymnasium.error.ResetNeeded after the end of an episode, got"
                 " another step; raise it"

@@ -153,7 +153,8 @@ class FrozenLakeEnv(GridEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        sides, shares = sizes and tuple(sizes), frozen and tuple(frozen)
+        sides = None if sizes is None else tuple(sizes)
+        shares = None if frozen is None else tuple(frozen)
         given: dict[str, Any] = dict(sizes=sides, frozen=shares, budget=budget, symbols=symbols)
         self.rules = rules = LakeRules(**with_preset(preset or "erl", self.presets, {}, **given))
         count = 1 if rules.rows else layouts

@@ -205,7 +205,7 @@ class SokobanEnv(GridEnv):
         render_mode: str | None = None,
     ) -> None:
         given: dict[str, Any] = {
-            "sizes": sizes and tuple(sizes), "boxes": boxes, "walls": walls,
+            "sizes": None if sizes is None else tuple(sizes), "boxes": boxes, "walls": walls,
             "max_solution": max_solution, "budget": budget, "symbols": symbols,
         }  # fmt: skip
         self.rules = rules = RoomRules(**with_preset(preset or "erl", self.presets, {}, **given))

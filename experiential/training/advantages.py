@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,10 +57,6 @@ ESTIMATORS: dict[str, Estimator | str] = {
     # (r - mean) / std over the whole batch (REINFORCE++-baseline, Hu et al. 2025)
     "reinforce++": lambda cells: cells.centred / np.sqrt((cells.centred**2).mean()),
 }
-# A name is resolved once, not in every step.
-_find_estimator: Callable[[str], Estimator] = cache(
-    partial(resolve, "estimators", builtins=ESTIMATORS)
-)
 
 
 def cell_advantages(
@@ -92,7 +87,7 @@ def cell_advantages(
         ValueError: shapes differ, or a reward is not finite.
     """
     if isinstance(estimator, str):
-        estimator = _find_estimator(estimator)
+        estimator = resolve("estimators", estimator, ESTIMATORS)
     values = _rewards(rewards)
     if not len(values):
         return np.zeros(0, np.float32)

@@ -131,8 +131,13 @@ class LocalRuntime(PolicyRuntime):
         """Keep the executor for rollouts inside the block."""
         return self.llm.executor.foreground()
 
+    async def sync(self) -> int:
+        """Return the version: generation uses the trained weights already."""
+        return self.version
+
     async def save(self, folder: Path) -> None:
         """Write trainable weights, optimiser state and version."""
+        folder = Path(folder)
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -151,6 +156,7 @@ class LocalRuntime(PolicyRuntime):
 
     async def load(self, folder: Path) -> None:
         """Restore the state written by ``save``."""
+        folder = Path(folder)
 
         def read() -> None:
             if not (folder / _STATE).is_file():
@@ -182,6 +188,7 @@ class LocalRuntime(PolicyRuntime):
 
     async def export(self, folder: Path) -> None:
         """Write weights (the adapter under LoRA) and tokenizer in Hugging Face format."""
+        folder = Path(folder)
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)

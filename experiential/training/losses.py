@@ -7,7 +7,6 @@ All losses are to be minimised. A policy loss is a function of `Terms`. To add o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -107,8 +106,6 @@ class Terms(NamedTuple):
 
 PolicyLoss = Callable[[Terms], tuple[Tensor, Stats]]
 """Returns the loss, a scalar to be minimised, and metrics that are means over the tokens."""
-# A name is resolved once, not in every step.
-_find_loss: Callable[[str], PolicyLoss] = cache(partial(resolve, "losses", builtins=LOSSES))
 
 
 def ppo(terms: Terms) -> tuple[Tensor, Stats]:
@@ -186,7 +183,8 @@ def batch_loss(
             share=count / total if total else 0.0,
             settings=loss,
         )
-        part, stats = _find_loss(kind)(terms)
+        compute: PolicyLoss = resolve("losses", kind, LOSSES)
+        part, stats = compute(terms)
         # Imitated tokens are not the policy's own draws: only the batch's loss has the penalty.
         if reference is not None and kind == loss.kind and count:
             penalty = kl_k3(terms.logp, reference[mine]).mean()

@@ -83,7 +83,8 @@ class MiniHackEnv(TextEnv):
         self.env_id = env_id or PRESETS[preset or "room"]
         self.name = self.env_id.removeprefix("MiniHack-").rpartition("-v")[0]
         """The id without ``MiniHack-`` and version."""
-        sides: Any = (crop, crop) if isinstance(crop, int) else crop and tuple(crop)
+        sides: Any = (crop, crop) if isinstance(crop, int) else crop
+        sides = None if sides is None else tuple(sides)
         if sides is not None and (
             len(sides) != 2 or not all(isinstance(n, int) and n > 0 and n % 2 for n in sides)
         ):

@@ -86,8 +86,8 @@ class ActorCritic:
     """Review retrieved experience before the first move of an episode.
 
     Rejected entries are not shown, refined ones are shown as the actor rewrote them. Each use
-    carries the verdict, from which ``rewards.critic_reward`` makes eq. 8; an answer that names no
-    verdict leaves the entry as it is, adds nothing to its reward and is counted as ``unreadable``.
+    carries the verdict, from which ``critic_reward`` makes eq. 8; an answer that names no verdict
+    leaves the entry as it is, adds nothing to its reward and is counted as ``unreadable``.
 
     Attributes:
         verdicts: number of each verdict.
