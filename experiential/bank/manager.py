@@ -146,16 +146,12 @@ class ExperienceManager:
     async def _start(self, seed: int) -> None:
         self._searcher = Searcher(self.bank, self.settings.retrieval, seed, self._probation)
         # One worker each: what comes while it is busy is embedded (into the bank's cache), or
-        # written, together. Episodes that end in one tick of the loop wait a millisecond for each
-        # other, and share a commit.
+        # written, together.
         self._embedding: Batcher[str, Any] = Batcher(
             lambda texts: list(self.bank.embedder(texts)), workers=1
         )
         self._submitting: Batcher[Trajectory, bool] = Batcher(
-            lambda ended: self.bank.submit_many(ended, distil=self._distils),
-            size=64,
-            wait=0.001,
-            workers=1,
+            lambda ended: self.bank.submit_many(ended, distil=self._distils), workers=1
         )
         self._passes = Passes(
             self.bank,
