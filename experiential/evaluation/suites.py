@@ -42,8 +42,6 @@ class SuiteTask:
     """Turns after which an episode is truncated."""
     failure: float = 0.0
     """Reward counted for a technical failure: the least that the environment gives."""
-    instruction: str = ""
-    """Said to the agent about the environment; those of text say the rest themselves."""
 
 
 @dataclass(frozen=True)
