@@ -177,6 +177,16 @@ def test_grpo_has_no_bank_and_all_episodes_are_free(tmp_path: Path) -> None:
     assert {row["condition"] for row in rows} == {"free"}
 
 
+def test_a_run_whose_time_is_over_says_so(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    settings = experiment("grpo", "run.minutes=1e-9", "eval.before=false", "eval.after=false")
+    assert (
+        Trainer(settings, tmp_path, observer=seen.append, runtimes=policies()).run()["steps"] == 0
+    )
+    [said] = [event["text"] for event in seen if event["event"] == "warning"]
+    assert said == "stopped after step 0 of 2: run.minutes=1e-09 are over"
+
+
 def test_rollouts_may_run_ahead_of_updates_but_not_of_a_checkpoint(tmp_path: Path) -> None:
     settings = (
         "run.steps=4",

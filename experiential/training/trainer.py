@@ -105,6 +105,9 @@ class Trainer:
                         await self._checkpoint(step)
                     if evaluation.every and step % evaluation.every == 0 and step < run.steps:
                         await self._evaluate(step)
+                if step < run.steps:
+                    text = f"stopped after step {step} of {run.steps}: run.minutes={run.minutes}"
+                    self._emit("warning", step, text=f"{text} are over")
                 await self._ahead.close()
                 await self._settle()
                 if evaluation.after:
