@@ -172,6 +172,8 @@ def test_a_cancelled_search_blocks_nobody(tmp_path):
                 waiting = asyncio.ensure_future(manager.asearch("slow"))
                 await asyncio.sleep(0.05)
                 waiting.cancel()
+                await asyncio.wait([waiting], timeout=5)  # it has left before the gate opens
+                assert waiting.cancelled()
                 gate.set()
                 return await asyncio.wait_for(manager.asearch("quick"), 5)
 
