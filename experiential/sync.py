@@ -57,6 +57,14 @@ class EventLoopThread:
         self.loop.close()
 
 
+async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until all have ended; drop their results and errors."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
 _shared: EventLoopThread | None = None
 _lock = threading.Lock()
 

@@ -67,9 +67,9 @@ def test_versions_of_one_entry_and_entries_of_one_response_are_separate_samples(
 def test_nothing_is_taken_before_a_batch_is_full() -> None:
     store = buffer()
     store.add_use(("a", 1), 1, wrote("a"), None)
-    assert not store.ready(0, 0) and store.take(0, 0) == [] and len(store) == 1
+    assert not store.next_batch(0, 0) and store.take(0, 0) == [] and len(store) == 1
     store.add_use(("b", 1), 1, wrote("b"), None)
-    assert store.ready(0, 0) and len(store.take(0, 0)) == 2
+    assert store.next_batch(0, 0) and len(store.take(0, 0)) == 2
 
 
 def test_a_malformed_response_is_a_sample_with_the_lowest_reward() -> None:
@@ -102,7 +102,7 @@ def test_a_cooling_sample_stays_and_fills_no_batch() -> None:
     assert len(store.take(5, 0)) == 2
     store.add_use(("a", 1), -1, wrote("a"), None)
     store.add_use(("c", 1), 1, wrote("c"), None)
-    assert not store.ready(6, 1) and store.take(6, 1) == [] and len(store) == 2
+    assert not store.next_batch(6, 1) and store.take(6, 1) == [] and len(store) == 2
     store.add_use(("d", 1), 1, wrote("d"), None)
     assert [s.key for s in store.take(6, 1)] == [
         ("c", 1),
@@ -119,7 +119,7 @@ def test_samples_of_a_policy_too_old_are_dropped_and_counted() -> None:
     store = buffer(max_staleness=3)
     for version, name in ((0, "old"), (1, "edge"), (4, "new")):
         store.add_use((name, 1), 1, wrote(name, version), None)
-    assert store.ready(0, 4)
+    assert store.next_batch(0, 4)
     assert [s.key for s in store.take(0, version=4)] == [("edge", 1), ("new", 1)]
     assert store.counters.stale == 1 and len(store) == 0
 
@@ -128,7 +128,7 @@ def test_being_ready_ignores_samples_that_would_be_dropped() -> None:
     store = buffer(max_staleness=0)
     for name in "ab":
         store.add_use((name, 1), 1, wrote(name), None)
-    assert store.ready(0, 0) and not store.ready(0, 1)
+    assert store.next_batch(0, 0) and not store.next_batch(0, 1)
     assert store.take(0, 1) == [] and store.counters.stale == 2
 
 
@@ -162,9 +162,9 @@ def play(store: ExtractorBuffer, actions: list[tuple[str, str, int, int]]) -> li
         elif what == "bad":
             store.add_malformed(wrote(name, version), number)
         else:
-            ready = store.ready(number, version)
+            ready = store.next_batch(number, version)
             taken.append(store.take(number, version))
-            assert bool(taken[-1]) == ready
+            assert bool(taken[-1]) == bool(ready)
     return taken
 
 
@@ -225,7 +225,7 @@ def test_malformed_responses_fill_their_share_of_a_batch_and_the_newest_are_take
         store.add_malformed(wrote(name), -1.0)
     store.add_use(("a", 1), 1, wrote("a"), None)
     store.add_use(("b", 1), 1, wrote("b"), None)
-    assert not store.ready(0, 0) and store.take(0, 0) == [], (
+    assert not store.next_batch(0, 0) and store.take(0, 0) == [], (
         "three more of them would leave no advantage"
     )
     store.add_use(("c", 1), -1, wrote("c"), None)

@@ -82,7 +82,7 @@ async def test_a_bonus_is_the_share_of_entropy_that_the_entry_takes_away(
         set(given) == {use.id for use in uses}
         and given[uses[0].id] == given[uses[1].id] != given[uses[2].id]
     )
-    assert made.mean == pytest.approx(sum(given.values()) / 3)
+    assert made.metrics["entropy_bonus"] == pytest.approx(sum(given.values()) / 3)
 
 
 async def test_free_and_failed_episodes_have_no_bonus(

@@ -74,7 +74,7 @@ def test_in_a_branched_row_every_token_sees_its_own_sequence_and_nothing_else(
     rows = pack(samples, parity=parity)
     assert sorted(i for r in rows for i in r.samples) == list(range(len(samples)))
     for row in rows:
-        positions, visible = row.positions(), row.visible()
+        positions, visible = row.layout()
         for index, path in zip(row.samples, row.paths, strict=True):
             assert tuple(row.tokens[i] for i in path) == samples[index].tokens[:-1]
             assert [positions[i] for i in path] == list(range(len(path)))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from experiential.errors import CheckpointError
 _MANIFEST = "manifest.json"
 
 
+@dataclass
 class CheckpointStore:
     """Keep the checkpoints of one run, in numbered folders.
 
@@ -21,8 +23,8 @@ class CheckpointStore:
     at any moment leaves the previous one whole.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self._keep = folder, keep
+    folder: Path
+    keep: int = 2
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for the parts of the checkpoint of ``step``."""
@@ -42,7 +44,7 @@ class CheckpointStore:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(draft, final)
         _flush(self.folder)
-        for old in self.all()[: -self._keep]:
+        for old in self.all()[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 

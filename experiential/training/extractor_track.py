@@ -17,6 +17,7 @@ from pydantic import Field
 from experiential.bank.protocol import Bank
 from experiential.config import ExtractorSettings
 from experiential.errors import CheckpointError, ConfigError
+from experiential.sync import cancel_tasks
 from experiential.training.advantages import (
     batch_advantages,
     critic_reward,
@@ -125,7 +126,7 @@ class ExtractorTrack:
             await self._running
             self._running = None
         idle = self._settings.train and self._running is None
-        if idle and self.buffer.ready(step, self._runtime.version):
+        if idle and self.buffer.next_batch(step, self._runtime.version):
             self._running = asyncio.create_task(self._update(step))
 
     async def finish(self) -> None:
@@ -137,8 +138,7 @@ class ExtractorTrack:
     async def close(self) -> None:
         """Cancel the update under way, if any."""
         if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+            await cancel_tasks([self._running])
 
     def event(self) -> dict[str, Any]:
         """Return this track's part of a step's metrics."""
@@ -181,11 +181,21 @@ class ExtractorTrack:
                 continue
             samples: list[Sample] = []
             for item in batch:
-                if item.generation.response_ids:
-                    mask = span_mask(item.generation, item.span, self._runtime.tokenizer)
-                    value = item.advantage * item.weight
-                    values = [value if kept else math.nan for kept in mask]
-                    samples.append(sample_from_generation(item.generation, values))
+                made, span = item.generation, item.span
+                value = item.advantage * item.weight
+                values = [value] * len(made.response_ids)
+                if span is not None and made.text.count('"op"') > 1:
+                    # Only tokens of the operation itself, whose characters overlap its span, and
+                    # not the brackets and tags that all operations share.
+                    start = 0
+                    for i in range(len(values)):
+                        part = made.response_ids[: i + 1]
+                        end = len(self._runtime.tokenizer.decode(part, skip_special_tokens=True))
+                        if start >= span[1] or end <= span[0]:
+                            values[i] = math.nan
+                        start = end
+                if values:
+                    samples.append(sample_from_generation(made, values))
             low, high = self._settings.options.eps_low, self._settings.options.eps_high
             loss = LossSettings(kind="cispo", low=low, high=high, kl=self._settings.kl, seed=step)
             self.last = await self._runtime.train(samples, loss)
@@ -209,22 +219,6 @@ def counted_uses(trajectory: Trajectory) -> list[Use]:
     for use in trajectory.uses:
         first.setdefault((use.experience_id, use.experience_version, use.refinement), use)
     return list(first.values())
-
-
-def span_mask(generation: Generation, span: tuple[int, int] | None, tokenizer: Any) -> list[bool]:
-    """Mark the response tokens of the operation at ``span``; all if it is the only one.
-
-    A token counts for an operation when its characters overlap the span, in ``generation.text``.
-    Brackets and tags, which all operations share, are left out.
-    """
-    n = len(generation.response_ids)
-    if span is None or generation.text.count('"op"') <= 1:
-        return [True] * n
-    ids = generation.response_ids
-    texts = (tokenizer.decode(ids[: i + 1], skip_special_tokens=True) for i in range(n))
-    ends = [len(text) for text in texts]
-    starts = [0, *ends[:-1]]
-    return [start < span[1] and end > span[0] for start, end in zip(starts, ends, strict=True)]
 
 
 Key = tuple[str, int]
@@ -339,23 +333,37 @@ class ExtractorBuffer:
         """Credit the version ``key`` with the outcome of one use; ``generation[span]`` wrote it."""
         found = self._waiting.get(key)
         if found is None:
-            self._put(key, _Waiting(generation=generation, span=span, total=float(reward)))
+            self._waiting[key] = _Waiting(generation=generation, span=span, total=float(reward))
+            if len(self._waiting) > self.capacity:
+                del self._waiting[next(iter(self._waiting))]
+                self.counters.evicted += 1
         else:
             update = {"total": found.total + reward, "uses": found.uses + 1}
             self._waiting[key] = found.model_copy(update=update)
 
     def add_malformed(self, generation: Generation, reward: float) -> None:
         """Add a response of which no operation could be read; it is trained on as a whole."""
-        key = (f"{_MALFORMED}{generation.id}", 0)
-        self._put(key, _Waiting(generation=generation, total=float(reward)))
+        self.add_use((f"{_MALFORMED}{generation.id}", 0), reward, generation, None)
 
     def train_count(self, key: Key) -> int:
         """Return the number of times this version was trained on: c_train of eq. 7."""
         return self._history[key].count if key in self._history else 0
 
-    def ready(self, step: int, version: int) -> bool:
-        """Return whether ``take`` would return a batch."""
-        return len(self._chosen(step, version)) == self.batch_size
+    def next_batch(self, step: int, version: int) -> dict[Key, float]:
+        """Return what ``take`` would take, with its weights; nothing without a full batch."""
+        oldest, waiting = version - self.max_staleness, self._waiting.items()
+        keys = [key for key, one in waiting if one.generation.policy_version >= oldest]
+        past = [self._history.get(key) for key in keys]
+        last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
+        weights: list[float] = training_count_weights(
+            step, last, counts, cooldown=self.cooldown, decay=self.decay
+        ).tolist()
+        eligible = {key: weight for key, weight in zip(keys, weights, strict=True) if weight > 0}
+        malformed = [key for key in eligible if key[0].startswith(_MALFORMED)]
+        for key in malformed[: max(0, len(malformed) - self._most_malformed)]:
+            del eligible[key]  # the newest stay
+        full = len(eligible) >= self.batch_size
+        return dict(islice(eligible.items(), self.batch_size)) if full else {}
 
     def take(self, step: int, version: int) -> list[BufferSample]:
         """Remove and return the oldest ``batch_size`` trainable samples; none if there are fewer.
@@ -368,9 +376,7 @@ class ExtractorBuffer:
         fresh = {key: one for key, one in samples if one.generation.policy_version >= oldest}
         self.counters.stale += len(self._waiting) - len(fresh)
         self._waiting = fresh
-        weights = self._chosen(step, version)
-        if len(weights) < self.batch_size:
-            return []
+        weights = self.next_batch(step, version)
         waiting = {key: self._waiting.pop(key) for key in weights}
         self.counters.trained += len(waiting)
         rewards = [sample.total / sample.uses for sample in waiting.values()]
@@ -414,27 +420,6 @@ class ExtractorBuffer:
             ) from error
         self.counters = read.counters
         self._history = dict(read.history)
-        self._waiting = {}
-        for key, sample in read.waiting:
-            self._put(key, sample)
-
-    def _put(self, key: Key, sample: _Waiting) -> None:
-        if key not in self._waiting and len(self._waiting) >= self.capacity:
-            del self._waiting[next(iter(self._waiting))]
-            self.counters.evicted += 1
-        self._waiting[key] = sample
-
-    def _chosen(self, step: int, version: int) -> dict[Key, float]:
-        """Return the next batch with its weights; fewer samples if there is no full batch."""
-        oldest, waiting = version - self.max_staleness, self._waiting.items()
-        keys = [key for key, one in waiting if one.generation.policy_version >= oldest]
-        past = [self._history.get(key) for key in keys]
-        last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
-        weights: list[float] = training_count_weights(
-            step, last, counts, cooldown=self.cooldown, decay=self.decay
-        ).tolist()
-        eligible = {key: weight for key, weight in zip(keys, weights, strict=True) if weight > 0}
-        malformed = [key for key in eligible if key[0].startswith(_MALFORMED)]
-        for key in malformed[: max(0, len(malformed) - self._most_malformed)]:
-            del eligible[key]  # the newest stay
-        return dict(islice(eligible.items(), self.batch_size))
+        surplus = max(0, len(read.waiting) - self.capacity)
+        self._waiting = dict(read.waiting[surplus:])
+        self.counters.evicted += surplus

@@ -37,7 +37,7 @@ from experiential.training.runtime import (
     PolicyRuntime,
     Sample,
     TrainStats,
-    check_sample,
+    usable_samples,
 )
 from experiential.training.samples import Row, micro_batches, pack
 from experiential.types import Generation
@@ -107,9 +107,7 @@ class LocalRuntime(PolicyRuntime):
 
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
         """Optimise on ``samples``; empty input changes nothing."""
-        usable = [s for s in samples if s.positions]
-        for sample in usable:
-            check_sample(sample)
+        usable = usable_samples(samples)
         if not usable:
             return TrainStats(version=self.version)
         work = partial(self._train, usable, loss)
@@ -119,13 +117,29 @@ class LocalRuntime(PolicyRuntime):
             hint = f"lower optim.tokens_per_micro_batch of the {self.name}"
             raise MemoryError(f"{error}; {hint}") from error
 
-    async def score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Return the log-probability of each trained token, per sample, in nats."""
-        return await self._measured(samples, token_logprobs)
+    async def score(
+        self, samples: Sequence[Sample], measure: Measure = token_logprobs
+    ) -> list[tuple[float, ...]]:
+        """Return the log-probability (or other measure) of each trained token, per sample."""
+        usable = usable_samples(samples)
+        found: dict[int, tuple[float, ...]] = {}
+
+        def compute() -> None:
+            self._activate(training=False)
+            for rows in self._micro_batches(usable):
+                with torch.no_grad():
+                    tensor: Any = self._logprobs(rows, usable, measure)
+                values = iter(tensor.tolist())
+                for member in (m for row in rows for m in row.samples):
+                    found[member] = tuple(islice(values, len(usable[member].positions)))
+
+        await self.llm.executor.run(compute, priority=self._priority)
+        measured = (found[member] for member in range(len(usable)))
+        return [next(measured) if sample.positions else () for sample in samples]
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Return the entropy of the distribution of each trained token, per sample, in nats."""
-        return await self._measured(samples, token_entropies)
+        return await self.score(samples, token_entropies)
 
     def foreground(self) -> AbstractContextManager[None]:
         """Keep the executor for rollouts inside the block."""
@@ -275,28 +289,6 @@ class LocalRuntime(PolicyRuntime):
         members = [samples[i] for row in rows for i in row.samples]
         return batch_loss(self._logprobs(rows, samples), members, loss, total, reference)
 
-    async def _measured(
-        self, samples: Sequence[Sample], measure: Measure
-    ) -> list[tuple[float, ...]]:
-        """Apply ``measure`` to every trained token, per sample."""
-        found: list[tuple[float, ...]] = [()] * len(samples)
-        usable = [i for i, s in enumerate(samples) if s.positions]
-        chosen = [samples[i] for i in usable]
-        for sample in chosen:
-            check_sample(sample)
-
-        def compute() -> None:
-            self._activate(training=False)
-            for rows in self._micro_batches(chosen):
-                with torch.no_grad():
-                    tensor: Any = self._logprobs(rows, chosen, measure)
-                values = iter(tensor.tolist())
-                for member in (m for row in rows for m in row.samples):
-                    found[usable[member]] = tuple(islice(values, len(chosen[member].positions)))
-
-        await self.llm.executor.run(compute, priority=self._priority)
-        return found
-
     def _logprobs(
         self, rows: list[Row], samples: list[Sample], measure: Measure = token_logprobs
     ) -> torch.Tensor:
@@ -435,8 +427,8 @@ def _inputs(
     visible = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)
     for i, row in enumerate(rows):
         n = len(row.tokens)
-        positions[i, :n] = torch.tensor(row.positions())
-        visible[i, :n, :n] = torch.tensor(row.visible())
+        places, seen = row.layout()
+        positions[i, :n], visible[i, :n, :n] = torch.tensor(places), torch.tensor(seen)
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
     return {
         "input_ids": ids.to(device),

@@ -255,11 +255,13 @@ def ppo_clip_loss(
     if ratio == "sequence":
         lengths = torch.bincount(segment, minlength=len(weights))
         present, share = lengths > 0, weights[lengths > 0]
-        sums = _segment_sum(advantages, segment, len(weights))
-        advantages = (sums / lengths.clamp(min=1))[present]
-        rho = _exp(_segment_sum(log_ratio, segment, len(weights))[present])
+        values = torch.stack((advantages, log_ratio))
+        sums = values.new_zeros(2, len(weights)).index_add(1, segment, values)[:, present]
+        advantages = sums[0] / lengths[present]
+        rho = sums[1].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     else:
-        rho, share = _exp(log_ratio), _token_share(segment, weights)
+        rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        share = _token_share(segment, weights)
     plain, clipped = rho * advantages, rho.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = -(share * torch.minimum(plain, clipped)).sum()
     return loss, _stats(log_ratio, rho, clipped < plain)
@@ -286,7 +288,7 @@ def cispo_loss(
     if logp.numel() == 0:
         return logp.sum() * 0.0, {"ratio": 1.0, "clip_fraction": 0.0, "kl": 0.0}
     log_ratio = (logp - old_logp).detach()
-    rho = _exp(log_ratio)
+    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = rho.clamp(1.0 - eps_low, 1.0 + eps_high)
     loss = -(clipped * advantages * logp).sum() / logp.numel()
     return loss, _stats(log_ratio, rho, clipped != rho)
@@ -352,18 +354,10 @@ def _same_shape(first: Tensor, *others: Tensor) -> None:
         raise ValueError(f"Expected token tensors of one shape (n,), got {found}")
 
 
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
 def _token_share(segment: Tensor, weights: Tensor) -> Tensor:
     """Return w_s / |s| of each token."""
     lengths = torch.bincount(segment, minlength=len(weights))
     return (weights / lengths.clamp(min=1))[segment]
-
-
-def _segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
-    return values.new_zeros(count).index_add(0, segment, values)
 
 
 @torch.no_grad()

@@ -87,11 +87,11 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
         "step": step + 1,
         "episodes": len(episodes),
         "errors": len(episodes) - len(finished),
-        "reward": _mean([t.reward for t in first]),
-        "turns": _mean([len(e.trajectory.turns) for e in finished]),
-        "success_guided": _mean([t.success for t in guided]),
-        "success_free": _mean([t.success for t in free]),
-        "success_advised": _mean([t.success for t in advised]),
+        "reward": mean([t.reward for t in first]),
+        "turns": mean([len(e.trajectory.turns) for e in finished]),
+        "success_guided": mean([t.success for t in guided]),
+        "success_free": mean([t.success for t in free]),
+        "success_advised": mean([t.success for t in advised]),
         "actor_loss": update.loss,
         "actor_grad_norm": update.grad_norm,
         "actor_version": update.version,
@@ -102,7 +102,7 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
     }
     event |= {f"actor_{name}": value for name, value in update.metrics.items()}
     if any(any(e.asked) for e in episodes):
-        event["asked"] = _mean([sum(e.asked) for e in finished])
+        event["asked"] = mean([sum(e.asked) for e in finished])
     if reasons := failures(episodes):
         event["failures"] = reasons
     return event
@@ -126,5 +126,6 @@ def episode_row(episode: Episode) -> dict[str, Any]:
     }
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean of values; None without any."""
     return sum(values) / len(values) if values else None

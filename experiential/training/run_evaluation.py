@@ -26,14 +26,10 @@ class EvaluatedRun:
     """Hold the newest checkpoint of a run, its manifest and the settings to evaluate it with."""
 
     folder: Path
+    name: str
     experiment: Experiment
     checkpoint: Path
     manifest: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Return the name of the run's folder."""
-        return self.folder.resolve().name
 
     @cached_property
     def digest(self) -> str:
@@ -49,7 +45,7 @@ def open_run(folder: Path, experiment: Experiment) -> EvaluatedRun:
             f"Expected a bank in {checkpoint}, found none; leave extractor.enabled as it was in"
             " training"
         )
-    return EvaluatedRun(folder, experiment, checkpoint, manifest)
+    return EvaluatedRun(folder, folder.resolve().name, experiment, checkpoint, manifest)
 
 
 def evaluate_run(

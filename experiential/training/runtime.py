@@ -70,18 +70,25 @@ class Sample:
         return replace(self, weight=self.weight * factor)
 
 
-def check_sample(sample: Sample) -> None:
-    """Raise ValueError if lengths differ, or a position is out of range."""
-    n = len(sample.positions)
-    optional = [found for found in (sample.allowed, sample.teacher) if found]
-    if any(len(found) != n for found in (sample.logprobs, sample.advantages, *optional)):
-        raise ValueError(
-            f"Expected {n} log-probabilities, advantages, constraints and teacher's, one per"
-            " position, got other lengths"
-        )
-    low, high, last = min(sample.positions), max(sample.positions), len(sample.tokens) - 1
-    if low < 1 or high > last:
-        raise ValueError(f"Expected positions between 1 and {last}, got {low} to {high}")
+def usable_samples(samples: Sequence[Sample]) -> list[Sample]:
+    """Select samples with trained tokens.
+
+    Raises:
+        ValueError: lengths of one differ, or a position is out of range.
+    """
+    usable = [s for s in samples if s.positions]
+    for sample in usable:
+        n = len(sample.positions)
+        optional = [found for found in (sample.allowed, sample.teacher) if found]
+        if any(len(found) != n for found in (sample.logprobs, sample.advantages, *optional)):
+            raise ValueError(
+                f"Expected {n} log-probabilities, advantages, constraints and teacher's, one per"
+                " position, got other lengths"
+            )
+        low, high, last = min(sample.positions), max(sample.positions), len(sample.tokens) - 1
+        if low < 1 or high > last:
+            raise ValueError(f"Expected positions between 1 and {last}, got {low} to {high}")
+    return usable
 
 
 class LossSettings(Record):
@@ -122,7 +129,7 @@ class PolicyRuntime(LLM):
 
     @abstractmethod
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
-        """Optimise on ``samples``; the weights and ``version`` change. See `check_sample`."""
+        """Optimise on ``samples``; the weights and ``version`` change. See `usable_samples`."""
 
     @property
     def tokens_processed(self) -> int:
@@ -176,17 +183,13 @@ class Runtime(Protocol):
     A runtime's name resolves to a callable, which takes the experiment and, optionally, existing
     policies; the caller closes those.
 
+    Attributes:
+        actor: the policy that plays.
+        extractor: the policy that distils; the actor itself where they share their weights.
     """
 
-    @property
-    def actor(self) -> PolicyRuntime:
-        """Return the policy that plays."""
-        ...
-
-    @property
-    def extractor(self) -> PolicyRuntime:
-        """Return the policy that distils; the actor itself where they share their weights."""
-        ...
+    actor: PolicyRuntime
+    extractor: PolicyRuntime
 
     def open_bank(self, folder: Path) -> ForkableBank:
         """Open the run's bank for writing; the caller closes it before the runtime."""

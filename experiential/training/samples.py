@@ -50,7 +50,13 @@ def actor_samples(
     rewards = [reward_of(e) for e in played]
     estimator = settings.estimator
     if settings.credit == "turn":
-        by_turn = [_turn_rewards(e, worth) for e, worth in zip(played, rewards, strict=True)]
+        by_turn: list[list[float]] = []
+        for episode, worth in zip(played, rewards, strict=True):
+            steps = iter(turn.reward for turn in episode.trajectory.turns)
+            asked = episode.asked or (False,) * len(episode.generations)
+            by_turn.append([0.0 if call else next(steps, 0.0) for call in asked])
+            # The last response gets what the episode is worth beyond its environment's rewards.
+            by_turn[-1][-1] += worth - episode.trajectory.reward
         values = turn_advantages(
             by_turn, group, cells, discount=settings.discount, estimator=estimator
         )
@@ -124,15 +130,6 @@ def _cells(
     return group, guided if settings.advantage == "split" else np.zeros(len(played), dtype=bool)
 
 
-def _turn_rewards(episode: Episode, worth: float) -> list[float]:
-    """Return the reward of each response; the last gets what the episode is worth beyond these."""
-    steps = iter(turn.reward for turn in episode.trajectory.turns)
-    asked = episode.asked or (False,) * len(episode.generations)
-    rewards = [0.0 if call else next(steps, 0.0) for call in asked]
-    rewards[-1] += worth - episode.trajectory.reward
-    return rewards
-
-
 def trajectory_samples(
     generations: Sequence[Generation], advantage: float | Sequence[float], weight: float
 ) -> list[Sample]:
@@ -182,19 +179,18 @@ class Row:
         """Return whether a path is no prefix of the row; plain causal attention is then wrong."""
         return any(path[-1] != len(path) - 1 for path in self.paths)
 
-    def positions(self) -> npt.NDArray[np.int64]:
-        """Return the position of each token in its own sequence, shape (n,)."""
-        positions = np.zeros(len(self.tokens), dtype=np.int64)
+    def layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return positions and attention.
+
+        Those are the position of each token in its own sequence, shape (n,), and whether token i
+        attends to token j, itself or earlier on a path, shape (n, n).
+        """
+        n = len(self.tokens)
+        positions, visible = np.zeros(n, dtype=np.int64), np.zeros((n, n), dtype=np.bool_)
         for path in set(self.paths):
             positions[list(path)] = np.arange(len(path))
-        return positions
-
-    def visible(self) -> npt.NDArray[np.bool_]:
-        """Return whether token i attends to token j, itself or earlier on a path, shape (n, n)."""
-        seen = np.zeros((len(self.tokens), len(self.tokens)), dtype=np.bool_)
-        for path in set(self.paths):
-            seen[np.ix_(path, path)] |= np.tri(len(path), dtype=np.bool_)
-        return seen
+            visible[np.ix_(path, path)] |= np.tri(len(path), dtype=np.bool_)
+        return positions, visible
 
 
 def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from experiential.agents.prompts import derived_seed
 from experiential.agents.reflector import Reflection, ReflectionMemory, Reflector, Retry, passes
 from experiential.errors import BackendError, BankError
 from experiential.rollout import Episode, Job, Rollout, shortened
+from experiential.training.metrics import mean
 from experiential.types import Trajectory
 
 
@@ -38,6 +39,7 @@ class SecondAttempt(Episode):
         return reward if self.reflection.text is not None else min(0.0, reward)
 
 
+@dataclass
 class Attempts:
     """Play first attempts, reflect on those below the threshold, and play second attempts.
 
@@ -49,33 +51,29 @@ class Attempts:
     technical reason are not reflected on. An environment that does not come back to the same
     instance for the same seed and options fails the second attempt, with that reason.
 
-    Args:
+    Attributes:
         rollout: plays jobs.
         reflector: a `Reflector`, or a `Retry` for the ablation without reflection.
         memory: where reflections that pass are kept; None keeps none.
         threshold: tau: a first attempt whose return is lower is reflected on, a reflection whose
             second attempt reaches it is kept.
-
-    Attributes:
         memory_errors: how often the memory failed, by reason.
     """
 
-    def __init__(
-        self,
-        rollout: Rollout,
-        reflector: Reflector | Retry,
-        memory: ReflectionMemory | None,
-        *,
-        threshold: float,
-    ) -> None:
-        self._rollout, self._reflector, self._threshold = rollout, reflector, threshold
-        self.memory = memory
-        self.memory_errors: Counter[str] = Counter()
+    rollout: Rollout
+    reflector: Reflector | Retry
+    memory: ReflectionMemory | None
+    threshold: float
+    memory_errors: Counter[str] = field(default_factory=Counter[str])
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
         """Play first attempts in the order of their jobs, then second ones as `SecondAttempt`."""
-        firsts = await self._rollout.play(jobs)
-        failed = [(job, e) for job, e in zip(jobs, firsts, strict=True) if self._gate(e)]
+        firsts = await self.rollout.play(jobs)
+        failed = [
+            (job, e)
+            for job, e in zip(jobs, firsts, strict=True)
+            if e.trajectory.error is None and e.trajectory.reward < self.threshold  # line 11
+        ]
         reflections = await asyncio.gather(*(self._reflect(job, e.trajectory) for job, e in failed))
         again = [  # same task, same condition, other draws
             replace(
@@ -87,9 +85,9 @@ class Attempts:
             for (job, _), reflection in zip(failed, reflections, strict=True)
         ]
         seconds: list[SecondAttempt] = []
-        played = await self._rollout.play(again)
+        played = await self.rollout.play(again)
         for episode, (_, first), made in zip(played, failed, reflections, strict=True):
-            known = {field.name: getattr(episode, field.name) for field in fields(Episode)}
+            known = {f.name: getattr(episode, f.name) for f in fields(Episode)}
             before, now = first.trajectory.instance, episode.trajectory
             if now.error is None and now.instance != before:
                 reason = f"env: came back as {now.instance}, not as {before}"
@@ -113,11 +111,11 @@ class Attempts:
             shortened(e.reflection.reason) for e in seconds if e.reflection.reason is not None
         )
         event: dict[str, Any] = {
-            "gated": _mean([float(self._gate(e)) for e in ended]),
-            "r1": _mean([e.first.trajectory.reward for e in pairs]),
-            "r2": _mean([e.trajectory.reward for e in pairs]),
-            "success_first": _mean([float(e.trajectory.success) for e in ended]),
-            "success_second": _mean([float(e.trajectory.success) for e in pairs]),
+            "gated": mean([e.trajectory.reward < self.threshold for e in ended]),
+            "r1": mean([e.first.trajectory.reward for e in pairs]),
+            "r2": mean([e.trajectory.reward for e in pairs]),
+            "success_first": mean([e.trajectory.success for e in ended]),
+            "success_second": mean([e.trajectory.success for e in pairs]),
             "reflections": sum(e.reflection.text is not None for e in seconds),
             "unread": dict(unread),
             "memory_writes": sum(map(self._passed, seconds)),
@@ -125,10 +123,6 @@ class Attempts:
         if self.memory_errors:
             event["memory_errors"] = dict(self.memory_errors)
         return event
-
-    def _gate(self, episode: Episode) -> bool:
-        # line 11 of algorithm 2: r1 < tau
-        return episode.trajectory.error is None and episode.trajectory.reward < self._threshold
 
     async def _reflect(self, job: Job, first: Trajectory) -> Reflection:
         memory: Sequence[str] = ()
@@ -139,7 +133,7 @@ class Attempts:
             self.memory_errors[shortened(str(error))] += 1
         seed = derived_seed(job.sampling_seed, "reflection")
         try:
-            return await self._reflector.areflect(first, memory, seed=seed)
+            return await self.reflector.areflect(first, memory, seed=seed)
         except BackendError as error:
             return Reflection(reason=f"backend: {error}")
 
@@ -149,7 +143,7 @@ class Attempts:
             self.memory is not None
             and second.reflection.text is not None
             and second.trajectory.error is None
-            and passes(second.trajectory.reward, self._threshold)
+            and passes(second.trajectory.reward, self.threshold)
         )
 
 
@@ -157,7 +151,3 @@ def split_attempts(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Sec
     """Separate first and second attempts."""
     seconds = [e for e in episodes if isinstance(e, SecondAttempt)]
     return [e for e in episodes if not isinstance(e, SecondAttempt)], seconds
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

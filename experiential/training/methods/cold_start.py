@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,16 +110,17 @@ def demonstration_samples(demonstration: Demonstration, tokenizer: Any) -> list[
     return samples
 
 
+@dataclass(eq=False)
 class ColdStart(Method):
     """Train the actor on demonstrations before the first step."""
 
-    def __init__(self, run: Run, settings: ColdStartSettings) -> None:
-        self._run, self._settings = run, settings
+    run: Run
+    settings: ColdStartSettings
 
     async def begin(self) -> None:
         """Train on every demonstration; see `cold_start`."""
-        run = self._run
-        await cold_start(run.actor, self._settings, run.experiment.seed, run.emit)
+        run = self.run
+        await cold_start(run.actor, self.settings, run.experiment.seed, run.emit)
 
 
 async def cold_start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
@@ -17,6 +18,7 @@ from experiential.training.methods.method import Method, Run
 from experiential.types import Trajectory
 
 
+@dataclass
 class SuccessRates:
     """Track the success of an actor, by task: r_theta(q) of appendix B.1.
 
@@ -24,31 +26,30 @@ class SuccessRates:
     rate is 0.
     """
 
-    def __init__(self) -> None:
-        self._played: Counter[str] = Counter()
-        self._won: Counter[str] = Counter()
+    played: Counter[str] = field(default_factory=Counter[str])
+    won: Counter[str] = field(default_factory=Counter[str])
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         """Count finished episodes; those that failed for a technical reason do not count."""
         for trajectory in trajectories:
             if trajectory.error is None:
                 name = trajectory.task_id or trajectory.task
-                self._played[name] += 1
-                self._won[name] += trajectory.success
+                self.played[name] += 1
+                self.won[name] += trajectory.success
 
     def rate(self, task: str) -> float:
         """Return the success rate for a task, in [0, 1]."""
-        if self._played[task]:
-            return self._won[task] / self._played[task]
-        return self._won.total() / max(1, self._played.total())
+        if self.played[task]:
+            return self.won[task] / self.played[task]
+        return self.won.total() / max(1, self.played.total())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
-        return {"played": dict(self._played), "won": dict(self._won)}
+        return {"played": dict(self.played), "won": dict(self.won)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a ``state_dict``."""
-        self._played, self._won = Counter(state["played"]), Counter(state["won"])
+        self.played, self.won = Counter(state["played"]), Counter(state["won"])
 
 
 class Critic(Method):
@@ -82,6 +83,7 @@ class Critic(Method):
         self.rates.load_state_dict(state)
 
 
+@dataclass
 class ActorCritic:
     """Review retrieved experience before the first move of an episode.
 
@@ -93,9 +95,9 @@ class ActorCritic:
         verdicts: number of each verdict.
     """
 
-    def __init__(self, agent: CriticAgent, rates: SuccessRates) -> None:
-        self._agent, self._rates = agent, rates
-        self.verdicts: Counter[str] = Counter()
+    agent: CriticAgent
+    rates: SuccessRates
+    verdicts: Counter[str] = field(default_factory=Counter[str])
 
     async def review(self, env: gym.Env[str, str], info: dict[str, Any]) -> dict[str, Any]:
         """Return the info of a reset with only the advice that the actor accepts.
@@ -107,9 +109,9 @@ class ActorCritic:
         if not hits or "experience_prompt" not in info:
             return info
         task = str(info.get("task", ""))
-        rate = self._rates.rate(str(info.get("task_id") or task))
+        rate = self.rates.rate(str(info.get("task_id") or task))
         critiques = await asyncio.gather(
-            *(self._agent.ajudge(task, hit["text"], rate) for hit in hits)
+            *(self.agent.ajudge(task, hit["text"], rate) for hit in hits)
         )
         self.verdicts.update(critique.verdict or "unreadable" for critique in critiques)
         running = env.get_wrapper_attr("episode")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 from experiential.agents.actor import ActorAgent
 from experiential.agents.prompts import experience_block
 from experiential.bank.protocol import Bank
 from experiential.config import BonusKind, EntropyBonusSettings
-from experiential.rollout import Episode
 from experiential.training.methods.method import Method
 from experiential.training.runtime import PolicyRuntime, Sample
 from experiential.types import Condition, Trajectory
@@ -19,6 +19,7 @@ Pair = tuple[str, str | None]
 """A first observation and the entry shown with it."""
 
 
+@dataclass(eq=False)
 class EntropyBonus(Method):
     """Measure how much entries lower the actor's entropy over the task; compute bonuses.
 
@@ -27,26 +28,17 @@ class EntropyBonus(Method):
     are taken with the weights of now, for entries that were shown at the start of an episode; each
     pair of observation and entry is computed once.
 
-    Args:
+    Attributes:
         runtime: the actor's policy.
         actor: an agent with the actor's settings; its conversation is replaced.
         bank: gives the texts of entries.
         settings: how an entropy reduction becomes a bonus.
-
-    Attributes:
-        mean: bonus of the last step.
     """
 
-    def __init__(
-        self, runtime: PolicyRuntime, actor: ActorAgent, bank: Bank, settings: EntropyBonusSettings
-    ) -> None:
-        self._runtime, self._actor, self._bank = runtime, actor, bank
-        self._options = settings.model_dump()
-        self.mean = 0.0
-
-    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
-        """Return the mean bonus of the last step."""
-        return {"entropy_bonus": self.mean}
+    runtime: PolicyRuntime
+    actor: ActorAgent
+    bank: Bank
+    settings: EntropyBonusSettings
 
     async def bonuses(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return the bonus of each use, by its id; uses in the middle of an episode have none."""
@@ -58,7 +50,7 @@ class EntropyBonus(Method):
             if use.how == "episode_start"
         ]
         versions = {(use.experience_id, use.experience_version) for _, use in shown}
-        entries = {key: self._bank.version(*key) for key in versions}
+        entries = {key: self.bank.version(*key) for key in versions}
         pairs: dict[str, Pair] = {}
         for observation, use in shown:
             entry = entries[use.experience_id, use.experience_version]
@@ -69,21 +61,20 @@ class EntropyBonus(Method):
         # positions are the tokens of the observation
         for observation, text in dict.fromkeys([*pairs.values(), *without]):
             advice = None if text is None else experience_block([text])
-            tokens, kinds = self._actor.opening(observation, advice)
+            tokens, kinds = self.actor.opening(observation, advice)
             positions = tuple(i for i, kind in enumerate(kinds) if kind == "user" and i)
             zeros = (0.0,) * len(positions)
             samples[observation, text] = Sample(tuple(tokens), positions, zeros, zeros)
-        rows = await self._runtime.entropies(list(samples.values()))
+        rows = await self.runtime.entropies(list(samples.values()))
         entropy = {
             pair: sum(row) / max(1, len(row)) for pair, row in zip(samples, rows, strict=True)
         }
+        options = self.settings.model_dump()
         bonuses = {
-            use: entropy_bonus(
-                entropy[observation, None], entropy[observation, text], **self._options
-            )
+            use: entropy_bonus(entropy[observation, None], entropy[observation, text], **options)
             for use, (observation, text) in pairs.items()
         }
-        self.mean = sum(bonuses.values()) / max(1, len(bonuses))
+        self.metrics = {"entropy_bonus": sum(bonuses.values()) / max(1, len(bonuses))}
         return bonuses
 
 

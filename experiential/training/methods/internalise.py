@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,7 @@ def beyond_free(episodes: Sequence[Episode]) -> list[Episode]:
     return [e for e, gain in zip(played, gains.tolist(), strict=True) if gain > 1e-9]
 
 
+@dataclass
 class CollapseGuard:
     """Pause imitation while the actor plays much worse on its own than before.
 
@@ -74,19 +75,21 @@ class CollapseGuard:
     The guard follows the running mean of the free members' success and stops imitation as long as
     that is more than ``margin`` below its best. Plain reinforcement learning goes on meanwhile.
 
-    Args:
+    Attributes:
         margin: in [0, 1].
         memory: share of the running mean that a further step leaves.
+        mean: running mean; None before the first step with free members.
+        best: largest running mean so far.
 
     >>> guard = CollapseGuard(margin=0.1, memory=0.5)
     >>> [guard.allows(success) for success in (0.4, 0.8, 0.2, 0.7)]
     [True, True, False, True]
     """
 
-    def __init__(self, margin: float, memory: float) -> None:
-        self._margin, self._memory = margin, memory
-        self._mean: float | None = None
-        self._best = 0.0
+    margin: float
+    memory: float
+    mean: float | None = None
+    best: float = 0.0
 
     def allows(self, success: float | None) -> bool:
         """Record the success rate of a step's free members; return whether to imitate.
@@ -94,20 +97,20 @@ class CollapseGuard:
         None stands for a step without free members.
         """
         if success is not None:
-            if self._mean is None:
-                self._mean = success
+            if self.mean is None:
+                self.mean = success
             else:
-                self._mean = self._memory * self._mean + (1 - self._memory) * success
-            self._best = max(self._best, self._mean)
-        return self._mean is None or self._mean >= self._best - self._margin
+                self.mean = self.memory * self.mean + (1 - self.memory) * success
+            self.best = max(self.best, self.mean)
+        return self.mean is None or self.mean >= self.best - self.margin
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"mean": self._mean, "best": self._best}
+        return {"mean": self.mean, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a ``state_dict``."""
-        self._mean, self._best = state["mean"], state["best"]
+        self.mean, self.best = state["mean"], state["best"]
 
 
 class SelfDistillation(Method):
@@ -123,7 +126,6 @@ class SelfDistillation(Method):
         self._settings, self._make_actor = settings, make_actor
         self._guard = CollapseGuard(settings.guard, settings.memory)
         self.paused = 0
-        self._metrics: dict[str, float] = {}
 
     async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
         """Return the imitation samples of these episodes."""
@@ -140,15 +142,11 @@ class SelfDistillation(Method):
         if due and allowed:
             better = beyond_free(firsts)
             samples = imitation_samples(better, self._make_actor(), self._settings.weight)
-        self._metrics = {
+        self.metrics = {
             "actor_imitated": float(len(samples)),
             "actor_imitation_paused": float(self.paused),
         }
         return samples
-
-    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
-        """Return how many samples were imitated, and how often the guard paused so far."""
-        return dict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's memory and count."""

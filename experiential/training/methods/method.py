@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from experiential.bank.manager import ExperienceManager
@@ -46,7 +47,12 @@ class Method:
     one main method, named by the setting ``method`` and called with the `Run`, and any number of
     additions that other settings ask for. The trainer calls the hooks in the order in which they
     stand here.
+
+    Attributes:
+        metrics: this method's part of a step's metrics, unless it overrides `event`.
     """
+
+    metrics: Mapping[str, Any] = MappingProxyType({})
 
     async def begin(self) -> None:
         """Prepare a new run; a resumed run has done so already."""
@@ -76,7 +82,7 @@ class Method:
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         """Return this method's part of a step's metrics."""
-        return {}
+        return dict(self.metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""

@@ -6,12 +6,11 @@ See section 3.2 of Complementary RL.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from experiential.rollout import Episode
 from experiential.training.methods.method import Method, Run
 from experiential.training.runtime import LossSettings, Sample
-from experiential.training.samples import actor_samples, env_reward, uninformative
+from experiential.training.samples import actor_samples, uninformative
 
 
 class PolicyGradient(Method):
@@ -19,18 +18,20 @@ class PolicyGradient(Method):
 
     def __init__(self, run: Run) -> None:
         self._actor, self._settings = run.actor, run.experiment.actor
-        self._metrics: dict[str, float] = {}
 
     def reward(self, episode: Episode) -> float:
         """Return the reward of an episode for the actor: here, its environment's reward."""
-        return env_reward(episode)
+        return episode.trajectory.reward
 
     async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
-        """Return weighted samples with their advantages; see `actor_samples`."""
+        """Return weighted samples with their advantages; see `actor_samples`.
+
+        The metrics are their age in updates, and how many episodes taught nothing.
+        """
         firsts = [e for e in episodes if e.job is None or e.job.attempt == 1]
         samples = actor_samples(firsts, self._settings, self.reward)
         age = sum(self._actor.version - sample.policy_version for sample in samples)
-        self._metrics = {"actor_staleness": age / max(1, len(samples))} | {
+        self.metrics = {"actor_staleness": age / max(1, len(samples))} | {
             f"actor_{name}": float(count)
             for name, count in uninformative(firsts, self._settings, self.reward).items()
         }
@@ -49,7 +50,3 @@ class PolicyGradient(Method):
             mini_batches=settings.mini_batches,
             seed=step,
         )
-
-    def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
-        """Return the age of the samples in updates, and how many episodes taught nothing."""
-        return dict(self._metrics)

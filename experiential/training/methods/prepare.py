@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from experiential.bank.manager import ExperienceManager
 from experiential.rollout import TaskSource, refuse_broken, world_count
 from experiential.training.methods.method import Method, Run
@@ -9,6 +11,7 @@ from experiential.training.methods.method import Method, Run
 _SEED = 0x0FF11E  # added to the run's seed: training must not meet the episodes collected here
 
 
+@dataclass(eq=False)
 class OfflineBank(Method):
     """Play, distil, deduplicate and merge before training, with the weights of then.
 
@@ -16,8 +19,9 @@ class OfflineBank(Method):
     these episodes but what the extractor writes.
     """
 
-    def __init__(self, run: Run, manager: ExperienceManager, steps: int) -> None:
-        self._run, self._manager, self._steps = run, manager, steps
+    run: Run
+    manager: ExperienceManager
+    steps: int
 
     async def begin(self) -> None:
         """Fill the bank, and record the episodes.
@@ -25,14 +29,14 @@ class OfflineBank(Method):
         Raises:
             ExperientialError: the environment failed every episode of a step.
         """
-        experiment, manager = self._run.experiment, self._manager
+        experiment, manager = self.run.experiment, self.manager
         actor, bank, env = experiment.actor, experiment.bank, experiment.env
         worlds = world_count(env.id, env.kwargs | env.train)
         tasks = TaskSource(env, worlds, experiment.seed + _SEED)
         played = won = 0
-        for step in range(self._steps):
+        for step in range(self.steps):
             jobs = tasks.jobs(step, actor.groups, actor.group_size, "none")
-            episodes = await self._run.rollout.play(jobs)
+            episodes = await self.run.rollout.play(jobs)
             refuse_broken(episodes)
             played += len(episodes)
             won += sum(e.trajectory.success for e in episodes)
@@ -40,12 +44,5 @@ class OfflineBank(Method):
         await manager.adeduplicate()
         if bank.merge_every:
             await manager.amerge()
-        self._run.emit(
-            {
-                "event": "prepared",
-                "step": 0,
-                "episodes": played,
-                "successes": won,
-                "entries": len(manager.bank),
-            }
-        )
+        counts = {"episodes": played, "successes": won, "entries": len(manager.bank)}
+        self.run.emit({"event": "prepared", "step": 0} | counts)

@@ -46,7 +46,7 @@ from experiential.training.runtime import (
     PolicyRuntime,
     Sample,
     TrainStats,
-    check_sample,
+    usable_samples,
 )
 from experiential.types import FinishReason, Generation, Message
 
@@ -267,9 +267,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         a sequence is multiplied by their number, as in `LocalRuntime`; which sequences meet in a
         step is then drawn by each rank among its own. Empty input changes nothing.
         """
-        usable = [s for s in samples if s.positions]
-        for sample in usable:
-            check_sample(sample)
+        usable = usable_samples(samples)
         if not usable:
             return TrainStats(version=self.version)
         async with self._training, self._computing():
