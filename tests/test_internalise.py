@@ -67,8 +67,7 @@ def test_the_guard_pauses_far_below_the_best_and_is_remembered() -> None:
         False,
         True,
     ]
-    again = CollapseGuard(margin=0.2, memory=0.0)
-    again.load_state_dict(guard.state_dict())
+    again = CollapseGuard(margin=0.2, memory=0.0, mean=guard.mean, best=guard.best)
     assert not again.allows(0.65)
 
 

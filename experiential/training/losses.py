@@ -164,14 +164,12 @@ def batch_loss(
         (`Sample.kind`) carry its name in front.
     """
     device = logp.device
-    kinds = [s.kind or loss.kind for s in members]
-    owners = [i for i, s in enumerate(members) for _ in s.positions]
-    owner = torch.tensor(owners, device=device, dtype=torch.long)
+    kinds = [s.kind or loss.kind for s in members for _ in s.positions]
     value, sums = logp.sum() * 0.0, Sums()
     for kind in dict.fromkeys([loss.kind, *kinds]):
-        chosen = [i for i, k in enumerate(kinds) if k == kind]
-        mine = torch.isin(owner, torch.tensor(chosen, device=device, dtype=torch.long))
-        own, count = [members[i] for i in chosen], int(mine.sum())
+        own = [s for s in members if (s.kind or loss.kind) == kind]
+        mine = torch.tensor([k == kind for k in kinds], device=device, dtype=torch.bool)
+        count = kinds.count(kind)
         segment = [i for i, s in enumerate(own) for _ in s.positions]
         terms = Terms(
             logp=logp[mine],

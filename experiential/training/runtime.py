@@ -153,9 +153,9 @@ class PolicyRuntime(LLM):
         name = type(self).__name__
         raise ConfigError(f"Expected a runtime that gives entropies, got {name}; use runtime=local")
 
-    @abstractmethod
     async def sync(self) -> int:
-        """Make generation use the trained weights; return the version that it uses now."""
+        """Make generation use the trained weights, if it has others; return their version."""
+        return self.version
 
     @abstractmethod
     async def save(self, folder: Path) -> None:

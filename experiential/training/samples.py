@@ -233,11 +233,10 @@ def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
     batch: list[Row] = []
     width = 0
     for row in rows:
-        widest = max(width, len(row.tokens))
-        if batch and widest * (len(batch) + 1) > tokens:
+        width = max(width, len(row.tokens))
+        if batch and width * (len(batch) + 1) > tokens:
             yield batch
-            batch, widest = [], len(row.tokens)
+            batch, width = [], len(row.tokens)
         batch.append(row)
-        width = widest
     if batch:
         yield batch

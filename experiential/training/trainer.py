@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank, ForkableBank
-from experiential.config import BankSettings, Experiment
+from experiential.config import Experiment
 from experiential.errors import CheckpointError, ExperientialError
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, compare
 from experiential.llm.base import LLM
@@ -34,6 +34,7 @@ from experiential.rollout import (
     refuse_broken,
     world_count,
 )
+from experiential.sync import cancel_tasks
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.methods.build import build_methods
@@ -77,7 +78,7 @@ class Trainer:
         self._bank: ForkableBank | None = None
         self._manager: ExperienceManager | None = None
         self._track: ExtractorTrack | None = None
-        self._upkeep: BankUpkeep | None = None
+        self._upkeep: set[asyncio.Task[Any]] = set()  # merging, deduplicating and pruning
 
     def run(self) -> dict[str, Any]:
         """Train and evaluate; return the summary.
@@ -107,7 +108,8 @@ class Trainer:
                         await self._evaluate(step)
                 if step < run.steps:
                     text = f"stopped after step {step} of {run.steps}: run.minutes={run.minutes}"
-                    self._emit("warning", step, text=f"{text} are over")
+                    warning = {"event": "warning", "step": step, "text": f"{text} are over"}
+                    self._metrics.emit(warning)
                 await self._ahead.close()
                 await self._settle()
                 if evaluation.after:
@@ -118,8 +120,8 @@ class Trainer:
                     await self.actor.export(self.output / "actor")
                 if extractor.enabled and extractor.train and self.extractor is not self.actor:
                     await self.extractor.export(self.output / "extractor")
-                seconds, memory = time.perf_counter() - begin, peak_memory_gb()
-                self._emit("end", step, seconds=seconds, peak_memory_gb=memory)
+                cost = {"seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()}
+                self._metrics.emit({"event": "end", "step": step} | cost)
         except (OSError, MemoryError) as error:
             raise ExperientialError(
                 f"Expected room to train in {self.output}, got {type(error).__name__}: {error};"
@@ -142,6 +144,9 @@ class Trainer:
         self._runtime = build_runtime(settings, self._given)
         stack.callback(self._runtime.close)
         self.actor, self.extractor = self._runtime.actor, self._runtime.extractor
+        self._policies = {"actor": self.actor}
+        if self.extractor is not self.actor:
+            self._policies["extractor"] = self.extractor
         self._roles = Roles(settings, (self.actor, self.extractor))
         self._metrics = Metrics(self.output / "metrics.jsonl", self._observer)
         stack.callback(self._metrics.close)
@@ -167,17 +172,15 @@ class Trainer:
         self._methods = build_methods(run)
         self._rollout.critic = self._reviewer()
         # Closed before the parts they use: rollouts ahead, bank upkeep, the extractor's update.
-        if self._manager is not None:
-            self._upkeep = BankUpkeep(self._manager, settings.bank, emit)
-            stack.push_async_callback(self._upkeep.close)
+        stack.push_async_callback(cancel_tasks, self._upkeep)
         if self._track is not None:
             stack.push_async_callback(self._track.close)
         self._ahead = RolloutsAhead(self._play, settings.run.ahead)
         stack.push_async_callback(self._ahead.close)
         if self._restored is not None:
             await self._restore(*self._restored)
-        about = {"recipe": settings.recipe, "seed": settings.seed}
-        self._emit("start", self._start, steps=settings.run.steps, **about)
+        about = {"steps": settings.run.steps, "recipe": settings.recipe, "seed": settings.seed}
+        emit({"event": "start", "step": self._start} | about)
         if self._restored is None:
             for method in self._methods:
                 await method.begin()
@@ -217,8 +220,8 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Play, credit the extractor, update the actor, and keep the bank in order."""
         run = self.experiment.run
-        begin, policies = time.perf_counter(), {self.actor, self.extractor}
-        tokens = sum(policy.tokens_processed for policy in policies)
+        begin = time.perf_counter()
+        tokens = sum(policy.tokens_processed for policy in self._policies.values())
         # Rollouts ahead stop before the next checkpoint, evaluation or end.
         every = filter(None, (run.checkpoint_every, self.experiment.eval.every))
         pause = min([run.steps, *((step // n + 1) * n for n in every)])
@@ -240,15 +243,15 @@ class Trainer:
             await self.actor.sync()
         for method in self._methods:
             await method.after_step(episodes, step)
-        if self._manager is not None and self._upkeep is not None:
-            self._upkeep.after_step(step)
+        if self._manager is not None:
+            self._keep_bank(step + 1, self._manager)
             if run.drain:
                 await self._settle()
             actor = self.experiment.actor
             lag = self.experiment.extractor.max_lag * actor.groups * actor.group_size
             await self._manager.adrain(leave=lag)
         wall = time.perf_counter() - begin
-        tokens = sum(policy.tokens_processed for policy in policies) - tokens
+        tokens = sum(policy.tokens_processed for policy in self._policies.values()) - tokens
         rows = [episode_row(e) for e in episodes]
         self._episodes.emit({"event": "episodes", "step": step + 1, "rows": rows})
         event = step_event(step, episodes, update) | {
@@ -258,9 +261,8 @@ class Trainer:
             "step_s": wall,
             "tokens_per_s": (tokens + update.sequence_tokens) / wall,
         }
-        event |= {f"actor_{name}": value for name, value in self.actor.busy().items()}
-        if self.extractor is not self.actor:
-            event |= {f"extractor_{name}": value for name, value in self.extractor.busy().items()}
+        for role, policy in self._policies.items():
+            event |= {f"{role}_{name}": value for name, value in policy.busy().items()}
         for method in self._methods:
             event |= method.event(episodes)
         if self._rollout.close_errors:
@@ -270,6 +272,20 @@ class Trainer:
             event |= self._track.event()
         self._metrics.emit(event)
         refuse_broken(episodes)
+
+    def _keep_bank(self, steps: int, manager: ExperienceManager) -> None:
+        """Start the bank's work due after so many steps; raise what failed since."""
+        for task in [task for task in self._upkeep if task.done()]:
+            self._upkeep.discard(task)
+            task.result()  # a failed merge ends the run with its reason, not in silence
+        due, below = self.experiment.bank, manager.settings.prune_below
+        for every, work in (
+            (due.merge_every, manager.amerge),
+            (due.dedupe_every, manager.adeduplicate),
+            (due.prune_every, partial(prune, manager.bank, below, steps, self._metrics.emit)),
+        ):
+            if every and steps % every == 0:
+                self._upkeep.add(asyncio.create_task(work()))
 
     async def _play(self, step: int) -> tuple[list[Episode], float]:
         """Play the episodes of a step; return them, and the seconds that took."""
@@ -287,8 +303,8 @@ class Trainer:
 
     async def _settle(self) -> None:
         """Let the background track finish its work."""
-        if self._upkeep is not None:
-            await self._upkeep.finish()
+        await asyncio.gather(*self._upkeep)
+        self._upkeep.clear()
         if self._manager is not None:
             await self._manager.adrain()
         if self._track is not None:
@@ -322,9 +338,8 @@ class Trainer:
         draft = self._store.begin(step)
         if self._track is not None:
             await self._track.finish()
-        await self.actor.save(draft / "actor")
-        if self.extractor is not self.actor:
-            await self.extractor.save(draft / "extractor")
+        for role, policy in self._policies.items():
+            await policy.save(draft / role)
         manifest: dict[str, Any] = {
             "recipe": self.experiment.recipe,
             "seed": self.experiment.seed,
@@ -335,7 +350,7 @@ class Trainer:
             self._bank.fork(draft / "bank", keep_queue=True).close()
             manifest |= {"bank_commit": self._bank.head, "track": self._track.state_dict()}
         path = await asyncio.to_thread(self._store.commit, draft, step, manifest)
-        self._emit("checkpoint", step, path=str(path))
+        self._metrics.emit({"event": "checkpoint", "step": step, "path": str(path)})
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
         if "methods" not in manifest:
@@ -343,9 +358,8 @@ class Trainer:
                 f"Expected a checkpoint of this version in {folder}, got one without methods;"
                 " train again"
             )
-        await self.actor.load(folder / "actor")
-        if self.extractor is not self.actor:
-            await self.extractor.load(folder / "extractor")
+        for role, policy in self._policies.items():
+            await policy.load(folder / role)
         for method in self._methods:
             if state := manifest["methods"].get(type(method).__name__):
                 method.load_state_dict(state)
@@ -354,9 +368,6 @@ class Trainer:
         self._start = int(manifest["step"])
         self._metrics.rewind(self._start)
         self._episodes.rewind(self._start)
-
-    def _emit(self, event: str, step: int, **values: Any) -> None:
-        self._metrics.emit({"event": event, "step": step} | values)
 
     def _summary(self, steps: int, seconds: float) -> dict[str, Any]:
         last = {v.arm: v for v in self._visits if v.step == steps}
@@ -411,49 +422,12 @@ class RolloutsAhead(Generic[T]):
 
     async def close(self) -> None:
         """Cancel the steps still being played."""
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks, self._tasks = self._tasks, {}
+        await cancel_tasks(tasks.values())
 
     async def _in_turn(self, step: int) -> T:
         async with self._turn:
             return await self._play(step)
-
-
-class BankUpkeep:
-    """Merge, deduplicate and prune the bank on the schedules of the settings."""
-
-    def __init__(self, manager: ExperienceManager, settings: BankSettings, emit: Observer) -> None:
-        self._manager, self._settings, self._emit = manager, settings, emit
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def after_step(self, step: int) -> None:
-        """Start the work due after ``step``, counted from 0; raise what failed since."""
-        for task in [task for task in self._tasks if task.done()]:
-            self._tasks.discard(task)
-            task.result()  # a failed merge ends the run with its reason, not in silence
-        settings, manager = self._settings, self._manager
-        pruning = partial(prune, manager.bank, manager.settings.prune_below, step + 1, self._emit)
-        for every, work in (
-            (settings.merge_every, manager.amerge),
-            (settings.dedupe_every, manager.adeduplicate),
-            (settings.prune_every, pruning),
-        ):
-            if every and (step + 1) % every == 0:
-                self._tasks.add(asyncio.create_task(work()))
-
-    async def finish(self) -> None:
-        """Wait for the work under way."""
-        await asyncio.gather(*self._tasks)
-        self._tasks.clear()
-
-    async def close(self) -> None:
-        """Cancel the work under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def prune(bank: Bank, below: float, step: int, emit: Observer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,20 +151,20 @@ async def cold_start(
         for sample in demonstration_samples(one, policy.tokenizer)
     ]
     rng = np.random.default_rng(seed)
-    losses: list[float] = []
-    whole = TrainStats()
+    done: list[TrainStats] = []
     for _ in range(settings.epochs):
         order = [samples[int(i)] for i in rng.permutation(len(samples))]
         for start in range(0, len(order), settings.batch_size):
             part = order[start : start + settings.batch_size]
             batch = [sample.weighted(1 / len(part)) for sample in part]
-            last = await policy.train(batch, LossSettings(kind="sft", seed=seed))
-            losses.append(last.loss)
-            last.updates += whole.updates
-            last.samples += whole.samples
-            last.tokens += whole.tokens
-            last.seconds += whole.seconds
-            whole = last
+            done.append(await policy.train(batch, LossSettings(kind="sft", seed=seed)))
+    whole = replace(
+        done[-1],
+        updates=sum(stats.updates for stats in done),
+        samples=sum(stats.samples for stats in done),
+        tokens=sum(stats.tokens for stats in done),
+        seconds=sum(stats.seconds for stats in done),
+    )
     await policy.sync()
     await policy.anchor()
     emit(
@@ -174,8 +174,8 @@ async def cold_start(
             "demonstrations": len(samples),
             "updates": whole.updates,
             "tokens": whole.tokens,
-            "first_loss": losses[0],
-            "loss": losses[-1],
+            "first_loss": done[0].loss,
+            "loss": whole.loss,
             "seconds": whole.seconds,
         }
     )

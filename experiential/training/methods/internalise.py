@@ -97,20 +97,10 @@ class CollapseGuard:
         None stands for a step without free members.
         """
         if success is not None:
-            if self.mean is None:
-                self.mean = success
-            else:
-                self.mean = self.memory * self.mean + (1 - self.memory) * success
+            before = success if self.mean is None else self.mean
+            self.mean = self.memory * before + (1 - self.memory) * success
             self.best = max(self.best, self.mean)
         return self.mean is None or self.mean >= self.best - self.margin
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        return {"mean": self.mean, "best": self.best}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a ``state_dict``."""
-        self.mean, self.best = state["mean"], state["best"]
 
 
 class SelfDistillation(Method):
@@ -150,9 +140,9 @@ class SelfDistillation(Method):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's memory and count."""
-        return self._guard.state_dict() | {"paused": self.paused}
+        return {"mean": self._guard.mean, "best": self._guard.best, "paused": self.paused}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the guard's memory and count."""
-        self._guard.load_state_dict(state)
+        self._guard.mean, self._guard.best = state["mean"], state["best"]
         self.paused = state["paused"]
