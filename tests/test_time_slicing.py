@@ -414,8 +414,7 @@ async def test_who_could_not_be_woken_whole_is_woken_again_or_put_to_sleep_befor
 
 def test_the_last_policy_to_leave_is_told_so_once() -> None:
     gpus = SharedGpus("the group")
-    gpus.join("actor")
-    gpus.join("extractor")
+    gpus.policies.update(("actor", "extractor"))
     assert [gpus.leave(name) for name in ("actor", "actor", "extractor", "extractor")] == [
         False,
         False,

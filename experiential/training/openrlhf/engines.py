@@ -34,35 +34,36 @@ class Engines:
     """
 
     def __init__(self, engines: list[Engine], reconnect: Callable[[], Awaitable[None]]) -> None:
-        self._engines, self._reconnect = engines, reconnect
+        self.engines, self._reconnect = engines, reconnect
         self._mending = asyncio.Lock()
-        self._running, self._busy, self._busy_since = 0, 0.0, 0.0
+        self._busy, self._busy_since = 0.0, 0.0
 
     @property
     def handles(self) -> list[Any]:
         """Return the Ray handles, in order."""
-        return [engine.current.handle for engine in self._engines]
-
-    @property
-    def restarts(self) -> int:
-        """Return how often engines were started again."""
-        return sum(engine.restarts for engine in self._engines)
+        return [engine.current.handle for engine in self.engines]
 
     @property
     def busy(self) -> float:
         """Return the seconds in which at least one request was running."""
-        running = time.perf_counter() - self._busy_since if self._running else 0.0
-        return self._busy + running
+        running = any(engine.running for engine in self.engines)
+        return self._busy + (time.perf_counter() - self._busy_since if running else 0.0)
 
-    async def ready(self) -> None:
-        """Wait until all engines have started.
+    async def connect(self, *, first: bool = False) -> None:
+        """Start engines that are lost and give them the weights of now; requests wait meanwhile.
+
+        ``first`` only waits until all have started, since the ranks connect when they start.
 
         Raises:
             LostActorError: one died or took longer than the start time-out.
         """
-        actors = await asyncio.gather(*(engine.started() for engine in self._engines))
-        for engine, actor in zip(self._engines, actors, strict=True):
-            engine.connected = actor
+        async with self._mending:
+            if any(engine.connected is not engine.current for engine in self.engines):
+                actors = await asyncio.gather(*(engine.started() for engine in self.engines))
+                if not first:
+                    await self._reconnect()
+                for engine, actor in zip(self.engines, actors, strict=True):
+                    engine.connected = actor
 
     async def generate(self, ids: Sequence[int], params: Any) -> Any:
         """Return vLLM's output for one prompt, drawn again elsewhere if its engine is lost.
@@ -72,13 +73,12 @@ class Engines:
                 again.
         """
         while True:
-            await self._connect()
-            engine = min(self._engines, key=lambda e: e.running)
+            await self.connect()
+            engine = min(self.engines, key=lambda e: e.running)
             actor = engine.current
-            if not self._running:
+            if not any(e.running for e in self.engines):
                 self._busy_since = time.perf_counter()
             engine.running += 1
-            self._running += 1
             try:
                 found = await engine.ask(actor, "generate", list(ids), params)
                 return found.outputs[0]
@@ -86,28 +86,18 @@ class Engines:
                 engine.lose(actor, error.reason)
             finally:
                 engine.running -= 1
-                self._running -= 1
-                if not self._running:
+                if not any(e.running for e in self.engines):
                     self._busy += time.perf_counter() - self._busy_since
 
     async def mend(self) -> None:
         """Start every engine again that is dead."""
-        for engine in self._engines:
+        for engine in self.engines:
             actor = engine.current
             try:
                 await engine.ask(actor, "get_num_unfinished_requests")
             except LostActorError as error:
                 engine.lose(actor, error.reason)
-        await self._connect()
-
-    async def _connect(self) -> None:
-        """Give engines that were started again the weights of now; requests wait meanwhile."""
-        async with self._mending:
-            if any(engine.connected is not engine.current for engine in self._engines):
-                actors = await asyncio.gather(*(e.started() for e in self._engines))
-                await self._reconnect()
-                for engine, actor in zip(self._engines, actors, strict=True):
-                    engine.connected = actor
+        await self.connect()
 
     async def each(self, method: str, *arguments: Any) -> None:
         """Call a method of OpenRLHF's engine actor in all engines at once.
@@ -120,7 +110,7 @@ class Engines:
         async def ask(engine: Engine) -> None:
             await engine.ask(engine.current, method, *arguments)
 
-        await asyncio.gather(*map(ask, self._engines))
+        await asyncio.gather(*map(ask, self.engines))
 
     async def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         """Give sleeping engines back the parts named; they answer once they have both.
@@ -131,8 +121,3 @@ class Engines:
         await self.each("wake_up", list(parts))
         if "kv_cache" in parts:
             await self.each("reset_prefix_cache")
-
-    def close(self) -> None:
-        """Kill the engines and free their GPUs."""
-        for engine in self._engines:
-            engine.close()

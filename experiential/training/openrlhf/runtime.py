@@ -6,20 +6,17 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import lru_cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import gymnasium as gym
-
 from experiential.bank.folder import FolderBank
 from experiential.bank.protocol import ForkableBank
 from experiential.config import (
     ClusterSettings,
-    EnvSettings,
     Experiment,
     OptimSettings,
     PolicyClusterSettings,
@@ -112,7 +109,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         shared: SharedGpus | None = None,
     ) -> None:
         self.name, self.settings, self._cluster = name, settings, cluster
-        self._tokenizer, self.thread, self._shared = tokenizer, thread, shared
+        self.tokenizer, self.thread, self._shared = tokenizer, thread, shared
         self.version = self._served = 0  # optimiser steps; engines may be one `sync` behind
         self._tokens = 0
         self._training = asyncio.Lock()
@@ -134,38 +131,41 @@ class OpenRLHFRuntime(PolicyRuntime):
             seeds = range(seed, seed + settings.engines)
             starts = [partial(parts.start_engine, model, settings, seed=one) for one in seeds]
         else:  # OpenRLHF starts all engines of a shared group in one call
-            shared.join(name)
+            shared.policies.add(name)
             group, fixed, seconds = shared.group, _FIXED, cluster.start_timeout
             sleeping = parts.start_sleeping_engines(
                 model, settings, group, seed=seed, name=name, seconds=seconds
             )
             starts = [partial(parts.watch_engine, handle) for handle in sleeping]
         self._ranks: list[Any] = []
-        engines = [
-            Engine(f"{name} engine {i}", start, cluster, fixed=fixed)
-            for i, start in enumerate(starts)
-        ]
-        self._engines = Engines(engines, self._reconnect)
+        named = ((f"{name} engine {i}", start) for i, start in enumerate(starts))
+        self._engines = Engines(
+            [Engine(*one, cluster, fixed=fixed) for one in named], self._reconnect
+        )
         try:
             handles = self._engines.handles
             self._group = parts.start_ranks(settings, group)
             self._ranks = parts.handles(self._group)
             self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
             arguments = parts.arguments(settings, optim, seed=seed, sleeps=shared is not None)
-            strategy = parts.strategy(arguments)
-            self._starting = [
-                rank.start.remote(strategy, str(model), handles, reference) for rank in self._ranks
-            ]
+            start = (parts.strategy(arguments), str(model), handles, reference)
+            self._starting = [rank.start.remote(*start) for rank in self._ranks]
         except BaseException:
             self.close()
             raise
-        self._engine_tenant = Tenant(
-            wake=partial(self._engines.wake, "weights", "kv_cache"),
-            sleep=partial(self._engines.each, "sleep"),
-        )
-        self._rank_tenant = Tenant(
-            wake=partial(self._all, "reload_states"), sleep=partial(self._all, "offload_states")
-        )
+        # Hold shared GPUs for the engines, for the ranks, or for both while weights are sent.
+        self._generating = self._computing = self._sending = nullcontext[None]
+        if shared is not None:
+            engines = Tenant(
+                wake=partial(self._engines.wake, "weights", "kv_cache"),
+                sleep=partial(self._engines.each, "sleep"),
+            )
+            ranks = Tenant(
+                wake=partial(self._all, "reload_states"), sleep=partial(self._all, "offload_states")
+            )
+            self._generating = partial(shared.generating, engines)
+            self._computing = partial(shared.training, ranks)
+            self._sending = partial(shared.sending, engines)
 
     @_on_cluster_loop
     async def ready(self) -> None:
@@ -174,14 +174,9 @@ class OpenRLHFRuntime(PolicyRuntime):
         Raises:
             LostActorError: one died or took longer than ``cluster.start_timeout``.
         """
-        await self._engines.ready()
+        await self._engines.connect(first=True)
         await answers(self._starting, self._rank_names, self._cluster.start_timeout)
         self.busy()
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the tokenizer of the model."""
-        return self._tokenizer
 
     @property
     def tokens_processed(self) -> int:
@@ -191,7 +186,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     @property
     def restarts(self) -> int:
         """Return how often engines were started again."""
-        return self._engines.restarts
+        return sum(engine.restarts for engine in self._engines.engines)
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response on the least busy engine; may be awaited on any event loop.
@@ -217,8 +212,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     async def _respond(
         self, ids: tuple[int, ...], sampling: SamplingParams, room: int
     ) -> Generation:
-        shared = self._shared
-        async with nullcontext() if shared is None else shared.generating(self._engine_tenant):
+        async with self._generating():
             generation = partial(
                 Generation,
                 prompt_ids=ids,
@@ -236,7 +230,8 @@ class OpenRLHFRuntime(PolicyRuntime):
                     seed = None if sampling.seed is None else sampling.seed + len(request.response)
                     params = parts.sampling_params(sampling, 1, seed, request.node.allowed)
                     output = await self._engines.generate((*ids, *request.response), params)
-                    request.accept(output.token_ids[0], _logprobs(output)[0])
+                    [token], [choices] = output.token_ids, output.logprobs
+                    request.accept(token, choices[token].logprob)
                 made = generation(
                     text=request.text(),
                     response_ids=tuple(request.response),
@@ -249,10 +244,11 @@ class OpenRLHFRuntime(PolicyRuntime):
                 params = parts.sampling_params(sampling, limit, sampling.seed, None)
                 output = await self._engines.generate(ids, params)
                 cut = output.finish_reason == "length"
+                drawn = zip(output.token_ids, output.logprobs, strict=True)
                 made = generation(
                     text=output.text,
                     response_ids=tuple(output.token_ids),
-                    logprobs=_logprobs(output),
+                    logprobs=tuple(choices[token].logprob for token, choices in drawn),
                     finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
                 )
         self._tokens += len(ids) + len(made.response_ids)
@@ -348,16 +344,13 @@ class OpenRLHFRuntime(PolicyRuntime):
     def close(self) -> None:
         """Kill engines and ranks."""
         ray: Any = import_module("ray")
-        self._engines.close()
+        for engine in self._engines.engines:
+            engine.close()
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks.clear()
         if self._shared is not None and self._shared.leave(self.name):
             parts.end_group(self._shared.group)
-
-    def _computing(self) -> AbstractAsyncContextManager[None]:
-        """Hold the GPUs for the ranks, where they are shared; `_broadcast` holds them otherwise."""
-        return nullcontext() if self._shared is None else self._shared.training(self._rank_tenant)
 
     async def _give(self, samples: Sequence[Sample], total: int) -> None:
         """Divide samples among the ranks in order, filled up to ``total``."""
@@ -372,7 +365,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     async def _broadcast(self) -> None:
         """Send the weights of the ranks; no engine draws a token meanwhile."""
         shared, engines = self._shared, self._engines
-        async with nullcontext() if shared is None else shared.sending(self._engine_tenant):
+        async with self._sending():
             # Shared GPUs have no room for the cache beside the weights of ranks and engines.
             await (engines.wake("weights") if shared else engines.each("pause_generation"))
             try:
@@ -386,12 +379,6 @@ class OpenRLHFRuntime(PolicyRuntime):
         await self._broadcast()
 
 
-def _logprobs(output: Any) -> tuple[float, ...]:
-    """Return the log-probability of each drawn token under the distribution it was drawn from."""
-    drawn = zip(output.token_ids, output.logprobs, strict=True)
-    return tuple(choices[token].logprob for token, choices in drawn)
-
-
 class ClusterRuntime:
     """Train both policies on a Ray cluster, where environments and the bank may live too.
 
@@ -403,7 +390,7 @@ class ClusterRuntime:
 
     def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
         self._bank, self._cluster = experiment.bank, experiment.cluster
-        self._make_env = make_env
+        self.make_env = make_env  # or one that builds an environment in a worker
         with ExitStack() as opened:  # closes in reverse, also when something below fails
             if policies is None:
                 if not is_joined():  # then it is started here, and ended here
@@ -414,7 +401,7 @@ class ClusterRuntime:
                 opened.callback(actor.close)
             self.actor, self.extractor = policies
             if self._cluster.env_workers:
-                self._make_env = opened.enter_context(EnvWorkers(self._cluster)).make
+                self.make_env = opened.enter_context(EnvWorkers(self._cluster)).make
             self._opened = opened.pop_all()
 
     def open_bank(self, folder: Path) -> ForkableBank:
@@ -422,13 +409,7 @@ class ClusterRuntime:
         bank = self._bank
         if self._cluster.remote_bank:
             return self._opened.enter_context(BankActor(folder, bank, self._cluster)).bank()
-        return FolderBank(
-            folder, namespace=bank.namespace, embedder=bank.embedder, store=bank.store
-        )
-
-    def make_env(self, settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
-        """Build one environment in this process, or with ``cluster.env_workers`` in a worker."""
-        return self._make_env(settings, kwargs)
+        return FolderBank(folder, **bank.model_dump(include={"namespace", "embedder", "store"}))
 
     def close(self) -> None:
         """End the bank's actor, the workers, the engines and the ranks that were started here."""
@@ -454,8 +435,8 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
         shared = None
         if cluster.share_gpus:
             group = parts.start_group(gpus, seconds=cluster.start_timeout)
-            shared = SharedGpus(group)
-            shared.join("start")  # the last user ends the group: while all start, this is one
+            shared = SharedGpus(group)  # its last user ends the group: while all start, "start"
+            shared.policies.add("start")
             failed.callback(lambda: parts.end_group(group) if shared.leave("start") else None)
         for name, model, sizes, role, seed in (
             ("actor", experiment.model, cluster.actor, experiment.actor, 0),

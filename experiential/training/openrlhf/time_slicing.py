@@ -79,26 +79,25 @@ class TimeSlicer(Generic[K]):
         if not self._running:
             loop = asyncio.get_running_loop()
             self._switching = loop.create_task(self._switch(self._waiting[0]))
-        elif not self._running[0].exclusive:
-            same = self._shareable(self._running[0].tenant)
-            nobody_else = len(same) == len(self._waiting)
-            if nobody_else or self._clock() - self._began < self._seconds:
-                self._admit(same, None)
+        elif not (first := self._running[0]).exclusive:
+            others = any(r.exclusive or r.tenant != first.tenant for r in self._waiting)
+            if not others or self._clock() - self._began < self._seconds:
+                self._admit(first, None)
 
     async def _switch(self, first: _Request[K]) -> None:
         outcome = await awaited(self._prepare(first.tenant))
         self._switching = None
         self._began = self._clock()
         if first in self._waiting:  # else it was cancelled meanwhile
-            group = [first] if first.exclusive else self._shareable(first.tenant)
-            self._admit(group, outcome if isinstance(outcome, Exception) else None)
+            self._admit(first, outcome if isinstance(outcome, Exception) else None)
         self._advance()
 
-    def _shareable(self, tenant: K) -> list[_Request[K]]:
-        return [r for r in self._waiting if r.tenant == tenant and not r.exclusive]
-
-    def _admit(self, requests: list[_Request[K]], error: Exception | None) -> None:
-        for request in requests:
+    def _admit(self, first: _Request[K], error: Exception | None) -> None:
+        """Admit ``first`` where it waits, and all that may share its slice; raise any error."""
+        for request in self._waiting.copy():
+            shares = request.tenant == first.tenant and not (request.exclusive or first.exclusive)
+            if request is not first and not shares:
+                continue
             self._waiting.remove(request)
             if request.admitted.done():  # cancelled: it is about to leave
                 continue
@@ -126,8 +125,9 @@ class SharedGpus:
     All sleep at first, and at most one tenant is awake. The last one stays awake until another
     needs the GPUs: engines that generate between two updates are woken once.
 
-    Args:
+    Attributes:
         group: Ray's placement group of these GPUs.
+        policies: names of those that use them; see `leave`.
     """
 
     def __init__(self, group: object) -> None:
@@ -135,17 +135,13 @@ class SharedGpus:
         self._slicer = TimeSlicer[Tenant | None](self._switch)
         self._awake: Tenant | None = None
         self._whole = True
-        self._policies: set[str] = set()
-
-    def join(self, policy: str) -> None:
-        """Note that a policy uses these GPUs from now on."""
-        self._policies.add(policy)
+        self.policies: set[str] = set()
 
     def leave(self, policy: str) -> bool:
-        """Note that a policy uses them no more; return whether it was the last one."""
-        was = policy in self._policies
-        self._policies.discard(policy)
-        return was and not self._policies
+        """Note that a policy uses the GPUs no more; return whether it was the last one."""
+        was = policy in self.policies
+        self.policies.discard(policy)
+        return was and not self.policies
 
     def generating(self, engines: Tenant) -> AbstractAsyncContextManager[None]:
         """Hold a slot of engines; as many at once as there are requests."""
