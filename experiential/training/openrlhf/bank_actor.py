@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,9 +63,9 @@ class BankHost:
     def __init__(self) -> None:
         self._banks: Namespaces | None = None
         self._server: Any = None
-        self._ended = threading.Event()
+        self._thread = threading.Thread()
 
-    def serve(
+    def begin(
         self, folder: str, settings: BankSettings, token: str, port: int, patience: float
     ) -> tuple[str, int, int]:
         """Open the folder and begin to serve it; return the node's address, port and process id.
@@ -88,36 +88,26 @@ class BankHost:
             failed.callback(listener.close)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             _patiently(partial(listener.bind, (host, port)), patience)
-            names, embedder, store = (settings.namespace,), settings.embedder, settings.store
-            open_banks = partial(
-                Namespaces, folder, namespaces=names, embedder=embedder, store=store
-            )
+            options = settings.model_dump(include={"embedder", "store"})
+            open_banks = partial(Namespaces, folder, namespaces=(settings.namespace,), **options)
             self._banks = _patiently(open_banks, patience)
             self._banks.get(settings.namespace).bank.text_limit = settings.text_limit
             failed.pop_all()
         # Only now: until then clients are refused and try again; connected, they would time out.
         listener.listen(2048)
+        app = create_app(self._banks, token)
         config = uvicorn.Config(
-            create_app(self._banks, token),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=10,
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=10
         )
         self._server = uvicorn.Server(config)
-
-        def run() -> None:
-            try:
-                self._server.run(sockets=[listener])
-            finally:
-                listener.close()
-                self._ended.set()
-
-        threading.Thread(target=run, name="bank-server", daemon=True).start()
+        serve = partial(self._server.run, sockets=[listener])  # which closes the listener
+        self._thread = threading.Thread(target=serve, name="bank-server", daemon=True)
+        self._thread.start()
         return host, int(listener.getsockname()[1]), os.getpid()
 
     def until_ended(self) -> None:
         """Return when the server has ended; an actor that dies never returns."""
-        self._ended.wait()
+        self._thread.join()
 
     def fork(self, namespace: str, path: str, keep_queue: bool) -> None:
         """Copy the bank into another folder of this node, with all history, and close the copy."""
@@ -129,7 +119,7 @@ class BankHost:
         """Finish the requests under way, close the bank and give the folder back."""
         if self._server is not None:
             self._server.should_exit = True
-            self._ended.wait()
+            self._thread.join()
         if self._banks is not None:
             self._banks.close()
 
@@ -146,7 +136,7 @@ def _patiently(work: Callable[[], T], patience: float) -> T:
         time.sleep(0.1)
 
 
-class BankActor:
+class BankActor(AbstractContextManager["BankActor"]):
     """Run the bank's one writer as a Ray actor on this node, and start it again when it is lost.
 
     It is served at the address of this node with a random token. A bank that is started again has
@@ -190,17 +180,14 @@ class BankActor:
 
         async def start() -> asyncio.Task[None]:
             await self._started()
-            return asyncio.create_task(self._watching())
+            return asyncio.create_task(self._watch())
 
         try:
-            self._watch = self._loop.run(start())
+            self._watching = self._loop.run(start())
         except BaseException as error:
             self.supervisor.close()
             self._loop.close()
             raise _bank_error(error) from None
-
-    def __enter__(self) -> BankActor:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -227,8 +214,8 @@ class BankActor:
             return
 
         async def stop() -> None:
-            self._watch.cancel()  # or it would start the bank again
-            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watching.cancel()  # or it would start the bank again
+            await asyncio.gather(self._watching, return_exceptions=True)
             if is_joined():
                 await self.supervisor.stop("close", _CLOSE_SECONDS)
 
@@ -241,11 +228,12 @@ class BankActor:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        handle = start_actor(BankHost, scheduling_strategy=here, num_cpus=0, max_concurrency=_CALLS)
         # A killed writer may hold lock and port for a moment; at first they must be free.
         patience = _LOCK_SECONDS if self._port else 0.0
-        begun = handle.serve.remote(self._folder, self.settings, self.token, self._port, patience)
-        return Incarnation(handle, begun, partial(ray.kill, handle))
+        begin = (self._folder, self.settings, self.token, self._port, patience)
+        return start_actor(
+            BankHost, begin=begin, scheduling_strategy=here, num_cpus=0, max_concurrency=_CALLS
+        )
 
     async def _started(self) -> Incarnation:
         actor = await self.supervisor.started()
@@ -254,34 +242,34 @@ class BankActor:
         self.supervisor.name = f"bank actor on {node}"
         return actor
 
-    async def _watching(self) -> None:
-        """Wait for the end of each actor and start the next one, while any restart is left."""
-        while self.supervisor.alive and is_joined():
-            with suppress(BackendError):  # the supervisor has noted and logged it
-                await self._until_lost(await self._started())
-
-    async def _until_lost(self, actor: Incarnation) -> None:
-        """Lose an actor once it died, its server ended, or it does not answer."""
+    async def _watch(self) -> None:
+        """Lose each actor that died, ended its server or does not answer, and start the next."""
         seconds, headers = self.cluster.call_timeout, {"Authorization": f"Bearer {self.token}"}
-        end = answer(actor.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
-        ended = asyncio.ensure_future(end)
-        try:
-            async with httpx.AsyncClient(headers=headers, timeout=seconds, trust_env=False) as http:
-                while not (await asyncio.wait([ended], timeout=_CHECK_SECONDS))[0]:
-                    await http.get(f"{self.url}{wire.PREFIX}health")
-            await ended
-            reason = "ended its server"
-        except httpx.TransportError as error:
-            reason = f"did not answer within {seconds:g} s: {type(error).__name__}"
-            # Ray asks the process to end, which a stopped one does only seconds later: until then
-            # it would keep port and folder, and clients would wait for its answers.
-            with suppress(ProcessLookupError):
-                os.kill(actor.result[2], signal.SIGKILL)
-        except LostActorError as error:
-            reason = error.reason
-        finally:
-            ended.cancel()
-        self.supervisor.lose(actor, reason)
+        while self.supervisor.alive and is_joined():
+            try:
+                actor = await self._started()
+            except BackendError:  # the supervisor has noted and logged it
+                continue
+            end = answer(actor.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
+            ended = asyncio.ensure_future(end)
+            client = httpx.AsyncClient(headers=headers, timeout=seconds, trust_env=False)
+            try:
+                async with client:
+                    while not (await asyncio.wait([ended], timeout=_CHECK_SECONDS))[0]:
+                        await client.get(f"{self.url}{wire.PREFIX}health")
+                await ended
+                reason = "ended its server"
+            except httpx.TransportError as error:
+                reason = f"did not answer within {seconds:g} s: {type(error).__name__}"
+                # Ray asks the process to end, which a stopped one does only seconds later: until
+                # then it would keep port and folder, and clients would wait for its answers.
+                with suppress(ProcessLookupError):
+                    os.kill(actor.result[2], signal.SIGKILL)
+            except (LostActorError, FailedCallError) as error:
+                reason = error.reason
+            finally:
+                ended.cancel()
+            self.supervisor.lose(actor, reason)
 
 
 def _bank_error(error: BaseException) -> BaseException:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from copy import deepcopy
 from functools import partial
 from itertools import count
@@ -31,6 +31,7 @@ from experiential.training.openrlhf.supervisor import (
 
 T = TypeVar("T")
 MakeEnv = Callable[[], gym.Env[str, str]]
+Home = tuple[Supervisor, Incarnation]
 _DESCRIPTION = ("observation_space", "action_space", "metadata", "render_mode")
 _log = logging.getLogger(__name__)
 _THREADS = 128
@@ -137,7 +138,7 @@ class EnvHost:
             raise EnvError(f"{type(error).__name__}: {error}") from None
 
 
-class EnvWorkers:
+class EnvWorkers(AbstractContextManager["EnvWorkers"]):
     """Spread environments over a pool of Ray actors on the nodes of the cluster.
 
     Every worker is an asyncio actor with threads of its own: a call holds a thread there only while
@@ -167,18 +168,14 @@ class EnvWorkers:
         self._known: list[MakeEnv] = []
         self._spaces: dict[str, dict[str, Any]] = {}
         self._numbers = count()
-
-        def begin(index: int) -> Incarnation:
-            handle = start_actor(
-                EnvHost,
-                index,
-                scheduling_strategy="SPREAD",
-                num_cpus=_SHARE_OF_CPU,
-                max_concurrency=_CALLS,
-            )
-            begun = handle.begin.remote(list(self._known))
-            return Incarnation(handle, begun, partial(joined_ray().kill, handle))
-
+        begin = partial(
+            start_actor,
+            EnvHost,
+            begin=(self._known,),
+            scheduling_strategy="SPREAD",
+            num_cpus=_SHARE_OF_CPU,
+            max_concurrency=_CALLS,
+        )
         self.workers = [
             Supervisor(f"env worker {i} on an unknown node", partial(begin, i), cluster)
             for i in range(cluster.env_workers)
@@ -188,9 +185,6 @@ class EnvWorkers:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> EnvWorkers:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -208,12 +202,12 @@ class EnvWorkers:
         make = partial(make_env, settings, kwargs)
         if kind not in self._spaces:
             home, seconds = shared_loop().run(self.home(0)), self.settings.start_timeout
-            spaces = self.ask(*home, "describe", make, seconds=seconds)
+            spaces = self.ask(home, "describe", make, seconds=seconds)
             self._spaces[kind] = shared_loop().run(spaces)
             self._known.append(make)
         return RemoteEnv(self, next(self._numbers), make, self._spaces[kind])
 
-    async def home(self, number: int) -> tuple[Supervisor, Incarnation]:
+    async def home(self, number: int) -> Home:
         """Return the worker that holds an environment, started: its own, or one that is left.
 
         Raises:
@@ -238,12 +232,7 @@ class EnvWorkers:
         return worker, actor
 
     async def ask(
-        self,
-        worker: Supervisor,
-        actor: Incarnation,
-        method: str,
-        *arguments: Any,
-        seconds: float | None = None,
+        self, home: Home, method: str, *arguments: Any, seconds: float | None = None
     ) -> Any:
         """Call a method of `EnvHost` in the actor of a worker that holds the environment.
 
@@ -251,6 +240,7 @@ class EnvWorkers:
             EnvError: the environment raised, did not answer in time, or its worker died; the
                 message names worker and node.
         """
+        worker, actor = home
         try:
             return await worker.ask(actor, method, *arguments, seconds=seconds)
         except SilentActorError as error:
@@ -308,7 +298,7 @@ class RemoteEnv(gym.Env[str, str]):
     ) -> None:
         self._workers, self._number, self._make = workers, number, make
         vars(self).update(deepcopy(spaces))
-        self._home: tuple[Supervisor, Incarnation] | None = None
+        self._home: Home | None = None
 
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -332,7 +322,7 @@ class RemoteEnv(gym.Env[str, str]):
             raise EnvError(
                 f"Expected reset() before {method}, got a remote environment that was never started"
             )
-        return await self._workers.ask(*self._home, method, self._number, *arguments)
+        return await self._workers.ask(self._home, method, self._number, *arguments)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         """Run ``areset`` and wait for it."""
@@ -354,9 +344,8 @@ class RemoteEnv(gym.Env[str, str]):
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Return whether ``get_wrapper_attr`` finds the attribute."""
-        if hasattr(self, name):
-            return True
-        return not isinstance(shared_loop().run(awaited(self._ask("attribute", name))), Exception)
+        found = hasattr(self, name) or shared_loop().run(awaited(self._ask("attribute", name)))
+        return not isinstance(found, Exception)
 
     def close(self) -> None:
         """Let the remote environment close, without waiting for it."""

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -131,13 +132,15 @@ class Incarnation:
     ended: str = ""
 
 
-def start_actor(kind: type, *arguments: Any, **options: Any) -> Any:
-    """Start a Ray actor and return its handle at once.
+def start_actor(kind: type, *arguments: Any, begin: tuple[Any, ...], **options: Any) -> Incarnation:
+    """Start a Ray actor and its first call, ``begin``; return at once.
 
     Ray itself never restarts it, which would lose the actor's state without a word.
     """
+    ray = joined_ray()
     options |= {"max_restarts": 0, "max_task_retries": 0}
-    return joined_ray().remote(kind).options(**options).remote(*arguments)
+    handle = ray.remote(kind).options(**options).remote(*arguments)
+    return Incarnation(handle, handle.begin.remote(*begin), partial(ray.kill, handle))
 
 
 class Supervisor:
