@@ -189,7 +189,7 @@ async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtim
             reference=SimpleNamespace(model=Wrapped(reference)),
         )
         for sample in filled[i * 12 // ranks : (i + 1) * 12 // ranks]:
-            learner.take(sample)
+            learner.samples.append(sample)
         found.append(learner.learn(loss, updates=1))
         gradient += torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert wanted.abs().max() > 1e-3
@@ -220,11 +220,11 @@ async def test_scores_are_the_log_probabilities_of_each_sample_in_the_order_give
         accumulated=1,
     )
     for sample in [*samples, BLANK]:
-        learner.take(sample)
+        learner.samples.append(sample)
     scored = learner.score()
     assert scored.pop() == ()
     for sample, values in zip(samples, scored, strict=True):
         assert values == pytest.approx(sample.logprobs, abs=1e-4)
-    learner.take(samples[0])
+    learner.samples.append(samples[0])
     with pytest.raises(ValueError, match="reference"):
         learner.learn(LossSettings(kl=0.1), updates=1)

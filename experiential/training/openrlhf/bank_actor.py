@@ -196,17 +196,19 @@ class BankActor(AbstractContextManager["BankActor"]):
         """Return a client that can also be forked; close it before this."""
         return ActorBank(self)
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `BankHost`, after a restart that is under way.
+    def fork(self, path: str | os.PathLike[str], keep_queue: bool) -> FolderBank:
+        """Copy the bank into another folder of this node, after a restart that is under way.
 
         Raises:
             BankError: the bank refused, or the actor died meanwhile or gave no answer in time.
         """
+        namespace, folder = self.settings.namespace, str(Path(path).resolve())
         try:
             actor = self._loop.run(self._started())
-            return self._loop.run(self.supervisor.ask(actor, method, *arguments))
+            self._loop.run(self.supervisor.ask(actor, "fork", namespace, folder, keep_queue))
         except BackendError as error:
             raise _bank_error(error) from None
+        return FolderBank(path, namespace=namespace, store=CHROMA)
 
     def close(self) -> None:
         """Close the bank and end the actor; safe to call twice, and after Ray was shut down."""
@@ -282,9 +284,7 @@ def _bank_error(error: BaseException) -> BaseException:
 class ActorConnection(Connection):
     """Call the server of a `BankActor`; once no restart is left, errors say why it was lost."""
 
-    def __init__(self, actor: BankActor, timeout: float, patience: float) -> None:
-        super().__init__(actor.url, actor.token, timeout, patience)
-        self.supervisor = actor.supervisor
+    supervisor: Supervisor
 
     def call(self, operation: Operation, namespace: str, body: Body) -> Any:
         """Return the result of one operation.
@@ -305,18 +305,13 @@ class ActorBank(RemoteBank, ForkableBank):
     """
 
     def __init__(self, actor: BankActor) -> None:
-        self._actor = actor
-        timeout = actor.cluster.call_timeout
+        self._actor, timeout = actor, actor.cluster.call_timeout
         patience = min(_PATIENCE, actor.cluster.start_timeout)
-        super().__init__(
-            ActorConnection(actor, timeout, patience),
-            namespace=actor.settings.namespace,
-            token=actor.token,
-            timeout=timeout,
-            patience=patience,
-        )
+        options: dict[str, Any] = {"token": actor.token, "timeout": timeout, "patience": patience}
+        connection = ActorConnection(actor.url, **options)
+        connection.supervisor = actor.supervisor
+        super().__init__(connection, namespace=actor.settings.namespace, **options)
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
         """Return a writable copy in another folder of this node."""
-        self._actor.ask("fork", self.namespace, str(Path(path).resolve()), keep_queue)
-        return FolderBank(path, namespace=self.namespace, store=CHROMA)
+        return self._actor.fork(path, keep_queue)

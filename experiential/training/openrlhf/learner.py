@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -95,6 +95,9 @@ class Learner:
         make_experience: builds one from its fields.
         accumulated: micro-batches per optimiser step and rank.
         reference: the frozen reference model, where a KL penalty is wanted.
+
+    Attributes:
+        samples: taken for the next ``learn`` or ``score``.
     """
 
     def __init__(
@@ -109,21 +112,22 @@ class Learner:
     ) -> None:
         self._trainer, self._fit, self._append = trainer, fit, append
         self._make_experience, self._reference = make_experience, reference
-        self._samples: list[Sample] = []
+        self.samples: list[Sample] = []
         self._references: list[torch.Tensor] = []
         self.loss = PluggedLoss(accumulated)
         self._model: Any = trainer.actor.model
+        self._schemas = cache(
+            lambda: Schemas(
+                trainer.tokenizer, self._model.module.get_output_embeddings().weight.shape[0]
+            )
+        )
         self._step: Callable[..., dict[str, Any]] = trainer.training_step
         trainer.actor_loss_fn = self.loss
         trainer.actor.forward = self._forward
         trainer.training_step = self._training_step
 
-    def take(self, sample: Sample) -> None:
-        """Keep a sample for the next ``learn``."""
-        self._samples.append(sample)
-
     def learn(self, settings: LossSettings, updates: int) -> RankStats:
-        """Train on the samples taken since the last call, as many on every rank.
+        """Train on ``samples``, as many on every rank, and clear them.
 
         ``updates`` are the optimiser steps of one epoch over the samples of all ranks.
         """
@@ -137,7 +141,7 @@ class Learner:
                     " reference=True"
                 )
             self._references = self._logprobs_of(self._reference.model)
-        for i, sample in enumerate(self._samples):
+        for i, sample in enumerate(self.samples):
             places = torch.tensor(sample.positions, dtype=torch.long) - 1
             width = len(sample.tokens) - 1
             mask, old, advantages = (torch.zeros(1, width) for _ in range(3))
@@ -157,24 +161,18 @@ class Learner:
         cast("Any", torch).manual_seed(settings.seed)  # the order within an epoch
         status = self._fit()
         self.loss.stats.grad_norm = float(status.get("actor_grad_norm", 0.0))
-        self._samples.clear()
+        self.samples.clear()
         return self.loss.stats
 
     def score(self) -> list[tuple[float, ...]]:
-        """Return log-probabilities of the samples taken since the last call, in nats."""
+        """Return the log-probabilities of ``samples`` in nats, and clear them."""
         found = self._logprobs_of(self._model)
-        self._samples.clear()
+        self.samples.clear()
         return [tuple(map(float, part)) for part in found]
-
-    @cached_property
-    def _schemas(self) -> Schemas:
-        return Schemas(
-            self._trainer.tokenizer, self._model.module.get_output_embeddings().weight.shape[0]
-        )
 
     def _training_step(self, experience: Any, *rest: Any) -> dict[str, Any]:
         chosen = [int(i) for i in experience.info["sample"]]
-        self.loss.members = [self._samples[i] for i in chosen]
+        self.loss.members = [self.samples[i] for i in chosen]
         self.loss.reference = None
         if self._references:
             reference = torch.cat([self._references[i] for i in chosen])
@@ -212,9 +210,7 @@ class Learner:
         places = [(i, p - 1) for i, sample in enumerate(members) for p in sample.positions]
         rows, columns = torch.tensor(places, dtype=torch.long).reshape(-1, 2).to(logits.device).T
         picked = logits[rows, columns].float()
-        blocked = None
-        if places:
-            blocked = blocked_tokens(members, picked.shape[1], lambda: self._schemas)
+        blocked = blocked_tokens(members, picked.shape[1], self._schemas) if places else None
         if blocked is not None:
             blocked = blocked.to(picked.device)
         return token_logprobs(picked, members, blocked)
@@ -225,8 +221,8 @@ class Learner:
         size = self._trainer.micro_train_batch_size  # ZeRO 3: all ranks make as many passes
         device = next(self._model.parameters()).device
         found: list[torch.Tensor] = []
-        for start in range(0, len(self._samples), size):
-            members = self._samples[start : start + size]
+        for start in range(0, len(self.samples), size):
+            members = self.samples[start : start + size]
             rows = [torch.tensor(s.tokens) for s in members]
             sequences = pad_sequence(rows, batch_first=True).to(device)
             mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)

@@ -262,7 +262,7 @@ class _RankMethods:
         )
 
     def take(self, sample: Sample) -> None:
-        self.learner.take(sample)
+        self.learner.samples.append(sample)
 
     def learn(self, settings: LossSettings, updates: int) -> RankStats:
         return self.learner.learn(settings, updates)

@@ -139,9 +139,8 @@ class OpenRLHFRuntime(PolicyRuntime):
             starts = [partial(parts.watch_engine, handle) for handle in sleeping]
         self._ranks: list[Any] = []
         named = ((f"{name} engine {i}", start) for i, start in enumerate(starts))
-        self._engines = Engines(
-            [Engine(*one, cluster, fixed=fixed) for one in named], self._reconnect
-        )
+        engines = [Engine(*one, cluster, fixed=fixed) for one in named]
+        self._engines = Engines(engines, partial(self._broadcast, reconnect=True))
         try:
             handles = self._engines.handles
             self._group = parts.start_ranks(settings, group)
@@ -156,16 +155,16 @@ class OpenRLHFRuntime(PolicyRuntime):
         # Hold shared GPUs for the engines, for the ranks, or for both while weights are sent.
         self._generating = self._computing = self._sending = nullcontext[None]
         if shared is not None:
-            engines = Tenant(
+            serving = Tenant(
                 wake=partial(self._engines.wake, "weights", "kv_cache"),
                 sleep=partial(self._engines.each, "sleep"),
             )
-            ranks = Tenant(
+            learning = Tenant(
                 wake=partial(self._all, "reload_states"), sleep=partial(self._all, "offload_states")
             )
-            self._generating = partial(shared.generating, engines)
-            self._computing = partial(shared.training, ranks)
-            self._sending = partial(shared.sending, engines)
+            self._generating = partial(shared.generating, serving)
+            self._computing = partial(shared.training, learning)
+            self._sending = partial(shared.sending, serving)
 
     @_on_cluster_loop
     async def ready(self) -> None:
@@ -270,7 +269,9 @@ class OpenRLHFRuntime(PolicyRuntime):
             begin = time.perf_counter()
             size = self.settings.batch_size
             updates = max(loss.mini_batches, -(-len(usable) // size))
-            await self._give([s.weighted(updates) for s in usable], updates * size)
+            filled = [s.weighted(updates) for s in usable]
+            filled += [BLANK] * (updates * size - len(usable))
+            await self._all("take", sample=filled)
             found: list[RankStats] = await self._all("learn", loss, updates)
             seconds = time.perf_counter() - begin
             self._train_s += seconds
@@ -297,8 +298,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         """Return the log-probability in nats of each trained token under the trained weights."""
         usable = [s for s in samples if s.positions]
         async with self._training, self._computing():
-            share = len(self._ranks) * self.settings.micro_batch_size
-            await self._give(usable, -(-len(usable) // share) * share)
+            blanks = -len(usable) % (len(self._ranks) * self.settings.micro_batch_size)
+            await self._all("take", sample=usable + [BLANK] * blanks)
             found: list[list[tuple[float, ...]]] = await self._all("score")
         return [part for rank in found for part in rank][: len(usable)]
 
@@ -352,19 +353,20 @@ class OpenRLHFRuntime(PolicyRuntime):
         if self._shared is not None and self._shared.leave(self.name):
             parts.end_group(self._shared.group)
 
-    async def _give(self, samples: Sequence[Sample], total: int) -> None:
-        """Divide samples among the ranks in order, filled up to ``total``."""
-        filled = [*samples, *[BLANK] * (total - len(samples))]
-        references = self._group.async_run_method_batch("take", sample=filled)
-        await answers(references, self._rank_names, self._cluster.call_timeout)
-
-    async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        references = self._group.async_run_method(method, *arguments)
+    async def _all(self, method: str, *arguments: Any, **divided: list[Any]) -> list[Any]:
+        """Call a method in all ranks; each gets its part of a ``divided`` list, in order."""
+        run = self._group.async_run_method_batch if divided else self._group.async_run_method
+        references = run(method, *arguments, **divided)
         return await answers(references, self._rank_names, self._cluster.call_timeout)
 
-    async def _broadcast(self) -> None:
-        """Send the weights of the ranks; no engine draws a token meanwhile."""
+    async def _broadcast(self, *, reconnect: bool = False) -> None:
+        """Send the weights of the ranks; no engine draws a token meanwhile.
+
+        ``reconnect`` first connects the ranks with engines of which some were started again.
+        """
         shared, engines = self._shared, self._engines
+        if reconnect:
+            await self._all("reconnect", engines.handles)
         async with self._sending():
             # Shared GPUs have no room for the cache beside the weights of ranks and engines.
             await (engines.wake("weights") if shared else engines.each("pause_generation"))
@@ -372,11 +374,6 @@ class OpenRLHFRuntime(PolicyRuntime):
                 await self._all("broadcast_to_vllm")
             finally:
                 await (engines.wake("kv_cache") if shared else engines.each("resume_generation"))
-
-    async def _reconnect(self) -> None:
-        """Connect the ranks with engines of which some were started again."""
-        await self._all("reconnect", self._engines.handles)
-        await self._broadcast()
 
 
 class ClusterRuntime:
