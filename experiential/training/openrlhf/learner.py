@@ -38,48 +38,6 @@ class RankStats:
     updates: int = 0
 
 
-class PluggedLoss(torch.nn.Module):
-    """Stand in for OpenRLHF's ``PolicyLoss``, with the same arguments and five results.
-
-    OpenRLHF and DeepSpeed average what ranks and accumulated micro-batches return; this loss is a
-    sum over the batch, so it is multiplied by the number of both. The learner sets ``settings``
-    before each call of ``fit``, and ``members`` and ``reference`` before each training step.
-    """
-
-    def __init__(self, accumulated: int) -> None:
-        super().__init__()
-        self.settings, self.accumulated = LossSettings(), accumulated
-        self.members: Sequence[Sample] = ()
-        self.reference: torch.Tensor | None = None
-        self.stats = RankStats()
-
-    def forward(
-        self,
-        log_probs: torch.Tensor,
-        old_log_probs: torch.Tensor,
-        advantages: torch.Tensor,
-        action_mask: torch.Tensor,
-        rollout_log_probs: torch.Tensor | None = None,
-        *,
-        dp_size: int = 1,
-        batch_num_tokens: torch.Tensor | float = 0.0,
-        global_batch_size: torch.Tensor | float = 0.0,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        """Return the scaled loss, the share of clipped tokens and the KL from the behaviour policy.
-
-        ``log_probs``, shape (b, t - 1), carries the gradient; ``action_mask``, same shape, is 1
-        where a token was sampled; ``batch_num_tokens`` are the trained tokens of the whole batch
-        over ``accumulated``, and ``dp_size`` ranks divide the batch. The samples hold all else.
-        """
-        logp = log_probs[action_mask.bool()]
-        total = float(batch_num_tokens) * self.accumulated
-        value, sums = batch_loss(logp, self.members, self.settings, total, self.reference)
-        self.stats.loss += float(value.detach())
-        add_sums(self.stats.metrics, sums)
-        clipped, kl = (torch.tensor(means(sums).get(name, 0.0)) for name in ("clip_fraction", "kl"))
-        return value * (self.accumulated * dp_size) + 0.0 * log_probs.sum(), clipped, kl, None, None
-
-
 class Learner:
     """Train one rank's samples with OpenRLHF's policy actor.
 
@@ -112,9 +70,11 @@ class Learner:
     ) -> None:
         self._trainer, self._fit, self._append = trainer, fit, append
         self._make_experience, self._reference = make_experience, reference
+        self._settings, self._accumulated, self._stats = LossSettings(), accumulated, RankStats()
         self.samples: list[Sample] = []
         self._references: list[torch.Tensor] = []
-        self.loss = PluggedLoss(accumulated)
+        self._members: list[Sample] = []  # of the training step, and their reference
+        self._reference_logp: torch.Tensor | None = None
         self._model: Any = trainer.actor.model
         self._schemas = cache(
             lambda: Schemas(
@@ -122,7 +82,7 @@ class Learner:
             )
         )
         self._step: Callable[..., dict[str, Any]] = trainer.training_step
-        trainer.actor_loss_fn = self.loss
+        trainer.actor_loss_fn = self._loss
         trainer.actor.forward = self._forward
         trainer.training_step = self._training_step
 
@@ -131,7 +91,7 @@ class Learner:
 
         ``updates`` are the optimiser steps of one epoch over the samples of all ranks.
         """
-        self.loss.settings, self.loss.stats = settings, RankStats(updates=updates * settings.epochs)
+        self._settings, self._stats = settings, RankStats(updates=updates * settings.epochs)
         self._trainer.max_epochs = settings.epochs
         self._references = []
         if settings.kl > 0:
@@ -160,9 +120,9 @@ class Learner:
             self._append(experience)
         cast("Any", torch).manual_seed(settings.seed)  # the order within an epoch
         status = self._fit()
-        self.loss.stats.grad_norm = float(status.get("actor_grad_norm", 0.0))
+        self._stats.grad_norm = float(status.get("actor_grad_norm", 0.0))
         self.samples.clear()
-        return self.loss.stats
+        return self._stats
 
     def score(self) -> list[tuple[float, ...]]:
         """Return the log-probabilities of ``samples`` in nats, and clear them."""
@@ -172,11 +132,10 @@ class Learner:
 
     def _training_step(self, experience: Any, *rest: Any) -> dict[str, Any]:
         chosen = [int(i) for i in experience.info["sample"]]
-        self.loss.members = [self.samples[i] for i in chosen]
-        self.loss.reference = None
+        self._members, self._reference_logp = [self.samples[i] for i in chosen], None
         if self._references:
-            reference = torch.cat([self._references[i] for i in chosen])
-            self.loss.reference = reference.to(experience.sequences.device)
+            logp = torch.cat([self._references[i] for i in chosen])
+            self._reference_logp = logp.to(experience.sequences.device)
         status = self._step(experience, *rest)
         # OpenRLHF divides its averages by it, and a batch of empty sequences has none.
         status["num_action_tokens"] = max(1.0, status["num_action_tokens"])
@@ -190,9 +149,36 @@ class Learner:
         **_: Any,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return log-probabilities, shape (b, t - 1), in place of OpenRLHF's ``Actor.forward``."""
-        logp = self._logprobs(self._model, sequences, attention_mask, self.loss.members)
+        logp = self._logprobs(self._model, sequences, attention_mask, self._members)
         full = torch.zeros(action_mask.shape, device=logp.device, dtype=logp.dtype)
         return full.masked_scatter(action_mask.bool(), logp), {}
+
+    def _loss(
+        self,
+        log_probs: torch.Tensor,
+        *_: torch.Tensor,
+        action_mask: torch.Tensor,
+        dp_size: int = 1,
+        batch_num_tokens: torch.Tensor | float = 0.0,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        """Return loss, share of clipped tokens and KL from the behaviour policy, as ``PolicyLoss``.
+
+        OpenRLHF and DeepSpeed average what ranks and accumulated micro-batches return; this loss is
+        a sum over the batch, so it is multiplied by the number of both. ``log_probs``, shape
+        (b, t - 1), carries the gradient; ``action_mask``, same shape, is 1 where a token was
+        sampled; ``batch_num_tokens`` are the trained tokens of the whole batch over the accumulated
+        micro-batches, and ``dp_size`` ranks divide the batch. The samples hold all else.
+        """
+        logp = log_probs[action_mask.bool()]
+        total = float(batch_num_tokens) * self._accumulated
+        reference = self._reference_logp
+        value, sums = batch_loss(logp, self._members, self._settings, total, reference)
+        self._stats.loss += float(value.detach())
+        add_sums(self._stats.metrics, sums)
+        clipped, kl = (torch.tensor(means(sums).get(name, 0.0)) for name in ("clip_fraction", "kl"))
+        scaled = value * (self._accumulated * dp_size) + 0.0 * log_probs.sum()
+        return scaled, clipped, kl, None, None
 
     def _logprobs(
         self,

@@ -205,22 +205,15 @@ class RankMemory:
 class EngineMemory:
     """List the needs of one vLLM engine on each of its GPUs, in units of 1e9 bytes.
 
-    One token of cache takes ``token_bytes``; ``cache`` is None when the GPU's memory is unknown.
+    ``needed`` is all but the cache, of which one token takes ``token_bytes``. ``cache`` and the
+    ``tokens`` that it holds are None when the GPU's memory is unknown.
     """
 
     weights: float
+    needed: float
     token_bytes: int
-    cache: float | None
-
-    @property
-    def needed(self) -> float:
-        """Return the need without any cache."""
-        return self.weights + PROCESS_GB + ENGINE_WORK_GB
-
-    @property
-    def tokens(self) -> int | None:
-        """Return the number of tokens that the cache holds."""
-        return None if self.cache is None else max(0, int(self.cache * 1e9 / self.token_bytes))
+    cache: float | None = None
+    tokens: int | None = None
 
 
 def rank_memory(
@@ -264,8 +257,11 @@ def engine_memory(
 ) -> EngineMemory:
     """Return the needs of an engine on each of its GPUs of ``gpu_gb`` 1e9 bytes, if known."""
     weights = 2 * shape.parameters / 1e9 / settings.tensor_parallel
+    needed = weights + PROCESS_GB + ENGINE_WORK_GB
     heads = max(1, shape.kv_heads // settings.tensor_parallel)
-    token_bytes, cache = 4 * shape.layers * heads * shape.head_dim, None
-    if gpu_gb is not None:
-        cache = settings.gpu_memory * gpu_gb - weights - PROCESS_GB - ENGINE_WORK_GB
-    return EngineMemory(weights, token_bytes, cache)
+    token_bytes = 4 * shape.layers * heads * shape.head_dim
+    if gpu_gb is None:
+        return EngineMemory(weights, needed, token_bytes)
+    cache = settings.gpu_memory * gpu_gb - needed
+    tokens = max(0, int(cache * 1e9 / token_bytes))
+    return EngineMemory(weights, needed, token_bytes, cache, tokens)

@@ -31,6 +31,8 @@ class PolicyPlacement:
 
     Attributes:
         role: ``actor`` or ``extractor``; settings of this policy are under ``cluster.ROLE``.
+        ranks: DeepSpeed ranks, one GPU each.
+        engine_gpus: GPUs of all its engines.
         shape: of the model; None, as the two below, when only a download could tell.
         rank: memory of one DeepSpeed rank.
         engine: memory of one GPU of an engine.
@@ -39,19 +41,11 @@ class PolicyPlacement:
     role: str
     model: str
     settings: PolicyClusterSettings
+    ranks: int
+    engine_gpus: int
     shape: Shape | None
     rank: RankMemory | None
     engine: EngineMemory | None
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of DeepSpeed ranks, one GPU each."""
-        return self.settings.nodes * self.settings.gpus_per_node
-
-    @property
-    def engine_gpus(self) -> int:
-        """Return the number of GPUs of all its engines."""
-        return self.settings.engines * self.settings.tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,8 @@ def place(experiment: Experiment, here: Sequence[Gpu] | None = None) -> Placemen
             sampled, reference = responses * training.max_tokens, training.kl > 0
             rank = rank_memory(shape, sizes, sampled=sampled, reference=reference)
             engine = engine_memory(shape, sizes, gpu_gb)
-        policy = PolicyPlacement(role, model.name, sizes, shape, rank, engine)
+        counts = sizes.nodes * sizes.gpus_per_node, sizes.engines * sizes.tensor_parallel
+        policy = PolicyPlacement(role, model.name, sizes, *counts, shape, rank, engine)
         _check_policy(policy, training.max_tokens)
         placed.append(policy)
     actor, extractor = placed
