@@ -224,8 +224,7 @@ def shortages(placement: Placement) -> Iterator[Shortage]:
         if gpu_gb is None or policy.rank is None or policy.engine is None:
             continue
         settings, key, role = policy.settings, f"cluster.{policy.role}", policy.role
-        beside = _asleep(placement, policy, rank=True)
-        need = policy.rank.total + beside
+        need, listed = _rank_need(placement, policy, policy.rank)
         if need > gpu_gb:
             ways = {
                 "zero_stage=3": settings.zero_stage < 3 and policy.ranks > 1,
@@ -238,11 +237,12 @@ def shortages(placement: Placement) -> Iterator[Shortage]:
                 f"{role} ranks",
                 need,
                 f"Expected each rank of the {role} to fit into {gpu_gb:.1f} GB, got about"
-                f" {need:.1f} GB by arithmetic ({_rank_parts(policy.rank, beside)}); try"
+                f" {need:.1f} GB by arithmetic ({listed}); try"
                 f" {helpful}more ranks, or a smaller {key}.max_length",
             )
-        engine, beside = policy.engine, _asleep(placement, policy, rank=False)
-        taken = settings.gpu_memory * gpu_gb
+        engine, taken, beside = policy.engine, settings.gpu_memory * gpu_gb, 0.0
+        if placement.shared:
+            beside = PROCESS_GB + sum(p.rank.asleep for p in placement.policies if p.rank)
         if taken + beside > gpu_gb:
             yield Shortage(
                 f"{role} engine",
@@ -263,19 +263,17 @@ def shortages(placement: Placement) -> Iterator[Shortage]:
             )
 
 
-def _asleep(placement: Placement, awake: PolicyPlacement, *, rank: bool) -> float:
-    """Return what all others keep on a GPU while a rank or an engine of ``awake`` uses it.
+def _rank_need(
+    placement: Placement, policy: PolicyPlacement, rank: RankMemory
+) -> tuple[float, str]:
+    """Return the GB that are taken while a rank uses its GPU, and a list of the parts from 0.05.
 
     A sleeping rank keeps its bfloat16 weights, a sleeping engine nothing but its process.
     """
-    if not placement.shared:
-        return 0.0
-    sleeping = [p.rank for p in placement.policies if p.rank and not (rank and p is awake)]
-    return sum(r.asleep for r in sleeping) + PROCESS_GB * (2 if rank else 1)
-
-
-def _rank_parts(rank: RankMemory, beside: float) -> str:
-    """List the parts of a rank's memory in GB, without those under 0.05."""
+    beside = 0.0
+    if placement.shared:
+        others = (p.rank.asleep for p in placement.policies if p.rank and p is not policy)
+        beside = sum(others) + 2 * PROCESS_GB
     parts = {
         "weights": rank.weights,
         "gradients": rank.gradients,
@@ -288,7 +286,8 @@ def _rank_parts(rank: RankMemory, beside: float) -> str:
     if sum(moment.values()) < rank.step:
         moment = {"float32 gradients": rank.step}
     listed = (parts | moment).items()
-    return " + ".join(f"{name} {value:.1f}" for name, value in listed if value >= 0.05)
+    text = " + ".join(f"{name} {value:.1f}" for name, value in listed if value >= 0.05)
+    return rank.total + beside, text
 
 
 def describe_placement(experiment: Experiment, placement: Placement) -> Iterator[str]:
@@ -317,8 +316,8 @@ def describe_placement(experiment: Experiment, placement: Placement) -> Iterator
             f" {settings.micro_batch_size}"
         )
         if rank:
-            beside = _asleep(placement, policy, rank=True)
-            yield f"    GB a GPU: {rank.total + beside:.1f} = {_rank_parts(rank, beside)}"
+            need, listed = _rank_need(placement, policy, rank)
+            yield f"    GB a GPU: {need:.1f} = {listed}"
         yield (
             f"  generation: {_count(settings.engines, 'engine')} x"
             f" {_count(settings.tensor_parallel, 'GPU')}, {settings.gpu_memory:.0%} of each"
