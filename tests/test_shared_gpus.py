@@ -338,7 +338,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, ray: Any) -> Gpus:
     monkeypatch.setattr(
         parts, "start_ranks", lambda settings, group: Group(next(roles), group, gpus)
     )
-    monkeypatch.setattr(parts, "strategy", lambda arguments: arguments)
+    monkeypatch.setattr(parts, "strategy", lambda *_, **__: "the strategy")
     monkeypatch.setattr(parts, "sampling_params", lambda *params: {"allowed": params[-1]})
     return gpus
 
@@ -809,6 +809,9 @@ def test_ranks_get_a_fifth_of_each_bundle_and_know_that_they_sleep(
     monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.launcher", module)
     monkeypatch.setattr(parts, "_rank_actor", lambda: "the class")
     settings = PolicyClusterSettings(gpus_per_node=4)
+    utils: Any = ModuleType("openrlhf.utils")
+    utils.get_strategy = lambda arguments: arguments
+    monkeypatch.setitem(sys.modules, "openrlhf.utils", utils)
     parts.start_ranks(settings, "the group")
     parts.start_ranks(settings)
     assert asked == [
@@ -816,7 +819,7 @@ def test_ranks_get_a_fifth_of_each_bundle_and_know_that_they_sleep(
         ((1, 4, "the class"), {"pg": None, "num_gpus_per_actor": 1}),
     ]
     alone, turns = (
-        parts.arguments(settings, experiment().actor.optim, seed=0, sleeps=sleeps)
+        parts.strategy(settings, experiment().actor.optim, seed=0, sleeps=sleeps)
         for sleeps in (False, True)
     )
     assert turns.ds.enable_sleep and turns.train.colocate_all and not turns.train.async_enable, (

@@ -176,17 +176,17 @@ class BankActor(AbstractContextManager["BankActor"]):
         self._folder = str(Path(folder).resolve())
         self.supervisor = Supervisor("bank actor on an unknown node", self._begin, cluster)
         # A loop of its own: `fork` and `close` wait, and may be called from any other loop.
-        self._loop = EventLoopThread("bank-actor")
+        self.loop = EventLoopThread("bank-actor")
 
         async def start() -> asyncio.Task[None]:
-            await self._started()
+            await self.started()
             return asyncio.create_task(self._watch())
 
         try:
-            self._watching = self._loop.run(start())
+            self._watching = self.loop.run(start())
         except BaseException as error:
             self.supervisor.close()
-            self._loop.close()
+            self.loop.close()
             raise _bank_error(error) from None
 
     def __exit__(self, *error: object) -> None:
@@ -196,23 +196,9 @@ class BankActor(AbstractContextManager["BankActor"]):
         """Return a client that can also be forked; close it before this."""
         return ActorBank(self)
 
-    def fork(self, path: str | os.PathLike[str], keep_queue: bool) -> FolderBank:
-        """Copy the bank into another folder of this node, after a restart that is under way.
-
-        Raises:
-            BankError: the bank refused, or the actor died meanwhile or gave no answer in time.
-        """
-        namespace, folder = self.settings.namespace, str(Path(path).resolve())
-        try:
-            actor = self._loop.run(self._started())
-            self._loop.run(self.supervisor.ask(actor, "fork", namespace, folder, keep_queue))
-        except BackendError as error:
-            raise _bank_error(error) from None
-        return FolderBank(path, namespace=namespace, store=CHROMA)
-
     def close(self) -> None:
         """Close the bank and end the actor; safe to call twice, and after Ray was shut down."""
-        if self._loop.loop.is_closed():
+        if self.loop.loop.is_closed():
             return
 
         async def stop() -> None:
@@ -221,8 +207,8 @@ class BankActor(AbstractContextManager["BankActor"]):
             if is_joined():
                 await self.supervisor.stop("close", _CLOSE_SECONDS)
 
-        self._loop.run(stop())
-        self._loop.close()
+        self.loop.run(stop())
+        self.loop.close()
 
     def _begin(self) -> Incarnation:
         """Start the actor on this node, where the folder is."""
@@ -237,7 +223,8 @@ class BankActor(AbstractContextManager["BankActor"]):
             BankHost, begin=begin, scheduling_strategy=here, num_cpus=0, max_concurrency=_CALLS
         )
 
-    async def _started(self) -> Incarnation:
+    async def started(self) -> Incarnation:
+        """Return the present actor once it serves the bank, of which it has noted the address."""
         actor = await self.supervisor.started()
         node, self._port, _ = actor.result
         self.url = f"http://{f'[{node}]' if ':' in node else node}:{self._port}"
@@ -249,7 +236,7 @@ class BankActor(AbstractContextManager["BankActor"]):
         seconds, headers = self.cluster.call_timeout, {"Authorization": f"Bearer {self.token}"}
         while self.supervisor.alive and is_joined():
             try:
-                actor = await self._started()
+                actor = await self.started()
             except BackendError:  # the supervisor has noted and logged it
                 continue
             end = answer(actor.handle.until_ended.remote(), self.supervisor.name, _FOREVER)
@@ -313,5 +300,15 @@ class ActorBank(RemoteBank, ForkableBank):
         super().__init__(connection, namespace=actor.settings.namespace, **options)
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
-        """Return a writable copy in another folder of this node."""
-        return self._actor.fork(path, keep_queue)
+        """Return a writable copy in another folder of this node.
+
+        Raises:
+            BankError: the bank refused, or the actor died meanwhile or gave no answer in time.
+        """
+        actor, arguments = self._actor, (self.namespace, str(Path(path).resolve()), keep_queue)
+        try:
+            begun = actor.loop.run(actor.started())  # after a restart that is under way
+            actor.loop.run(actor.supervisor.ask(begun, "fork", *arguments))
+        except BackendError as error:
+            raise _bank_error(error) from None
+        return FolderBank(path, namespace=self.namespace, store=CHROMA)

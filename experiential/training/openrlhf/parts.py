@@ -33,10 +33,12 @@ Ray's accounts, not a limit.
 """
 
 
-def arguments(
+def strategy(
     settings: PolicyClusterSettings, optim: OptimSettings, *, seed: int, sleeps: bool
 ) -> Any:
-    """Return the nested namespace that OpenRLHF's parts read, with the values of one policy.
+    """Return OpenRLHF's DeepSpeed strategy, which is sent to the ranks of one policy.
+
+    It holds the nested namespace of arguments that OpenRLHF's parts read.
 
     Args:
         settings: sizes of this policy.
@@ -68,7 +70,7 @@ def arguments(
         is_correction_level="off", is_correction_mode="mask", is_correction_gating="ratio",
         is_correction_threshold=[0.5, 5.0],
     )  # fmt: skip
-    return space(
+    arguments = space(
         local_rank=-1, max_norm=optim.max_grad_norm, actor=actor, ds=ds,
         algo=space(advantage=advantage, kl=space(use_loss=False, init_coef=0.0)),
         ckpt=space(path="", output_dir="", load_enable=False, save_hf=False, disable_ds=True),
@@ -85,11 +87,7 @@ def arguments(
             sync_backend="nccl", sync_with_ray=False, enable_prefix_caching=True,
         ),
     )  # fmt: skip
-
-
-def strategy(args: Any) -> Any:
-    """Return OpenRLHF's DeepSpeed strategy, which is sent to the ranks."""
-    return import_module("openrlhf.utils").get_strategy(args)
+    return import_module("openrlhf.utils").get_strategy(arguments)
 
 
 def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> Incarnation:

@@ -8,7 +8,7 @@ part when it is read again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, A
         places.update(dict.fromkeys(shard, file))
         shard.clear()
 
-    for name, parameter in _parameters(engine):
-        for key in _KEYS:
+    for name, parameter in engine.module.named_parameters():
+        for key in _KEYS if parameter.requires_grad else ():
             if key == "weight":
                 value = fragments.safe_get_full_fp32_param(parameter)
             else:
@@ -77,14 +77,15 @@ def load_state(engine: Any, folder: Path) -> dict[str, Any]:
     safe_open: Any = import_module("safetensors").safe_open
     index = read_index(folder)
     places: dict[str, str] = index["places"]
-    names = {f"{name}:{key}" for name, _ in _parameters(engine) for key in _KEYS}
+    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    names = {f"{name}:{key}" for name in parameters for key in _KEYS}
     if names != set(places):
         raise CheckpointError(
             f"Expected weights of this model in {folder}, got other names; resume with the model"
             " that was trained"
         )
     _link_moments(engine)
-    for name, parameter in _parameters(engine):
+    for name, parameter in parameters.items():
         found: dict[str, torch.Tensor] = {}
         for key in _KEYS:
             with safe_open(folder / places[f"{name}:{key}"], framework="pt") as file:
@@ -133,7 +134,3 @@ def _link_moments(engine: Any) -> None:
     if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
-
-
-def _parameters(engine: Any) -> Iterator[tuple[str, Any]]:
-    return ((name, p) for name, p in engine.module.named_parameters() if p.requires_grad)

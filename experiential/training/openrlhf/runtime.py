@@ -146,8 +146,8 @@ class OpenRLHFRuntime(PolicyRuntime):
             self._group = parts.start_ranks(settings, group)
             self._ranks = parts.handles(self._group)
             self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
-            arguments = parts.arguments(settings, optim, seed=seed, sleeps=shared is not None)
-            start = (parts.strategy(arguments), str(model), handles, reference)
+            strategy = parts.strategy(settings, optim, seed=seed, sleeps=shared is not None)
+            start = (strategy, str(model), handles, reference)
             self._starting = [rank.start.remote(*start) for rank in self._ranks]
         except BaseException:
             self.close()

@@ -25,18 +25,19 @@ _DEAD_ENGINE = "EngineDeadError"
 class LostActorError(BackendError):
     """The Ray actor ``who`` died, was silent or was closed; ``reason`` begins with a verb."""
 
+    advice = ""
+
     def __init__(self, who: str, reason: str) -> None:
-        super().__init__(f"Expected {who} to be alive, but it {reason}")
+        super().__init__(f"Expected {who} to be alive, but it {reason}{self.advice}")
         self.reason = reason
 
 
 class SilentActorError(LostActorError):
-    """A Ray actor did not answer within ``seconds``; the call may still run."""
+    """A Ray actor did not answer in time; the call may still run."""
 
-    def __init__(self, who: str, seconds: float) -> None:
-        super().__init__(who, f"gave no answer within {seconds:g} s")
-        settings = "cluster.call_timeout if it is only slow (cluster.start_timeout while it starts)"
-        self.args = (f"{self}; raise {settings}",)
+    advice = (
+        "; raise cluster.call_timeout if it is only slow (cluster.start_timeout while it starts)"
+    )
 
 
 class FailedCallError(BackendError):
@@ -94,7 +95,7 @@ async def answer(reference: Any, who: str, seconds: float) -> Any:
     try:
         return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
     except TimeoutError:
-        raise SilentActorError(who, seconds) from None
+        raise SilentActorError(who, f"gave no answer within {seconds:g} s") from None
     except ray.exceptions.RayTaskError as error:
         # Ray brings the method's own exception along where it could be pickled.
         cause: Any = getattr(error, "cause", None)
