@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import lru_cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
-from types import CoroutineType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from experiential.bank.folder import FolderBank
 from experiential.bank.protocol import ForkableBank
-from experiential.config import (
-    ClusterSettings,
-    Experiment,
-    OptimSettings,
-    PolicyClusterSettings,
-)
+from experiential.config import ClusterSettings, Experiment, OptimSettings, PolicyClusterSettings
 from experiential.errors import BackendError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams, is_token_prompt
 from experiential.llm.models import load_tokenizer, resolve_model
@@ -47,8 +41,7 @@ from experiential.training.runtime import (
 )
 from experiential.types import FinishReason, Generation, Message
 
-T = TypeVar("T")
-P = ParamSpec("P")
+M = TypeVar("M", bound=Callable[..., Any])
 
 _FIXED = (
     "engines that share GPUs are not started again alone (cluster.share_gpus); resume the run from"
@@ -56,17 +49,15 @@ _FIXED = (
 )
 
 
-def _on_cluster_loop(
-    method: Callable[Concatenate[OpenRLHFRuntime, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[OpenRLHFRuntime, P], CoroutineType[Any, Any, T]]:
+def _on_cluster_loop(method: M) -> M:
     """Run a coroutine method on the loop that talks to Ray, whatever loop the caller is on."""
 
     @wraps(method)
-    async def call(self: OpenRLHFRuntime, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(self: OpenRLHFRuntime, *args: Any, **kwargs: Any) -> Any:
         work = asyncio.run_coroutine_threadsafe(method(self, *args, **kwargs), self.thread.loop)
         return await asyncio.wrap_future(work)
 
-    return call
+    return cast("M", call)
 
 
 class OpenRLHFRuntime(PolicyRuntime):
