@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from experiential.sync import resolve_futures
 
 _LONGEST_WAIT = 10
 """Requests wait for others at most this many times ``batch_wait``."""
+_PREFILL_TOKENS = 16384
+"""Padded tokens of one prefill forward; more are split over several forwards."""
+_WASTE = 64
+"""Tokens of padding that a prompt may need, beside its own length, to join a wider prefill."""
 _SHARING = 256
 """Prompt tokens that a forward of a common beginning must save to be worth one forward more."""
 
@@ -149,15 +154,13 @@ class Engine:
             self._cache.clear()
             self._cache_epoch = epoch
         with self._forward.measured():
-            for place in range(len(track.rows) - 1, -1, -1):
-                if track.rows[place].cancelled:
-                    self._leave(track, place)
+            self._leave(track)
             with self._lock:
                 room = min(self._max_batch - len(track.rows), len(track.waiting))
                 if room > 0 and self._patience(track) > 0:
                     room = 0
                 taken = [track.waiting.popleft() for _ in range(room)]
-            track.joining = [request for request in taken if not request.cancelled]
+            track.joining = [request for request in taken if not request.future.cancelled()]
             for request in track.joining:
                 request.version, request.epoch = version, epoch
             if track.joining:
@@ -170,39 +173,27 @@ class Engine:
                     row.seen += len(row.pending)
                 _advance(rows, logits, range(len(rows)))
                 resolve_futures(row.future for row in rows if row.finish is not None)
-                for place in range(len(rows) - 1, -1, -1):
-                    if rows[place].finish is not None:
-                        self._leave(track, place)
+                self._leave(track)
 
     def _prefill(self, track: _Track) -> None:
-        """Forward each distinct prompt once, draw a token for each request, join the unfinished.
-
-        Beginnings that several prompts share are forwarded first, where one forward more saves
-        enough tokens: the beginning of all (a system prompt), then those of the prompts of one task
-        (its first observation).
-        """
+        """Forward each distinct prompt once, draw a token for each request, join the unfinished."""
         distinct: dict[tuple[int, ...], list[Request]] = {}
-        for request in track.joining:
-            distinct.setdefault(request.prefix, []).append(request)
+        for request in track.joining:  # a response in the making begins with its forced tokens
+            distinct.setdefault((*request.prompt, *request.response), []).append(request)
         prompts = [np.array(prefix, dtype=np.int64) for prefix in distinct]
         members = list(distinct.values())
-        matches = [self._cache.match(ids) for ids in prompts]
-        everyone = [(list(range(len(prompts))), _common_prefix(prompts))]
-        for groups in (everyone, _by_beginning(prompts)):
-            shared = [group for group in groups if group[1] <= self._cache.max_tokens]
-            saved = 0
-            for group, length in shared:
-                held = [matches[i][0] for i in group]
-                apart = sum(max(0, length - matched) for matched in held)
-                saved += apart - max(0, length - max(held))
-            if saved >= _SHARING:
-                wanted = [prompts[group[0]][:length] for group, length in shared]
-                block, _ = self._forward.prefill(wanted, [self._cache.match(ids) for ids in wanted])
-                for row, ids in enumerate(wanted):
-                    self._cache.put(ids, partial(block.row, row, len(ids)))
-                matches = [self._cache.match(ids) for ids in prompts]
+        matches = self._match(prompts)
         new = [len(ids) - matched for ids, (matched, _) in zip(prompts, matches, strict=True)]
-        for chunk in self._forward.plan(new):
+        chunks: list[list[int]] = []  # forwards of bounded padding and size, widest prompts first
+        widest = 0
+        for i in sorted(range(len(new)), key=lambda i: -new[i]):
+            fits = chunks and (len(chunks[-1]) + 1) * widest <= _PREFILL_TOKENS
+            if fits and widest <= 2 * new[i] + _WASTE:
+                chunks[-1].append(i)
+            else:
+                chunks.append([i])
+                widest = new[i]
+        for chunk in chunks:
             known = [matches[i] for i in chunk]
             block, logits = self._forward.prefill([prompts[i] for i in chunk], known)
             for row, i in enumerate(chunk):
@@ -210,7 +201,7 @@ class Engine:
             requests = [request for i in chunk for request in members[i]]
             source = [row for row, i in enumerate(chunk) for _ in members[i]]
             for request in requests:
-                request.seen = len(request.prefix)
+                request.seen = len(request.prompt) + len(request.response)
             _advance(requests, logits, source)
             going = [i for i, request in enumerate(requests) if request.finish is None]
             if going:
@@ -220,53 +211,71 @@ class Engine:
             resolve_futures(request.future for request in requests if request.finish is not None)
         track.joining = []
 
-    def _leave(self, track: _Track, place: int) -> None:
-        """Take a row out of the batch, keeping its states for the next turn of its conversation."""
-        assert track.block is not None
-        request = track.rows[place]
-        if request.epoch == self._cache_epoch:
-            ids = np.array([*request.prompt, *request.response][: request.seen], dtype=np.int64)
-            self._cache.put(ids, partial(track.block.row, place, len(ids)))
-        track.block.drop(place)  # the last row moves into its slot, here as there
-        track.rows[place] = track.rows[-1]
-        track.rows.pop()
+    def _match(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Any]]:
+        """Return what the cache holds of each prompt, once their common beginnings are in it.
+
+        Beginnings that several prompts share are forwarded first, where one forward more saves
+        enough tokens: the beginning of all (a system prompt), then those of the prompts of one task
+        (its first observation). The latter are runs of neighbours in sorted order, cut at the
+        length that saves most tokens.
+        """
+        matches = [self._cache.match(ids) for ids in prompts]
+        order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
+        joints: list[int] = []  # length of the beginning that neighbours share
+        for left, right in pairwise(order):
+            width = min(len(prompts[left]), len(prompts[right]))
+            differ = np.flatnonzero(prompts[left][:width] != prompts[right][:width])
+            joints.append(int(differ[0]) if len(differ) else width)
+        base = min(joints, default=0)
+        tasks: list[tuple[list[int], int]] = []
+        most = 0
+        for least in sorted(set(joints)):
+            groups: list[tuple[list[int], int]] = []
+            joined = False
+            for (left, right), shared in zip(pairwise(order), joints, strict=True):
+                if shared < least:
+                    joined = False
+                elif joined:
+                    groups[-1] = ([*groups[-1][0], right], min(groups[-1][1], shared))
+                else:
+                    groups.append(([left, right], shared))
+                    joined = True
+            saved = sum((len(group) - 1) * (shared - base) for group, shared in groups)
+            if saved > most:
+                tasks, most = groups, saved
+        for groups in ([(order, base)], tasks):
+            kept = [group for group in groups if group[1] <= self._cache.max_tokens]
+            saved = 0
+            for group, length in kept:
+                held = [matches[i][0] for i in group]
+                apart = sum(max(0, length - matched) for matched in held)
+                saved += apart - max(0, length - max(held))
+            if saved >= _SHARING:
+                wanted = [prompts[group[0]][:length] for group, length in kept]
+                block, _ = self._forward.prefill(wanted, [self._cache.match(ids) for ids in wanted])
+                for row, ids in enumerate(wanted):
+                    self._cache.put(ids, partial(block.row, row, len(ids)))
+                matches = [self._cache.match(ids) for ids in prompts]
+        return matches
+
+    def _leave(self, track: _Track) -> None:
+        """Take finished and cancelled rows out of the batch.
+
+        Their states are kept for the next turns of their conversations.
+        """
+        for place in range(len(track.rows) - 1, -1, -1):
+            request = track.rows[place]
+            if request.finish is None and not request.future.cancelled():
+                continue
+            assert track.block is not None
+            if request.epoch == self._cache_epoch:
+                ids = np.array([*request.prompt, *request.response][: request.seen], dtype=np.int64)
+                self._cache.put(ids, partial(track.block.row, place, len(ids)))
+            track.block.drop(place)  # the last row moves into its slot, here as there
+            track.rows[place] = track.rows[-1]
+            track.rows.pop()
         if not track.rows:
             track.block = None
-
-
-def _by_beginning(prompts: Sequence[NDArray[np.int64]]) -> list[tuple[list[int], int]]:
-    """Group prompts that share more than all do; return indices and shared length of each group.
-
-    Groups are runs of neighbours in sorted order, cut at the length that saves most tokens.
-    """
-    order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
-    joints = [_common_prefix([prompts[i], prompts[j]]) for i, j in pairwise(order)]
-    base = min(joints, default=0)
-    best: list[tuple[list[int], int]] = []
-    most = 0
-    for least in sorted(set(joints)):
-        groups: list[tuple[list[int], int]] = []
-        joined = False
-        for (left, right), shared in zip(pairwise(order), joints, strict=True):
-            if shared < least:
-                joined = False
-            elif joined:
-                groups[-1] = ([*groups[-1][0], right], min(groups[-1][1], shared))
-            else:
-                groups.append(([left, right], shared))
-                joined = True
-        saved = sum((len(group) - 1) * (shared - base) for group, shared in groups)
-        if saved > most:
-            best, most = groups, saved
-    return best
-
-
-def _common_prefix(prompts: Sequence[NDArray[np.int64]]) -> int:
-    """Return the length of the beginning that all prompts share."""
-    width = min(map(len, prompts))
-    stacked = np.stack([ids[:width] for ids in prompts])
-    differ = np.flatnonzero((stacked != prompts[0][:width]).any(axis=0))
-    return int(differ[0]) if len(differ) else width
 
 
 def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int]) -> None:

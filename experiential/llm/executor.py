@@ -114,7 +114,27 @@ class DeviceExecutor:
             self._thread.join()
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
+        while True:
+            job: _Job | None = None
+            with self._condition:
+                while job is None:
+                    now = time.monotonic()
+                    while self._later and self._later[0].due <= now:
+                        queue = self._ready.setdefault(self._later[0].priority, deque())
+                        queue.append(heapq.heappop(self._later))
+                    wake = self._later[0].due - now if self._later else None
+                    queues = {priority: queue for priority, queue in self._ready.items() if queue}
+                    if queues:
+                        oldest = min(queues, key=lambda priority: queues[priority][0].due)
+                        left = queues[oldest][0].due + self._patience - now
+                        first = oldest if left <= 0 else min(queues)
+                        if left <= 0 or first <= 0 or not self._foreground:
+                            job = queues[first].popleft()
+                            break
+                        wake = left if wake is None else min(wake, left)
+                    elif self._closed:
+                        return
+                    self._condition.wait(wake)
             if not job.future.set_running_or_notify_cancel():
                 continue
             start = time.perf_counter()
@@ -131,25 +151,3 @@ class DeviceExecutor:
                 job.future.set_exception(failure)
             # hold nothing while waiting for the next job: results may be large tensors
             del job, result, failure
-
-    def _next(self) -> _Job | None:
-        """Wait for the job to run next and take it; None when the executor has been closed."""
-        with self._condition:
-            while True:
-                now = time.monotonic()
-                while self._later and self._later[0].due <= now:
-                    job = heapq.heappop(self._later)
-                    self._ready.setdefault(job.priority, deque()).append(job)
-                wake = self._later[0].due - now if self._later else None
-                queues = {priority: queue for priority, queue in self._ready.items() if queue}
-                if queues:
-                    oldest = min(queues, key=lambda priority: queues[priority][0].due)
-                    left = queues[oldest][0].due + self._patience - now
-                    if left <= 0:
-                        return queues[oldest].popleft()
-                    if min(queues) <= 0 or not self._foreground:
-                        return queues[min(queues)].popleft()
-                    wake = left if wake is None else min(wake, left)
-                elif self._closed:
-                    return None
-                self._condition.wait(wake)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,10 +19,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from experiential.errors import BackendError
 
 Ids = NDArray[np.int64]
-_PREFILL_TOKENS = 16384
-"""Padded tokens of one prefill forward; more are split over several forwards."""
-_WASTE = 64
-"""Tokens of padding that a prompt may need, beside its own length, to join a wider prefill."""
 _SLACK = 64
 """Spare columns added when a decoding batch grows, so that a step does not copy all states."""
 
@@ -79,23 +75,6 @@ class ForwardPass:
         with torch.inference_mode():
             yield
         self._stats.seconds += time.perf_counter() - start
-
-    @staticmethod
-    def plan(widths: Sequence[int]) -> list[list[int]]:
-        """Split rows of ``widths`` new tokens into forwards of bounded padding and size."""
-        chunks: list[list[int]] = []
-        widest = 0
-        for row in sorted(range(len(widths)), key=lambda row: -widths[row]):
-            if (
-                chunks
-                and widest <= 2 * widths[row] + _WASTE
-                and (len(chunks[-1]) + 1) * widest <= _PREFILL_TOKENS
-            ):
-                chunks[-1].append(row)
-            else:
-                chunks.append([row])
-                widest = widths[row]
-        return chunks
 
     def prefill(
         self, prompts: Sequence[NDArray[np.int64]], matches: Sequence[tuple[int, Any]]
@@ -300,16 +279,21 @@ class PrefixCache:
         """Store the key-value state of ``ids``, which ``state`` makes if no entry covers them."""
         if len(ids) > self.max_tokens or len(ids) < self._min_match:
             return
+        covered: deque[int] = deque()  # entries that are prefixes of the new one
         if self._states:
             common = self._common(ids)
             if int(common.max()) == len(ids):
                 self._states.move_to_end(int(common.argmax()))
                 return
             lengths = self._lengths[: self._used]
-            for slot in np.flatnonzero((lengths > 0) & (common == lengths)):
-                self._remove(int(slot))
-        while self.tokens + len(ids) > self.max_tokens:
-            self._remove(next(iter(self._states)))
+            covered.extend(np.flatnonzero((lengths > 0) & (common == lengths)).tolist())
+        while covered or self.tokens + len(ids) > self.max_tokens:
+            slot = covered.popleft() if covered else next(iter(self._states))
+            del self._states[slot]
+            self.tokens -= int(self._lengths[slot])
+            self._lengths[slot] = 0
+            self._ids[slot] = -1
+            self._free.append(slot)
         made = state()
         slot = self._free.pop() if self._free else self._used
         self._used = max(self._used, slot + 1)
@@ -340,10 +324,3 @@ class PrefixCache:
         equal = self._ids[: self._used, :width] == ids[:width]
         first_difference = equal.argmin(axis=1)
         return np.where(equal[np.arange(self._used), first_difference], width, first_difference)
-
-    def _remove(self, slot: int) -> None:
-        del self._states[slot]
-        self.tokens -= int(self._lengths[slot])
-        self._lengths[slot] = 0
-        self._ids[slot] = -1
-        self._free.append(slot)

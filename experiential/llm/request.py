@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -28,13 +28,20 @@ _BYTE_SLACK = 4
 
 
 class StopFinder:
-    """Find stop strings as tokens arrive, looking only at the tokens that could hold one."""
+    """Find stop strings as tokens arrive, looking only at the tokens that could hold one.
+
+    Attributes:
+        decode: returns the text of tokens without special ones, spaces untouched.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.decode: Callable[[list[int]], str] = partial(
+            tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         self._tokens_with: dict[str, frozenset[int]] = {}  # whose text may hold a character
 
-    def completes(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
+    def completes(self, ids: list[int], stops: Sequence[str]) -> bool:
         """Return whether the last token of ``ids`` completes one of ``stops``."""
         for stop in stops:
             # vocabularies spell blanks and bytes beyond ASCII in their own ways
@@ -54,12 +61,6 @@ class StopFinder:
                 return True
         return False
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` without special tokens, spaces untouched."""
-        return self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
 
 @dataclass(eq=False)
 class Request:
@@ -69,13 +70,13 @@ class Request:
         limit: response tokens allowed; ignored when choices decide the end.
         eos: tokens that end the response.
         uniform: gives the next random number in [0, 1) of this request.
+        future: resolved with the response, or cancelled where nobody waits for it any more.
         node: the state of a response that is one of some choices; at first the root of their trie.
         schema: the state of the response under its JSON schema, when it has one.
         allowed: per token of a restricted response, the tokens it was drawn from; empty under a
             schema, whose sets the trainer finds again by replaying the response.
         seen: tokens that the model has seen: the row's length in the key-value block.
         pending: sampled or forced tokens that the model has not seen yet.
-        prefix: prompt and forced first tokens: the input of the first forward.
     """
 
     prompt: tuple[int, ...]
@@ -86,7 +87,7 @@ class Request:
     uniform: Callable[[], float]
     node: TrieNode | None = None
     schema: SchemaState | None = None
-    future: asyncio.Future[None] | None = None
+    future: asyncio.Future[None] = field(default_factory=asyncio.Future[None])
     response: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     allowed: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
@@ -95,16 +96,9 @@ class Request:
     epoch: int = 0
     seen: int = 0
     pending: tuple[int, ...] = ()
-    prefix: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._take_forced()
-        self.prefix = (*self.prompt, *self.response)
-
-    @property
-    def cancelled(self) -> bool:
-        """Return whether nobody waits for the answer any more."""
-        return self.future is not None and self.future.cancelled()
 
     def accept(self, token: int, logprob: float) -> None:
         """Take the token drawn from the model; sets ``finish`` when it ends the response."""

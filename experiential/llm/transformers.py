@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
@@ -161,7 +160,6 @@ class TransformersLLM(LLM):
             schema,
         )
         if request.finish is None:
-            request.future = asyncio.get_running_loop().create_future()
             self._engine.submit(request)
             await request.future
         else:  # every token was forced, so the model has nothing to do
