@@ -50,17 +50,27 @@ def resolve(kind: Kind, name: str, builtins: Mapping[str, T | str]) -> T:
 
     Args:
         kind: which parts are meant; decides the group of entry points.
-        name: a built-in name, the name of an entry point, or ``module:attribute``.
+        name: a built-in name, the name of an entry point, or ``module:attribute``; a dotted
+            attribute is followed.
         builtins: built-in parts by name. A string is a ``module:attribute`` of this package, which
             keeps heavy modules unimported until they are chosen.
     """
     found: T | str | None = builtins.get(name)
-    if isinstance(found, str):
-        return cast("T", load_attribute(kind, found))
-    if found is not None:
+    if found is not None and not isinstance(found, str):
         return found
-    if ":" in name:
-        return cast("T", load_attribute(kind, name))
+    reference = name if found is None else found
+    module_name, colon, path = reference.partition(":")
+    if colon:
+        part: Any = import_from_here(module_name, f"{kind} {reference!r}")
+        for word in path.split("."):
+            if not hasattr(part, word):
+                public = [known for known in dir(part) if not known.startswith("_")]
+                raise ConfigError(
+                    f"Expected an attribute {path!r} in {module_name!r} for {kind}, got"
+                    f" none{did_you_mean(word, public)}"
+                )
+            part = getattr(part, word)
+        return part
     for point in entry_points(group=f"experiential.{kind}", name=name):
         try:
             return cast("T", point.load())
@@ -81,21 +91,6 @@ def known_names(kind: Kind, builtins: Iterable[str] = ()) -> list[str]:
     """Return the names of a kind, built-in ones first, then those of installed packages."""
     installed = {point.name for point in entry_points(group=f"experiential.{kind}")}
     return [*builtins, *sorted(installed - set(builtins))]
-
-
-def load_attribute(kind: Kind, reference: str) -> Any:
-    """Import ``module:attribute``, or raise ConfigError; a dotted attribute is followed."""
-    module_name, _, path = reference.partition(":")
-    found: Any = import_from_here(module_name, f"{kind} {reference!r}")
-    for part in path.split("."):
-        if not hasattr(found, part):
-            public = [word for word in dir(found) if not word.startswith("_")]
-            raise ConfigError(
-                f"Expected an attribute {path!r} in {module_name!r} for {kind}, got"
-                f" none{did_you_mean(part, public)}"
-            )
-        found = getattr(found, part)
-    return found
 
 
 def import_from_here(module_name: str, wanted_for: str) -> ModuleType:

@@ -91,8 +91,9 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
         try:
             value = yaml.load(text, Loader=_Loader)
         except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
             raise ConfigError(
-                f"Expected a YAML value in the override {override!r}, got: {_one_line(error)}"
+                f"Expected a YAML value in the override {override!r}, got: {problem}"
             ) from error
         place, addition = key.strip().split("."), Tree()
         _put(addition, place, value)
@@ -138,7 +139,8 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Tree:
     try:
         loaded = yaml.load(path.read_text("utf-8"), Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"Expected readable YAML in {path}, got: {_one_line(error)}") from error
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"Expected readable YAML in {path}, got: {problem}") from error
     if not isinstance(loaded, dict | None):
         raise ConfigError(f"Expected a mapping of settings in {path}, got {type(loaded).__name__}")
     tree = cast("Tree", loaded or {})
@@ -148,10 +150,6 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Tree:
     beside = path.parent / str(base)
     parent = _find(beside if beside.is_file() else str(base))
     return _merge(_read_chain(parent, (*seen, path.resolve())), tree)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _merge(base: Tree, over: Mapping[str, Any]) -> Tree:

@@ -12,13 +12,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from experiential.errors import ConfigError
-from experiential.plugins import (
-    did_you_mean,
-    import_from_here,
-    known_names,
-    load_attribute,
-    resolve,
-)
+from experiential.plugins import did_you_mean, import_from_here, known_names, resolve
 
 Creator = Callable[..., gym.Env[Any, Any]]
 NO_BUILTINS: dict[str, Any] = {}
@@ -46,7 +40,7 @@ def resolve_env(name: str) -> EnvSpec:
     if module and known not in gym.registry:
         imported = import_from_here(module, f"environment {name!r}")
         if known not in gym.registry and hasattr(imported, known.partition(".")[0]):
-            return _spec(name, load_attribute("envs", name))
+            return _spec(name, resolve("envs", name, NO_BUILTINS))
         attributes = dir(imported)
     elif not module and name not in gym.registry:
         points = {point.name for point in entry_points(group="experiential.envs")}

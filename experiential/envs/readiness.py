@@ -117,13 +117,8 @@ def readiness(env_id: str) -> Entry:
 
 def rows() -> list[dict[str, str | bool]]:
     """Return one row for each environment of this package and of installed packages."""
-
-    def row(name: str, about: str = "", to_do: str = "", real: str = "") -> dict[str, str | bool]:
-        known = {"id": name, "ready": not to_do, "about": about, "to_do": to_do}
-        return known | {"for_real_data": real}
-
-    found = [
-        row(name, entry.about, " && ".join(entry.missing()), entry.optional())
+    found = [  # id, about, what is to do, the step to real data
+        (name, entry.about, " && ".join(entry.missing()), entry.optional())
         for name, entry in sorted(READINESS.items())
     ]
     for name in known_names("envs"):
@@ -131,7 +126,10 @@ def rows() -> list[dict[str, str | bool]]:
             part, ids = resolve("envs", name, NO_BUILTINS), [name]
             if isinstance(part, ModuleType):
                 ids = sorted(i for i in gym.registry if i.partition("/")[0] == name)
-            found += [row(i, readiness(i).about) for i in ids]
+            found += [(i, readiness(i).about, "", "") for i in ids]
         except ConfigError as error:  # one broken package must not hide the others
-            found.append(row(name, to_do=str(error)))
-    return found
+            found.append((name, "", str(error), ""))
+    return [
+        {"id": name, "ready": not to_do, "about": about, "to_do": to_do, "for_real_data": real}
+        for name, about, to_do, real in found
+    ]

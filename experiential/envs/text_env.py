@@ -11,7 +11,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from experiential.envs.arguments import inside, one_of
+from experiential.envs.arguments import one_of
+from experiential.errors import ConfigError
 
 Info = dict[str, Any]
 Step = tuple[str, float, bool, bool, Info]
@@ -183,7 +184,8 @@ class TextEnv(gym.Env[str, str], ABC):
         drawn = self._drawn()  # in any case, so that the option leaves the later draws alone
         self._reset_seed, self._reset_options = seed, dict(options or {})
         world = int(self._reset_options.get("world", drawn))
-        inside("world", world, 0, self._count - 1)
+        if not 0 <= world < self._count:
+            raise ConfigError(f"Expected world between 0 and {self._count - 1}, got {world}")
         self._over = True
         self._observation, info = self._begin(world)
         self._over = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -107,7 +106,7 @@ class VaultEnv(TextEnv):
             "instance": f"{name}-{era}#{self._reset_seed}",
             "admissible": [f"pull {lever}" for lever in self._shown],
         }
-        start, sign, remark = self._one(_STARTS), self._one(self._shown), self._one(_REMARKS)
+        start, sign, remark = map(self.np_random.choice, (_STARTS, self._shown, _REMARKS))
         feedback = f"You stand by the {start}. A sign says the {sign} lever is {remark}."
         rules = _RULES.format(self._left)
         observation = f"{self.task}\n{feedback}\nLevers: {', '.join(self._shown)}.\n{rules}"
@@ -129,7 +128,7 @@ class VaultEnv(TextEnv):
         if done and not success:
             others = [lever for lever in self._shown if lever != self._live]
             self.np_random.shuffle(others)
-            remarks = [f"{lever} was {self._one(_REMARKS)}" for lever in others[:2]]
+            remarks = [f"{lever} was {self.np_random.choice(_REMARKS)}" for lever in others[:2]]
             remarks.insert(0, f"{self._live} was live")
             self.np_random.shuffle(remarks)
             feedback += f" The vault locks. A clerk notes: {', '.join(remarks)}."
@@ -145,6 +144,3 @@ class VaultEnv(TextEnv):
     def task(self) -> str:
         """Return the task in words."""
         return f"Open the vault of {self._name}."
-
-    def _one(self, options: Sequence[str]) -> str:
-        return options[int(self.np_random.integers(len(options)))]

@@ -100,7 +100,7 @@ class Game:
         self.stairs = core.reward_manager is None
         core.actions = tuple(range(256))  # so that the index of an action is its key
         self._step: Any = base.step if self.prompts else cast("Any", type(core)).step
-        self._places = {name: place for place, name in enumerate(core._observation_keys)}
+        self._at = {name: place for place, name in enumerate(core._observation_keys)}
         self._log: list[str] = []
         self._choosing = False
         self._decline = core._perform_known_steps
@@ -125,7 +125,7 @@ class Game:
         if self.prompts and self.stairs:
             # The step of MiniHack without reward and without the copies that only rewards need.
             observation, done = core.nethack.step(key)
-            if self._part(observation, "program_state")[0] == 1 or not core._allow_all_modes:
+            if observation[self._at["program_state"]][0] == 1 or not core._allow_all_modes:
                 observation, done = core._perform_known_steps(observation, done, exceptions=True)
             core._steps += 1
             core.last_observation = observation
@@ -148,29 +148,26 @@ class Game:
     def _wait_out(self, observation: Any, done: bool, exceptions: bool = True) -> tuple[Any, bool]:
         """Handle waits as NLE does, but keep each message and leave menus open for an answer."""
         chosen = self._choosing
-        while exceptions and not done and self._part(observation, "internal")[_WAITS]:
+        while exceptions and not done and observation[self._at["internal"]][_WAITS]:
             if not chosen and self._menu(observation) is not None:
                 return observation, done
-            self._log.append(_text(self._part(observation, "message")))
+            self._log.append(_text(observation[self._at["message"]]))
             observation, done = self._core.nethack.step(_RETURN if chosen else _SPACE)
             chosen = False
         return self._decline(observation, done, exceptions)
 
     def _menu(self, observation: Any) -> dict[str, int] | None:
         """Return the entries of the menu that is open and their keys, or None."""
-        if not self.prompts or not observation or not self._part(observation, "internal")[_WAITS]:
+        if not self.prompts or not observation or not observation[self._at["internal"]][_WAITS]:
             return None
-        rows = self._part(observation, "tty_chars")
+        rows = observation[self._at["tty_chars"]]
         if not _MENU_END.search(rows.tobytes()):
             return None
         return menu_entries(row.tobytes().decode("latin-1") for row in rows)
 
-    def _part(self, observation: Any, name: str) -> Any:
-        return observation[self._places[name]]
-
     def _screen(self, ending: Ending) -> Screen:
         last = self._core.last_observation
-        now = {name: self._part(last, name) for name in _KEYS}
+        now = {name: last[self._at[name]] for name in _KEYS}
         letters = now["inv_letters"].tobytes().rstrip(b"\0").decode("latin-1")
         items = zip(letters, now["inv_strs"], strict=False)
         inventory = {letter: _text(row) for letter, row in items}
