@@ -48,8 +48,8 @@ class _Track:
     rows: list[Request] = field(default_factory=list[Request])
     block: KVBlock | None = None
     scheduled: bool = False
-    first_arrival: float = 0.0
-    last_arrival: float = 0.0
+    due: float = 0.0  # then the waiting requests start, unless another one arrives
+    overdue: float = 0.0  # then they start in any case
 
 
 class Engine:
@@ -90,27 +90,19 @@ class Engine:
         with self._lock:
             track = self._tracks.setdefault(priority, _Track(priority))
             if not track.waiting:
-                track.first_arrival = now
-            track.last_arrival = now
+                track.overdue = now + _LONGEST_WAIT * self._batch_wait
+            track.due = min(now + self._batch_wait, track.overdue)
             track.waiting.append(request)
             start, track.scheduled = not track.scheduled, True
         if start:
-            self._schedule(track, self._batch_wait)
+            self._plan(track)
 
-    def _schedule(self, track: _Track, delay: float) -> None:
-        try:
-            work = partial(self._step, track)
-            step = self._executor.submit(work, priority=track.priority, delay=delay)
-        except BackendError as error:
-            return self._fail_all(track, error)
-        step.add_done_callback(partial(self._after, track))
-
-    def _after(self, track: _Track, step: Future[None]) -> None:
-        """Plan the next step; a failed step fails only the requests that it touched."""
-        if step.cancelled():
+    def _plan(self, track: _Track, last: Future[None] | None = None) -> None:
+        """Submit the next step; a last one that failed fails only the requests that it touched."""
+        if last is not None and last.cancelled():
             closed = "Expected an open executor, got one closed while requests were waiting"
             return self._fail_all(track, BackendError(closed))
-        if (error := step.exception()) is not None:
+        if last is not None and (error := last.exception()) is not None:
             failure = BackendError(
                 f"Expected the model's forward to succeed, got {type(error).__name__}: {error}"
             )
@@ -124,9 +116,16 @@ class Engine:
             resolve_futures((request.future for request in failed), failure)
         with self._lock:
             track.scheduled = bool(track.rows or track.waiting)
-            delay = 0.0 if track.rows else self._patience(track)
-        if track.scheduled:
-            self._schedule(track, delay)
+            idle = not track.rows and len(track.waiting) < self._max_batch
+            delay = max(0.0, track.due - time.monotonic()) if idle else 0.0
+        if not track.scheduled:
+            return
+        try:
+            work = partial(self._step, track)
+            step = self._executor.submit(work, priority=track.priority, delay=delay)
+        except BackendError as error:
+            return self._fail_all(track, error)
+        step.add_done_callback(partial(self._plan, track))
 
     def _fail_all(self, track: _Track, error: BackendError) -> None:
         with self._lock:
@@ -134,14 +133,6 @@ class Engine:
             track.rows, track.joining, track.block, track.scheduled = [], [], None, False
             track.waiting.clear()
         resolve_futures((request.future for request in failed), error)
-
-    def _patience(self, track: _Track) -> float:
-        """Return the seconds to wait for more requests before the next prefill; 0 starts it."""
-        if len(track.waiting) >= self._max_batch - len(track.rows):
-            return 0.0
-        quiet = track.last_arrival + self._batch_wait
-        overdue = track.first_arrival + _LONGEST_WAIT * self._batch_wait
-        return max(0.0, min(quiet, overdue) - time.monotonic())
 
     def _step(self, track: _Track) -> None:
         """Run one prefill of the requests that have arrived, or else one decoding forward.
@@ -153,13 +144,14 @@ class Engine:
         if epoch != self._cache_epoch:
             self._cache.clear()
             self._cache_epoch = epoch
-        with self._forward.measured():
+        start = time.perf_counter()
+        with torch.inference_mode():
             self._leave(track)
             with self._lock:
-                room = min(self._max_batch - len(track.rows), len(track.waiting))
-                if room > 0 and self._patience(track) > 0:
-                    room = 0
-                taken = [track.waiting.popleft() for _ in range(room)]
+                room, waiting = self._max_batch - len(track.rows), len(track.waiting)
+                if waiting < room and time.monotonic() < track.due:
+                    room = 0  # more requests may come, to be started together
+                taken = [track.waiting.popleft() for _ in range(min(room, waiting))]
             track.joining = [request for request in taken if not request.future.cancelled()]
             for request in track.joining:
                 request.version, request.epoch = version, epoch
@@ -174,6 +166,7 @@ class Engine:
                 _advance(rows, logits, range(len(rows)))
                 resolve_futures(row.future for row in rows if row.finish is not None)
                 self._leave(track)
+        self._forward.stats.seconds += time.perf_counter() - start
 
     def _prefill(self, track: _Track) -> None:
         """Forward each distinct prompt once, draw a token for each request, join the unfinished."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,23 +56,11 @@ class ForwardPass:
         self._base: Any = base
         self._pad = pad
         self._adapter = adapter
-        self._stats = stats
+        self.stats = stats
         self._layers: int = config.num_hidden_layers
         self._device: torch.device = base.device
         short = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._extra: dict[str, Any] = {"logits_to_keep": 1} if short else {}
-
-    @contextlib.contextmanager
-    def measured(self) -> Generator[None, None, None]:
-        """Activate the adapter and evaluation mode, turn gradients off, and count the seconds."""
-        start = time.perf_counter()
-        if self._base.training:
-            self._model.eval()
-        if self._adapter is not None and self._model.active_adapter != self._adapter:
-            self._model.set_adapter(self._adapter)
-        with torch.inference_mode():
-            yield
-        self._stats.seconds += time.perf_counter() - start
 
     def prefill(
         self, prompts: Sequence[NDArray[np.int64]], matches: Sequence[tuple[int, Any]]
@@ -92,7 +78,7 @@ class ForwardPass:
             for row, (length, state) in enumerate(matches):
                 if length:
                     block.data[:, row, :, width - length :] = state[:, :, :length]
-        self._stats.cached_tokens += sum(held)
+        self.stats.cached_tokens += sum(held)
         new = [ids[matched:] for ids, matched in zip(prompts, held, strict=True)]
         return block, self.extend(block, new, held)
 
@@ -104,9 +90,15 @@ class ForwardPass:
     ) -> Tensor:
         """Append tokens to the rows of a block, which have seen so many of theirs already.
 
+        The adapter and evaluation mode are set first, for others may share the model.
+
         Returns:
             next-token logits, shape (rows, vocabulary), float32.
         """
+        if self._base.training:
+            self._model.eval()
+        if self._adapter is not None and self._model.active_adapter != self._adapter:
+            self._model.set_adapter(self._adapter)
         widths = [len(ids) for ids in tokens]
         width = max(widths)
         ids = np.full((len(tokens), width), self._pad, dtype=np.int64)
@@ -130,9 +122,9 @@ class ForwardPass:
             **self._extra,
         )
         block.length = end
-        self._stats.forwards += 1
-        self._stats.forwarded_rows += len(tokens)
-        self._stats.forwarded_tokens += sum(widths)
+        self.stats.forwards += 1
+        self.stats.forwarded_rows += len(tokens)
+        self.stats.forwarded_tokens += sum(widths)
         return output.logits[:, -1].float()
 
 
