@@ -73,10 +73,7 @@ class Explorer:
         keys: list[int] = []
         while screen.ending is None and self._patience:
             here, hp = (screen.x, screen.y), screen.hp
-            if screen.words is not None:
-                key = self._answer(screen.words)
-            else:
-                key = self._choose(here, _APPLY in game.words.values())
+            key = self._choose(here, screen.words, _APPLY in game.words.values())
             screen = game.press(key)
             keys.append(key)
             stayed = (screen.x, screen.y) == here and screen.hp == hp
@@ -104,16 +101,18 @@ class Explorer:
             self.map[cell] = text
             (self._free.add if _walkable(text) else self._free.discard)(cell)
 
-    def _answer(self, words: dict[str, int]) -> int:
-        """Answer a question: with a tool that opens doors, the direction of the door, or yes."""
-        for word, key in words.items():
-            if "key" in word or "lock pick" in word or "Master" in word:
-                return key
-        if set(DIRECTIONS) <= set(words):
-            return self._aim
-        return words.get("yes", words["cancel"])
+    def _choose(self, here: Cell, answers: dict[str, int] | None, can_apply: bool) -> int:
+        """Return the next key.
 
-    def _choose(self, here: Cell, can_apply: bool) -> int:
+        A question is answered by a tool that opens doors, the direction of the door, or yes.
+        """
+        if answers is not None:
+            for word, key in answers.items():
+                if "key" in word or "lock pick" in word or "Master" in word:
+                    return key
+            if set(DIRECTIONS) <= set(answers):
+                return self._aim
+            return answers.get("yes", answers["cancel"])
         goals = {cell for cell, text in self.map.items() if "staircase down" in text}
         if path := self._path(here, goals):
             return path[0]
