@@ -84,10 +84,9 @@ class Conversation:
             raise ValueError(f"Expected history to be None or at least 0, got {history}")
         self._history, self._keep_first = history, keep_first
         self._system = ""
-        self._exchanges: list[tuple[Message, Generation]] = []
-        self._first = 0  # the first exchange that the next prompt shows
-        self._pending: list[Message] = []
-        self._staged: Any = None  # what a subclass made of the pending messages
+        self._users: list[Message] = []  # one for each response, and the pending one
+        self._replies: list[Generation] = []
+        self._staged: Any = None  # what a subclass made of the pending message
 
     def add(self, message: Message) -> None:
         """Add a user or tool message, or, before the first response, the system message.
@@ -96,49 +95,41 @@ class Conversation:
             ValueError: a message of this role cannot stand here.
         """
         role = message["role"]
-        if role == "assistant" or (role == "system" and self._exchanges):
+        if role == "assistant" or (role == "system" and self._replies):
             raise ValueError(
                 f"Expected a user or tool message here, got role {role!r}; responses are given to"
                 " append()"
             )
         if role == "system":
             self._system = message["content"]
-        else:
-            self._pending.append(message)
+        elif len(self._users) == len(self._replies):
+            self._users.append(message)
+        else:  # messages without a response between them become one
+            pending = self._users[-1]
+            both: Literal["user", "tool"] = "tool" if role == pending["role"] == "tool" else "user"
+            content = f"{pending['content']}\n{message['content']}"
+            self._users[-1] = {"role": both, "content": content}
         self._staged = None
 
     def withdraw(self) -> None:
         """Drop the messages added since the last response, as after a failed request."""
-        self._pending.clear()
+        del self._users[len(self._replies) :]
         self._staged = None
 
-    def append(self, generation: Generation) -> None:
-        """Record the response to ``prompt()``."""
-        self._exchanges.append((self._current(), generation))
-        if self._history is not None:
-            self._first = max(0, len(self._exchanges) - self._history)
-        self.withdraw()
-
-    def _current(self) -> Message:
-        """Return the messages since the last response as one."""
-        if not self._pending:
+    def _shown(self) -> tuple[int, list[Message]]:
+        """Return the first response that the next prompt shows, and its user messages."""
+        if len(self._users) == len(self._replies):
             raise ValueError(
                 "Expected a message since the last response, got none; call add() first"
             )
-        if len(self._pending) == 1:
-            return self._pending[0]
-        roles = {message["role"] for message in self._pending}
-        role: Literal["user", "tool"] = "tool" if roles == {"tool"} else "user"
-        return {"role": role, "content": "\n".join(message["content"] for message in self._pending)}
-
-    def _users(self) -> list[Message]:
-        """Return the user messages of the next prompt: one an exchange, and the current one."""
-        users = [*(user for user, _ in self._exchanges[self._first :]), self._current()]
-        if self._first and self._keep_first:
-            goal, rest = self._exchanges[0][0]["content"], users[0]["content"]
-            content = f"{goal}\n[{self._first} turns left out]\n{rest}"
+        first = 0 if self._history is None else max(0, len(self._replies) - self._history)
+        users = self._users[first:]
+        if first and self._keep_first:
+            content = (
+                f"{self._users[0]['content']}\n[{first} turns left out]\n{users[0]['content']}"
+            )
             users[0] = {"role": "user", "content": content}
-        return users
+        return first, users
 
 
 class MessageDialogue(Conversation):
@@ -154,13 +145,16 @@ class MessageDialogue(Conversation):
 
     def prompt(self) -> list[Message]:
         """Return the messages to answer."""
-        *earlier, current = self._users()
-        messages: list[Message] = (
-            [{"role": "system", "content": self._system}] if self._system else []
-        )
-        for user, (_, reply) in zip(earlier, self._exchanges[self._first :], strict=True):
+        first, users = self._shown()
+        messages = [Message(role="system", content=self._system)] if self._system else []
+        for user, reply in zip(users[:-1], self._replies[first:], strict=True):
             messages += [user, Message(role="assistant", content=reply.text)]
-        return [*messages, current]
+        return [*messages, users[-1]]
+
+    def append(self, generation: Generation) -> None:
+        """Record the response to ``prompt()``."""
+        self._shown()  # raises without a message to respond to
+        self._replies.append(generation)
 
 
 class Dialogue(Conversation):
@@ -221,10 +215,11 @@ class Dialogue(Conversation):
             )
         if sequence is not self.sequence:
             self._closed = self.sequences()
-            self.sequence, self._start = sequence, self._first
+            self.sequence, (self._start, _) = sequence, self._shown()
         sequence.extend(tokens, kinds)
         sequence.extend(generation.response_ids, repeat("assistant", count), generation)
-        super().append(generation)
+        self._replies.append(generation)
+        self._staged = None
 
     def sequences(self) -> list[TokenSequence]:
         """Return the sequences to train on; each sampled token has mask 1 in one of them."""
@@ -234,17 +229,14 @@ class Dialogue(Conversation):
         """Return the sequence to continue, and tokens and kinds of the pending messages."""
         if self._staged is not None:
             return self._staged
-        users = self._users()
+        first, users = self._shown()
         sequence = self.sequence
-        if not self._exchanges:
+        if self._replies and first == self._start:
+            tokens, kinds = self._template.delta(users[-1], self._replies[-1].response_ids)
+        else:  # where turns were dropped, in a new sequence with earlier responses as context
+            sequence = TokenSequence() if self._replies else sequence
             tokens, kinds = self._template.opening(self._system, users[0])
-        elif self._first == self._start:
-            response = self._exchanges[-1][1].response_ids
-            tokens, kinds = self._template.delta(users[-1], response)
-        else:  # turns were dropped: a new sequence, in which earlier responses are context
-            sequence = TokenSequence()
-            tokens, kinds = self._template.opening(self._system, users[0])
-            for (_, reply), user in zip(self._exchanges[self._first :], users[1:], strict=True):
+            for reply, user in zip(self._replies[first:], users[1:], strict=True):
                 sequence.extend(tokens, kinds)
                 sequence.extend(reply.response_ids, repeat("assistant", len(reply.response_ids)))
                 tokens, kinds = self._template.delta(user, reply.response_ids)
@@ -270,7 +262,11 @@ class ChatTemplate:
         # our own tags stay as they are where a tokenizer has them as special tokens
         specials = [token for token in known if len(token) > 1 and not is_protocol_tag(token)]
         longest_first = sorted(specials, key=len, reverse=True)
-        self._specials = re.compile("|".join(map(re.escape, longest_first))) if specials else None
+        any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._defused = partial(  # breaks up the special tokens of this tokenizer in a text
+            any_special.sub,
+            lambda token: ("&lt;" if token[0][0] == "<" else f"{token[0][0]} ") + token[0][1:],
+        )
 
     def opening(self, system: str, user: Message) -> tuple[list[int], list[SpanKind]]:
         """Return tokens and kinds of system and first user message, with the generation prompt.
@@ -295,9 +291,9 @@ class ChatTemplate:
     def delta(self, message: Message, response: Sequence[int]) -> tuple[list[int], list[SpanKind]]:
         """Return tokens and kinds from the end of ``response`` to the next generation prompt."""
         message = {**message, "content": self._defused(message["content"])}
-        tokens, kinds = self._after_reply([message], generation=True)
+        tokens, kinds = self._after_reply(message)
         if self._end is None:
-            self._end, _ = self._after_reply([], generation=False)
+            self._end, _ = self._after_reply()
         # a response that ended its turn has sampled the tokens that the delta begins with
         longest = min(len(self._end), len(response), len(tokens))
         for overlap in range(longest, 0, -1):
@@ -305,11 +301,9 @@ class ChatTemplate:
                 return tokens[overlap:], kinds[overlap:]
         return tokens, kinds
 
-    def _after_reply(
-        self, messages: list[Message], *, generation: bool
-    ) -> tuple[list[int], list[SpanKind]]:
+    def _after_reply(self, *messages: Message) -> tuple[list[int], list[SpanKind]]:
         """Render messages after a stand-in reply; return what stands behind that reply."""
-        text = self._render([*_BEFORE, *messages], add_generation_prompt=generation)
+        text = self._render([*_BEFORE, *messages], add_generation_prompt=bool(messages))
         head, found, tail = text.partition(_REPLY)
         if not found:
             raise ValueError(
@@ -331,12 +325,3 @@ class ChatTemplate:
             else:
                 kinds.append("system" if start < system_end else "user")
         return list(encoded["input_ids"]), kinds
-
-    def _defused(self, content: str) -> str:
-        """Return ``content`` with the special tokens of this tokenizer broken up."""
-        if self._specials is None:
-            return content
-        return self._specials.sub(
-            lambda token: ("&lt;" if token[0][0] == "<" else f"{token[0][0]} ") + token[0][1:],
-            content,
-        )

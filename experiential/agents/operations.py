@@ -120,24 +120,16 @@ def parse_operations(
     """
     objects, superseded = find_objects(text)
     operations: list[Operation] = []
-    refused: list[Refusal] = []
-    claimed: set[object] = set()
-
-    def refuse(reason: Reason, start: int, end: int) -> None:
-        excerpt = clean(text[start : min(end, start + _EXCERPT)])
-        refused.append(Refusal(reason=reason, text=excerpt))
-
-    for one in superseded:
-        refuse(Reason.SUPERSEDED, one.start, one.end)
+    refused = [(Reason.SUPERSEDED, one) for one in superseded]
     if not objects:
-        refuse(Reason.NO_OPERATIONS, 0, len(text))
+        refused.append((Reason.NO_OPERATIONS, ScannedObject(0, len(text))))
+    claimed: set[object] = set()
     for one in objects:
         try:
             if one.fault is not None:
                 raise _Refused(one.fault)
             operation, wrong_triples = _operation(one, shown, kinds)
-            for _ in range(wrong_triples):
-                refuse(Reason.WRONG_TRIPLE, one.start, one.end)
+            refused += [(Reason.WRONG_TRIPLE, one)] * wrong_triples
             # an entry may be changed once, a text added once
             match operation:
                 case Add(text=added):
@@ -153,11 +145,15 @@ def parse_operations(
             if len(operations) >= max_operations:
                 raise _Refused(Reason.TOO_MANY)
         except _Refused as refusal:
-            refuse(refusal.args[0], one.start, one.end)
+            refused.append((refusal.args[0], one))
         else:
             claimed |= claims
             operations.append(operation)
-    return ParsedOperations(operations=tuple(operations), refused=tuple(refused))
+    refusals = tuple(
+        Refusal(reason=reason, text=clean(text[one.start : min(one.end, one.start + _EXCERPT)]))
+        for reason, one in refused
+    )
+    return ParsedOperations(operations=tuple(operations), refused=refusals)
 
 
 def find_objects(text: str) -> tuple[list[ScannedObject], list[ScannedObject]]:
@@ -211,22 +207,20 @@ def operations_schema(
         update = {"update": {"entry": entry, "text": text}} if shown else {}
         add = {"text": text, "triples": _TRIPLES} if triples else {"text": text}
         fields = {"add": add, **update, "return": {}}
-    variants = [
-        _closed({"op": {"type": "string", "enum": [op]}, **given}) for op, given in fields.items()
-    ]
+    closed = {"additionalProperties": False}
+    variants: list[dict[str, Any]] = []
+    for op, given in fields.items():
+        parts = {"op": {"type": "string", "enum": [op]}, **given}
+        variants.append({"type": "object", "properties": parts, "required": list(parts), **closed})
     items = {"anyOf": variants}
     listed = {"type": "array", "items": items, "minItems": 1, "maxItems": max_operations}
-    return _closed({"operations": listed})
+    root = {"operations": listed}
+    return {"type": "object", "properties": root, "required": list(root), **closed}
 
 
 _PART = {"type": "string", "minLength": 1, "maxLength": LONGEST}
 _TRIPLE: dict[str, Any] = {"type": "array", "items": _PART, "minItems": 3, "maxItems": 3}
 _TRIPLES: dict[str, Any] = {"type": "array", "items": _TRIPLE, "maxItems": MOST_TRIPLES}
-
-
-def _closed(fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    required = {"required": list(fields), "additionalProperties": False}
-    return {"type": "object", "properties": fields, **required}
 
 
 def clean(text: str) -> str:
@@ -300,23 +294,32 @@ def _operation(
         raise _Refused(Reason.UNEXPECTED_OP)
     if op == "return":
         return Return(span=span), 0
-    if op == "add":
-        text, kind = _text(fields), fields.get("kind")
-        kind = clean(kind) if isinstance(kind, str) else ""
-        triples, wrong = read_triples(_first(fields, _TRIPLE_KEYS))
-        kind = kind if 0 < len(kind) <= 40 else "lesson"
-        return Add(text=text, kind=kind, triples=triples, span=span), wrong
-    given = _first(fields, _ENTRIES_KEYS if op == "merge" else _ENTRY_KEYS)
-    entries = tuple(dict.fromkeys(_numbers(given)))
-    if not entries:
-        raise _Refused(Reason.MISSING_ENTRY)
-    if any(n < 1 or (shown is not None and n > shown) for n in entries):
-        raise _Refused(Reason.ENTRY_OUT_OF_RANGE)
+    entries: tuple[int, ...] = ()
+    if op != "add":
+        given = _first(fields, _ENTRIES_KEYS if op == "merge" else _ENTRY_KEYS)
+        entries = tuple(dict.fromkeys(_numbers(given)))
+        if not entries:
+            raise _Refused(Reason.MISSING_ENTRY)
+        if any(n < 1 or (shown is not None and n > shown) for n in entries):
+            raise _Refused(Reason.ENTRY_OUT_OF_RANGE)
+        if op in ("keep", "discard"):
+            return (Keep if op == "keep" else Discard)(entry=entries[0], span=span), 0
+    text = _first(fields, _TEXT_KEYS)
+    if not isinstance(text, str):
+        raise _Refused(Reason.MISSING_TEXT)
+    if len(text) > TEXT_LIMIT:
+        raise _Refused(Reason.TEXT_TOO_LONG)
+    if not (text := clean(text)):
+        raise _Refused(Reason.EMPTY_TEXT)
     if op == "merge":
-        return Merge(entries=entries, text=_text(fields), span=span), 0
+        return Merge(entries=entries, text=text, span=span), 0
     if op == "update":
-        return Update(entry=entries[0], text=_text(fields), span=span), 0
-    return (Keep if op == "keep" else Discard)(entry=entries[0], span=span), 0
+        return Update(entry=entries[0], text=text, span=span), 0
+    kind = fields.get("kind")
+    kind = clean(kind) if isinstance(kind, str) else ""
+    triples, wrong = read_triples(_first(fields, _TRIPLE_KEYS))
+    kind = kind if 0 < len(kind) <= 40 else "lesson"
+    return Add(text=text, kind=kind, triples=triples, span=span), wrong
 
 
 def _lowered(fields: Any) -> dict[str, Any]:
@@ -325,17 +328,6 @@ def _lowered(fields: Any) -> dict[str, Any]:
 
 def _first(fields: dict[str, Any], keys: Sequence[str]) -> Any:
     return next((fields[key] for key in keys if key in fields), None)
-
-
-def _text(fields: dict[str, Any]) -> str:
-    value = _first(fields, _TEXT_KEYS)
-    if not isinstance(value, str):
-        raise _Refused(Reason.MISSING_TEXT)
-    if len(value) > TEXT_LIMIT:
-        raise _Refused(Reason.TEXT_TOO_LONG)
-    if not (text := clean(value)):
-        raise _Refused(Reason.EMPTY_TEXT)
-    return text
 
 
 def _numbers(value: Any) -> list[int]:
@@ -391,7 +383,7 @@ def scan_objects(
     while (opening := _BRACE.search(text, position, stop)) is not None:
         begin = opening.start()
         try:
-            fields, end = _read_object(text, begin, 0)
+            fields, end = _read_value(text, begin, 0, "item")
             one = ScannedObject(begin, end, fields)
         except _Stop as stopped:
             fault, end = stopped.args
@@ -411,53 +403,44 @@ def _skip(text: str, position: int) -> int:
     return position
 
 
-def _read_object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
-    if depth >= MAX_DEPTH:
-        raise _Stop(Reason.MALFORMED, position)
-    fields: dict[str, Any] = {}
-    position = _skip(text, position + 1)
-    while text[position] != "}":
-        if text[position] in "\"'":
-            key, position = _read_string(text, position, "key")
-        elif (word := _WORD.match(text, position)) is not None:
-            key, position = word.group(), word.end()
-        else:
-            raise _Stop(Reason.MALFORMED, position)
-        position = _skip(text, position)
-        if text[position] != ":":
-            raise _Stop(Reason.MALFORMED, position)
-        fields[key], position = _read_value(text, _skip(text, position + 1), depth, "member")
-        position = _skip(text, position)
-        if text[position] in "]<":  # the closing brace was forgotten, every field is complete
-            return fields, position
-        if text[position] == ",":
-            position = _skip(text, position + 1)
-    return fields, position + 1
-
-
 def _read_value(text: str, position: int, depth: int, place: str) -> tuple[Any, int]:
-    """Read the value at ``position`` of an object (``member``) or a list (``item``)."""
+    """Read the value at ``position``: of an object (``member``) or in a list (``item``)."""
     opening = text[position]
     if opening in "\"'":
         return _read_string(text, position, place)
-    if opening == "{":
-        return _read_object(text, position, depth + 1)
-    if opening == "[":
-        if depth + 1 >= MAX_DEPTH:
+    if opening not in "{[":
+        if (literal := _LITERAL.match(text, position)) is None:
             raise _Stop(Reason.MALFORMED, position)
-        items: list[Any] = []
-        position = _skip(text, position + 1)
-        while text[position] != "]":
+        word = literal.group()
+        return (None if word.lower() in {"null", "none", "true", "false"} else word), literal.end()
+    if depth >= MAX_DEPTH:
+        raise _Stop(Reason.MALFORMED, position)
+    items: list[Any] = []
+    fields: dict[str, Any] = {}
+    position = _skip(text, position + 1)
+    while text[position] != ("]" if opening == "[" else "}"):
+        if opening == "[":
             item, position = _read_value(text, position, depth + 1, "item")
             items.append(item)
             position = _skip(text, position)
-            if text[position] == ",":
-                position = _skip(text, position + 1)
-        return items, position + 1
-    if (literal := _LITERAL.match(text, position)) is None:
-        raise _Stop(Reason.MALFORMED, position)
-    word = literal.group()
-    return (None if word.lower() in {"null", "none", "true", "false"} else word), literal.end()
+        else:
+            if text[position] in "\"'":
+                key, position = _read_string(text, position, "key")
+            elif (word := _WORD.match(text, position)) is not None:
+                key, position = word.group(), word.end()
+            else:
+                raise _Stop(Reason.MALFORMED, position)
+            position = _skip(text, position)
+            if text[position] != ":":
+                raise _Stop(Reason.MALFORMED, position)
+            position = _skip(text, position + 1)
+            fields[key], position = _read_value(text, position, depth + 1, "member")
+            position = _skip(text, position)
+            if text[position] in "]<":  # the closing brace was forgotten, every field is complete
+                return fields, position
+        if text[position] == ",":
+            position = _skip(text, position + 1)
+    return (items if opening == "[" else fields), position + 1
 
 
 def _read_string(text: str, position: int, place: str) -> tuple[str, int]:
