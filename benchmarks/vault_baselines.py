@@ -148,7 +148,7 @@ def untrained(kind: str, seed: int, scratch: Path) -> Outcomes:
     def make_actor() -> ActorAgent:
         actor = ActorAgent(llm, prompts="brief", temperature=experiment.eval.temperature)
         if kind != "shipped":
-            texts = {**actor.prompts.texts, "actor_system": "Do what the note says."}
+            texts = {**actor.prompts.texts, "actor_system": "Do what the note says.".format}
             texts["actor_choice"] = texts["actor_system"]
             actor.prompts = dataclasses.replace(actor.prompts, texts=texts)
         return actor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from experiential.agents.dialogue import Dialogue, MessageDialogue, SpanKind
 from experiential.agents.prompts import derived_seed, prompt_set
@@ -15,13 +16,44 @@ from experiential.llm.base import LLM, SamplingParams
 from experiential.sync import EventLoopThread, shared_loop
 from experiential.types import FinishReason, Generation
 
+T = TypeVar("T")
+P = ParamSpec("P")
+Self = TypeVar("Self")
 CALLS = ("search_and_ask", "search_experience", "search_knowledge", "answer")
 """Tags that reach the environment and its wrappers unchanged."""
 STOP = ("</action>", "</search_and_ask>", "</search_experience>", "</search_knowledge>")
 """Strings that end a response; four, since services take no more. An answer needs none."""
 
-T = TypeVar("T")
 _OPEN = re.compile(rf"<(action|{'|'.join(CALLS)})>", re.IGNORECASE)
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from synchronous code, even on the shared loop's own thread."""
+    shared = shared_loop()
+    try:
+        nested = asyncio.get_running_loop() is shared.loop
+    except RuntimeError:
+        nested = False
+    if not nested:
+        return shared.run(coroutine)
+    loop = EventLoopThread("experiential-nested")
+    try:
+        return loop.run(coroutine)
+    finally:
+        loop.close()
+
+
+def blocking(
+    method: Callable[Concatenate[Self, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Self, P], T]:
+    """Return the synchronous twin of an agent's coroutine method, a subclass's included."""
+
+    @wraps(method)
+    def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_sync(getattr(self, method.__name__)(*args, **kwargs))
+
+    call.__name__ = method.__name__.removeprefix("a")
+    return call
 
 
 class ActorAgent:
@@ -105,10 +137,6 @@ class ActorAgent:
         self.generations: list[Generation] = []
         self._experience: str | None = None
 
-    def act(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
-        """Return the action for ``observation``; see `aact`."""
-        return run_sync(self.aact(observation, info))
-
     async def aact(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
         """Return the action for ``observation``; of ``info`` use admissible and experience_prompt.
 
@@ -133,6 +161,8 @@ class ActorAgent:
         self.generations.append(generation)
         self._experience = advice
         return generation.text if generation.text in choices else extract_action(generation.text)
+
+    act = blocking(aact)
 
     def replay(
         self,
@@ -231,19 +261,3 @@ def extract_action(text: str) -> str:
     if closing:
         return answer[opening.start() : closing.end()]
     return f"{answer[opening.start() :]}</{opening[1].lower()}>"
-
-
-def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from synchronous code, even on the shared loop's own thread."""
-    shared = shared_loop()
-    try:
-        nested = asyncio.get_running_loop() is shared.loop
-    except RuntimeError:
-        nested = False
-    if not nested:
-        return shared.run(coroutine)
-    loop = EventLoopThread("experiential-nested")
-    try:
-        return loop.run(coroutine)
-    finally:
-        loop.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import cast, get_args
 
-from experiential.agents.actor import run_sync
+from experiential.agents.actor import blocking
 from experiential.agents.operations import TEXT_LIMIT, clean
 from experiential.agents.prompts import Asker, EntryLike, cut_middle, entry_text, prompt_set
 from experiential.llm.base import LLM, SamplingParams
@@ -60,10 +60,6 @@ class CriticAgent:
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, priority=0)
         self._asker = Asker(llm, sampling, seed)
 
-    def judge(self, task: str, entry: EntryLike, success_rate: float) -> Critique:
-        """Return the verdict on an entry; see `ajudge`."""
-        return run_sync(self.ajudge(task, entry, success_rate))
-
     async def ajudge(self, task: str, entry: EntryLike, success_rate: float) -> Critique:
         """Return the verdict on an entry.
 
@@ -80,6 +76,8 @@ class CriticAgent:
             return Critique(verdict=verdict, text=None)
         if verdict != "refine":
             return Critique(verdict=verdict, text=entry_text(entry))
-        adapted = await self._asker.ask(self.prompts.adapt_messages(task, entry))
+        adapted = await self._asker.ask(self.prompts.critic_messages(task, entry, None))
         written = cut_middle(clean(_THINKING.sub("", adapted.text)), TEXT_LIMIT - 40)
         return Critique(verdict=verdict, text=written or entry_text(entry))
+
+    judge = blocking(ajudge)

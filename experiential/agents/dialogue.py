@@ -125,10 +125,8 @@ class Conversation:
         first = 0 if self._history is None else max(0, len(self._replies) - self._history)
         users = self._users[first:]
         if first and self._keep_first:
-            content = (
-                f"{self._users[0]['content']}\n[{first} turns left out]\n{users[0]['content']}"
-            )
-            users[0] = {"role": "user", "content": content}
+            goal, rest = self._users[0]["content"], users[0]["content"]
+            users[0] = {"role": "user", "content": f"{goal}\n[{first} turns left out]\n{rest}"}
         return first, users
 
 

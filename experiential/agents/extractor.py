@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiential.agents.actor import run_sync
+from experiential.agents.actor import blocking, run_sync
 from experiential.agents.operations import (
     CONSOLIDATION,
     DISTILLATION,
@@ -17,12 +17,13 @@ from experiential.agents.operations import (
     parse_operations,
 )
 from experiential.agents.prompts import (
+    CAUTIONARY,
     DISTILL_BUDGET,
+    GUIDING,
     Asker,
     EntryLike,
     cut_middle,
     entry_text,
-    principle_kind,
     prompt_set,
 )
 from experiential.bank.extractor import Extractor
@@ -140,21 +141,9 @@ class ExtractorAgent:
         """Return the optimiser steps that the backend's weights have seen."""
         return self.llm.version
 
-    def distill(self, trajectory: Trajectory, shown: Sequence[EntryLike] = ()) -> Distillation:
-        """Return the lessons of one trajectory; see `adistill`."""
-        return run_sync(self.adistill(trajectory, shown))
-
     def refine(self, query: str, experience: EntryLike) -> str:
         """Rewrite an entry for a question; see `arefine`."""
         return run_sync(self.arefine(query, experience))[0]
-
-    def merge(self, experiences: Sequence[EntryLike]) -> Distillation:
-        """Consolidate entries; see `amerge`."""
-        return run_sync(self.amerge(experiences))
-
-    def judge(self, a: EntryLike, b: EntryLike) -> bool:
-        """Return whether two entries teach the same lesson; see `ajudge`."""
-        return run_sync(self.ajudge(a, b))
 
     async def adistill(
         self, trajectory: Trajectory, shown: Sequence[EntryLike] = ()
@@ -173,13 +162,16 @@ class ExtractorAgent:
         # principles are additions only, so no entry is shown to be updated
         messages = self.prompts.principle_messages(trajectory, limit, budget=budget)
         found = await self._operations(messages, limit, 0, PRINCIPLES)
-        kind = {"kind": principle_kind(trajectory)}  # the outcome decides, whatever the answer says
+        # the outcome decides the kind, whatever the answer says
+        kind = {"kind": GUIDING if trajectory.success else CAUTIONARY}
         typed = tuple(
             one.model_copy(update=kind) if isinstance(one, Add) else one
             for one in found.parsed.operations
         )
         parsed = found.parsed.model_copy(update={"operations": typed})
         return found.model_copy(update={"parsed": parsed})
+
+    distill = blocking(adistill)
 
     async def arefine(self, query: str, experience: EntryLike) -> tuple[str, Generation | None]:
         """Rewrite an entry for a question; return the text and the response that it came from.
@@ -197,11 +189,15 @@ class ExtractorAgent:
         messages, count = self.prompts.merge_messages(experiences), len(experiences)
         return await self._operations(messages, count, count, CONSOLIDATION)
 
+    merge = blocking(amerge)
+
     async def ajudge(self, a: EntryLike, b: EntryLike) -> bool:
         """Return whether two entries teach the same lesson; an unclear answer counts as no."""
         generation = await self._asker.ask(self.prompts.judge_messages(a, b))
         verdict = _VERDICT.search(_THINKING.sub("", generation.text))
         return verdict is not None and verdict[1].lower() == "yes"
+
+    judge = blocking(ajudge)
 
     async def _operations(
         self, messages: list[Message], most: int, shown: int, kinds: tuple[str, ...]

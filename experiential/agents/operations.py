@@ -294,10 +294,9 @@ def _operation(
         raise _Refused(Reason.UNEXPECTED_OP)
     if op == "return":
         return Return(span=span), 0
-    entries: tuple[int, ...] = ()
+    given = _first(fields, _ENTRIES_KEYS if op == "merge" else _ENTRY_KEYS)
+    entries = tuple(dict.fromkeys(_numbers(given)))
     if op != "add":
-        given = _first(fields, _ENTRIES_KEYS if op == "merge" else _ENTRY_KEYS)
-        entries = tuple(dict.fromkeys(_numbers(given)))
         if not entries:
             raise _Refused(Reason.MISSING_ENTRY)
         if any(n < 1 or (shown is not None and n > shown) for n in entries):

@@ -9,8 +9,8 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,7 @@ from string import Template
 from types import MappingProxyType
 from typing import Any
 
-from experiential.agents.dialogue import Dialogue
+from experiential.agents.dialogue import ChatTemplate
 from experiential.agents.operations import read_triples
 from experiential.bank.text import disarm
 from experiential.llm.base import LLM, Prompt, SamplingParams
@@ -58,11 +58,6 @@ def entry_text(entry: EntryLike) -> str:
     return entry.text if isinstance(entry, Experience) else entry
 
 
-def principle_kind(trajectory: Trajectory) -> str:
-    """Return the kind of principle that an episode teaches: guiding after a success."""
-    return GUIDING if trajectory.success else CAUTIONARY
-
-
 def principle_text(entry: Experience) -> str:
     """Show an entry to an agent that asks for principles: kind, Laplace score, sentence, triples.
 
@@ -92,7 +87,7 @@ class PromptSet:
 
     name: str
     version: str
-    texts: Mapping[str, str]
+    texts: Mapping[str, Callable[..., str]]  # each fills in one template
     structured: bool = True
 
     def actor_system(
@@ -106,7 +101,7 @@ class PromptSet:
             constrained: the reply is restricted to the admissible actions.
         """
         given = f"{instruction.strip()}\n\n" if instruction.strip() else ""
-        text = self._fill("actor_choice" if constrained else "actor_system", instruction=given)
+        text = self.texts["actor_choice" if constrained else "actor_system"](instruction=given)
         return f"{text}\n{experience}" if experience else text
 
     def distill_messages(
@@ -121,7 +116,7 @@ class PromptSet:
 
         Play longer than ``budget`` characters is shortened in the middle.
         """
-        entries = self._fill("entries" if shown else "no_entries", numbered=numbered(shown))
+        entries = self.texts["entries" if shown else "no_entries"](numbered=numbered(shown))
         record = self._record(trajectory, budget)
         return self._ask("distill", entries=entries, max_operations=str(max_operations), **record)
 
@@ -132,8 +127,12 @@ class PromptSet:
 
         Of the environment it holds only what the actor saw and did, and whether it succeeded.
         """
-        kind = principle_kind(trajectory)
-        words = {"kind": kind, "about": self._fill(kind), "max_operations": str(max_operations)}
+        kind = GUIDING if trajectory.success else CAUTIONARY
+        words = {
+            "kind": kind,
+            "about": self.texts[kind](),
+            "max_operations": str(max_operations),
+        }
         return self._ask("principle", **words, **self._record(trajectory, budget))
 
     def reflect_messages(
@@ -147,30 +146,33 @@ class PromptSet:
 
         ``memory`` are reflections that led to success before.
         """
-        shown = self._fill("memory" if memory else "no_memory", numbered=numbered(memory))
+        shown = self.texts["memory" if memory else "no_memory"](numbered=numbered(memory))
         record = self._record(trajectory, budget, withheld=True)
         return self._ask("reflect", memory=shown, **record)
 
     def reflected(self, reflection: str) -> str:
         """Return the block that shows a reflection to the actor of a second attempt."""
-        return self._fill("reflected", block=experience_block([reflection]))
+        return self.texts["reflected"](block=experience_block([reflection]))
 
     def retry(self, trajectory: Trajectory, *, budget: int = DISTILL_BUDGET) -> str:
         """Return the block that shows the record of a first attempt instead (table 9 of ERL)."""
-        return self._fill("retry", **self._record(trajectory, budget))
+        return self.texts["retry"](**self._record(trajectory, budget))
 
     def refine_messages(self, query: str, experience: EntryLike) -> list[Message]:
         """Return the request to the extractor to fit one entry to an agent's question."""
         return self._ask("refine", note=_indented(experience), query=_indented(query))
 
-    def critic_messages(self, task: str, entry: EntryLike, success_rate: float) -> list[Message]:
-        """Return the question to an actor about an entry; ``success_rate`` is in [0, 1]."""
-        rate, task = f"{100 * success_rate:.0f}", _quoted(task, DISTILL_BUDGET)
-        return self._ask("critic", task=task, note=_indented(entry), rate=rate)
+    def critic_messages(
+        self, task: str, entry: EntryLike, success_rate: float | None
+    ) -> list[Message]:
+        """Return the question to an actor about an entry; ``success_rate`` is in [0, 1].
 
-    def adapt_messages(self, task: str, entry: EntryLike) -> list[Message]:
-        """Return the request to an actor to refine an entry by its own knowledge."""
-        return self._ask("adapt", task=_quoted(task, DISTILL_BUDGET), note=_indented(entry))
+        Without a rate it is the request to refine the entry by the actor's own knowledge.
+        """
+        slots = {"task": _quoted(task, DISTILL_BUDGET), "note": _indented(entry)}
+        if success_rate is None:
+            return self._ask("adapt", **slots)
+        return self._ask("critic", **slots, rate=f"{100 * success_rate:.0f}")
 
     def merge_messages(self, experiences: Sequence[EntryLike]) -> list[Message]:
         """Return the request to the extractor to consolidate entries."""
@@ -180,13 +182,10 @@ class PromptSet:
         """Return the question to the extractor whether two entries teach the same."""
         return self._ask("judge", first=_indented(a), second=_indented(b))
 
-    def _fill(self, key: str, **values: str) -> str:
-        return Template(self.texts[key]).substitute(values)
-
     def _ask(self, name: str, **values: str) -> list[Message]:
         return [
-            {"role": "system", "content": self._fill(f"{name}_system", **values)},
-            {"role": "user", "content": self._fill(f"{name}_user", **values)},
+            {"role": "system", "content": self.texts[f"{name}_system"](**values)},
+            {"role": "user", "content": self.texts[f"{name}_user"](**values)},
         ]
 
     def _record(
@@ -201,21 +200,21 @@ class PromptSet:
         texts: list[str] = []
         for turn in trajectory.turns:
             action, feedback = _quoted(turn.action, limit), _quoted(turn.feedback, limit)
-            text = self._fill("turn", action=action, feedback=feedback)
+            text = self.texts["turn"](action=action, feedback=feedback)
             if withheld and turn.withheld:
-                text += self._fill("withheld", comment=_quoted(turn.withheld, limit))
+                text += self.texts["withheld"](comment=_quoted(turn.withheld, limit))
             texts.append(text)
         head, tail = kept_ends([len(text) for text in texts], budget)
         if missing := len(texts) - head - tail:
-            texts[head : head + missing] = [self._fill("left_out", count=str(missing))]
+            texts[head : head + missing] = [self.texts["left_out"](count=str(missing))]
         if trajectory.error is not None:
-            outcome = self._fill("error", error=_quoted(trajectory.error, len(trajectory.error)))
+            outcome = self.texts["error"](error=_quoted(trajectory.error, len(trajectory.error)))
         else:
-            outcome = self._fill("success" if trajectory.success else "failure")
+            outcome = self.texts["success" if trajectory.success else "failure"]()
         opening = trajectory.turns[0].observation if trajectory.turns else ""
         return {
             "task": _quoted(trajectory.task, budget),
-            "opening": self._fill("opening", observation=_quoted(opening, budget // 4)),
+            "opening": self.texts["opening"](observation=_quoted(opening, budget // 4)),
             "play": "".join(texts),
             "outcome": outcome,
             "reward": f"{trajectory.reward:g}",
@@ -258,26 +257,26 @@ def prompt_set(name: str) -> PromptSet:
         known = ", ".join(sorted(words["versions"]))
         raise ValueError(f"Expected a prompt set of {known}, got {name!r}")
     shared = words["shared"]
-    texts = {key: Template(text).safe_substitute(shared) for key, text in words[name].items()}
+    texts = {
+        key: Template(Template(text).safe_substitute(shared)).substitute
+        for key, text in words[name].items()
+    }
     shown = MappingProxyType(texts)  # one set serves all agents of a process
     return PromptSet(name, words["versions"][name], shown, structured=name != "brief")
 
 
+@dataclass
 class Asker:
     """Put prompts to a backend, each on its own.
 
     Caveat: with a ``seed`` the answer to a prompt depends on how often that prompt was asked
     before, so that equal questions get different draws and a run can still be repeated.
-
-    Args:
-        llm: the backend.
-        sampling: how answers are drawn unless a question says otherwise.
-        seed: makes every request repeatable; None leaves it to the backend.
     """
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, seed: int | None) -> None:
-        self.llm, self.sampling, self.seed = llm, sampling, seed
-        self._asked: Counter[int] = Counter()
+    llm: LLM
+    sampling: SamplingParams  # how answers are drawn unless a question says otherwise
+    seed: int | None  # makes every request repeatable; None leaves it to the backend
+    _asked: Counter[int] = field(default_factory=Counter[int], init=False)
 
     async def ask(self, messages: list[Message], **options: Any) -> Generation:
         """Return the answer to one prompt; ``options`` replace parts of the sampling."""
@@ -289,10 +288,8 @@ class Asker:
         prompt: Prompt = messages
         if self.llm.tokenizer is not None:
             # as token ids, so that no text can pass for a control token of this tokenizer
-            dialogue = Dialogue(self.llm.tokenizer)
-            for message in messages:
-                dialogue.add(message)
-            prompt = dialogue.prompt()
+            system, user = messages
+            prompt, _ = ChatTemplate(self.llm.tokenizer).opening(system["content"], user)
         sampling = self.sampling.model_copy(update={"seed": seed, **options})
         return await self.llm.generate(prompt, sampling)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from experiential.agents.actor import run_sync
+from experiential.agents.actor import blocking
 from experiential.agents.operations import parse_operations
 from experiential.agents.prompts import DISTILL_BUDGET, Asker, EntryLike, prompt_set
 from experiential.bank.protocol import Bank
@@ -87,10 +87,6 @@ class Reflector:
         draw: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "priority": priority}
         self._asker = Asker(llm, SamplingParams(max_tokens=max_tokens, stop=_STOP, **draw), seed)
 
-    def reflect(self, trajectory: Trajectory, memory: Sequence[EntryLike] = ()) -> Reflection:
-        """Return guidance for another attempt; see `areflect`."""
-        return run_sync(self.areflect(trajectory, memory))
-
     async def areflect(
         self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, seed: int | None = None
     ) -> Reflection:
@@ -107,6 +103,8 @@ class Reflector:
         text, reason = read_reflection(generation.text, cut=cut)
         block = None if text is None else self.prompts.reflected(text)
         return Reflection(text=text, block=block, generation=generation, reason=reason)
+
+    reflect = blocking(areflect)
 
 
 class Retry:
@@ -224,8 +222,7 @@ class PrivateMemory(ReflectionMemory):
     ['Never turn back.']
     """
 
-    def __init__(self) -> None:
-        self.text = ""  # before the first reflection
+    text = ""  # before the first reflection
 
     def recall(self, trajectory: Trajectory) -> list[str]:
         """Return the one reflection for any task; none before the first."""

@@ -61,7 +61,37 @@ class TextWrapper(RecordConstructorArgs, gym.Wrapper[str, str, str, str]):
         require_text(env.observation_space)
 
 
-class ExperienceWrapper(TextWrapper):
+class BankWrapper(TextWrapper):
+    """Serve as base of wrappers that record episodes in a log, their own or one from below."""
+
+    log: EpisodeLog
+    _owned = False  # whether the manager was built here and must be closed here
+
+    @property
+    def episode(self) -> Episode | None:
+        """Return the running episode, or None."""
+        return self.log.episode
+
+    @property
+    def last_trajectory(self) -> Trajectory | None:
+        """Return the last finished or abandoned episode."""
+        return self.log.last_trajectory
+
+    @property
+    def abandoned(self) -> int:
+        """Return how many episodes with turns a reset or close cut off."""
+        return self.log.abandoned
+
+    def close(self) -> None:
+        """Close the environment, and the manager if this wrapper built it; the bank stays open."""
+        self.log.abandon()
+        super().close()
+        if self._owned:
+            self._owned = False
+            self.log.manager.close()
+
+
+class ExperienceWrapper(BankWrapper):
     """Show retrieved experience to the agent and submit each finished episode for distillation.
 
     ``reset`` retrieves once by the task (``info["task"]``, else the first observation); with
@@ -132,8 +162,9 @@ class ExperienceWrapper(TextWrapper):
         options |= {"exclude_same_instance": exclude_same_instance, "where": where}
         super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         check_retrieval(k, when, inject, where)
-        for layer in layers(env):  # it would submit episodes twice, and read in a FREE episode
-            if isinstance(getattr(layer, "log", None), EpisodeLog):
+        # the innermost first, since others share its log
+        for layer in reversed(list(layers(env))):
+            if isinstance(layer, BankWrapper):  # it would submit twice, and read in a FREE episode
                 raise ValueError(
                     f"Expected no {type(layer).__name__} below ExperienceWrapper, got one; put it"
                     " outside, and use one bank"
@@ -166,29 +197,6 @@ class ExperienceWrapper(TextWrapper):
             observation, info = self._advise(observation, info, "turn")
         return observation, reward, terminated, truncated, info
 
-    def close(self) -> None:
-        """Close the environment, and the manager if this wrapper built it; the bank stays open."""
-        self.log.abandon()
-        super().close()
-        if self._owned:
-            self._owned = False
-            self.manager.close()
-
-    @property
-    def episode(self) -> Episode | None:
-        """Return the running episode, or None."""
-        return self.log.episode
-
-    @property
-    def last_trajectory(self) -> Trajectory | None:
-        """Return the last finished or abandoned episode."""
-        return self.log.last_trajectory
-
-    @property
-    def abandoned(self) -> int:
-        """Return how many episodes with turns a reset or close cut off."""
-        return self.log.abandoned
-
     def add_use(self, use: Use) -> None:
         """Credit a retrieval made outside this wrapper to the running episode.
 
@@ -208,9 +216,9 @@ class ExperienceWrapper(TextWrapper):
         episode, hits, error = self.log.episode, list[Hit](), None
         wanted = self.when != ("turn" if how == "episode_start" else "episode")
         if wanted and episode is not None and episode.guided:
-            query, scope = retrieval_query(episode, how), self.log.scope()
+            scope = self.log.scope()
             try:
-                hits = self.manager.search(query, k=self.k, episode=episode.id, **scope)
+                hits = self.manager.search(episode.query, k=self.k, episode=episode.id, **scope)
             except FAILURES as failure:
                 error = reason(failure)
             episode.use(hits, how)
@@ -303,9 +311,10 @@ class Episode:
         named = f"{self.task_id or self.task}#{seed}" if seed is not None else ""
         self.instance = str(info.get("instance") or named)
         self.observation = observation
+        self.query = self.task  # of a retrieval now: the task, then with the observation
         self.turns: list[Turn] = []
         self.uses: list[Use] = []
-        self.total = 0.0
+        self.reward = 0.0
 
     def record(self, action: Any, reward: float, observation: str, info: Mapping[str, Any]) -> None:
         """Add one turn; ``info["withheld"]`` is feedback that the agent was not shown."""
@@ -318,8 +327,8 @@ class Episode:
             withheld=str(info.get("withheld") or ""),
         )
         self.turns.append(turn)
-        self.observation = observation
-        self.total += reward
+        self.observation, self.query = observation, f"{self.task}\n{observation}"
+        self.reward += reward
 
     def use(self, hits: Sequence[Hit], how: How) -> None:
         """Add the hits that reached the actor now."""
@@ -333,21 +342,9 @@ class Episode:
         Without ``info["success"]``, a termination with a return above 0 counts as a success.
         """
         success = info.get("success")
-        return Trajectory(
-            id=self.id,
-            task=self.task,
-            task_id=self.task_id,
-            instance=self.instance,
-            group=self.group,
-            turns=tuple(self.turns),
-            reward=self.total,
-            success=bool(terminated and self.total > 0 if success is None else success),
-            seed=self.seed,
-            condition=self.condition,
-            uses=tuple(self.uses),
-            policy_version=self.policy_version,
-            error=error,
-        )
+        won = bool(terminated and self.reward > 0 if success is None else success)
+        same = {name: vars(self)[name] for name in Trajectory.model_fields if name in vars(self)}
+        return Trajectory(**same, success=won, error=error)
 
 
 def take_settings(
@@ -364,16 +361,20 @@ def take_settings(
     return settings, None if options is None else rest
 
 
-def retrieval_query(episode: Episode, how: How) -> str:
-    """Return the task, with the current observation when retrieving inside the episode."""
-    return episode.task if how == "episode_start" else f"{episode.task}\n{episode.observation}"
-
-
 def present(
     observation: str, inject: str, hits: Sequence[Hit] = (), error: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the observation to show after a retrieval, and the keys to add to info."""
-    extra: dict[str, Any] = {"experience": [hit_as_dict(hit) for hit in hits]}
+    """Return the observation to show after a retrieval, and the keys to add to info.
+
+    The text of a hit in ``info["experience"]`` is raw; escape it before prompting.
+    """
+    found: list[dict[str, Any]] = []
+    for hit in hits:
+        entry = hit.experience
+        shown = {"id": entry.id, "version": entry.version, "text": entry.text, "task": entry.task}
+        drawn = {"score": hit.score, "rank": hit.rank, "propensity": hit.propensity}
+        found.append(shown | drawn)
+    extra: dict[str, Any] = {"experience": found}
     if error is not None:
         extra["experience_error"] = error
     if hits and inject == "observation":
@@ -381,13 +382,6 @@ def present(
     if hits and inject == "system":
         extra["experience_prompt"] = experience_block(hits)
     return observation, extra
-
-
-def hit_as_dict(hit: Hit) -> dict[str, Any]:
-    """Return a hit as ``info["experience"]`` holds it; escape its raw text before prompting."""
-    entry = hit.experience
-    found = {"score": hit.score, "rank": hit.rank, "propensity": hit.propensity, "task": entry.task}
-    return {"id": entry.id, "version": entry.version, "text": entry.text, **found}
 
 
 def connect(

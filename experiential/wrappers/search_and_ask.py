@@ -12,17 +12,17 @@ import gymnasium as gym
 
 from experiential.agents.prompts import numbered, principle_text
 from experiential.envs.text_env import UnicodeText
-from experiential.types import Hit, Trajectory
+from experiential.types import Hit
 from experiential.wrappers.experience import (
     FAILURES,
     BankOrManager,
+    BankWrapper,
     Episode,
     EpisodeLog,
     ExperienceWrapper,
-    TextWrapper,
     connect,
-    hit_as_dict,
     layers,
+    present,
     reason,
     take_settings,
 )
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _CONTEXT = ("task", "task_id", "instance", "admissible")
 
 
-class SearchAndAskWrapper(TextWrapper):
+class SearchAndAskWrapper(BankWrapper):
     """Answer ``<search_and_ask>question</search_and_ask>`` from the bank instead of a step.
 
     The last tag of an action counts, whatever its case; a tool call as JSON text or mapping does
@@ -113,14 +113,13 @@ class SearchAndAskWrapper(TextWrapper):
             )
         self.max_calls, self.tag, self._repeat = max_calls, tag, repeat_observation
         self._refines, self._k, self._offers = refine, k, offer
-        self.log: EpisodeLog | None = None
-        self._owned = False
         below = next((one.log for one in layers(env) if isinstance(one, ExperienceWrapper)), None)
+        self._records = below is None  # else the wrapper below does
         if below is not None and bank is None:
-            self._session = below
+            self.log = below
         elif below is None and bank is not None:
             manager, self._owned = connect(bank, None)
-            self._session = self.log = EpisodeLog(manager)
+            self.log = EpisodeLog(manager)
         else:
             got = "neither" if bank is None else "both"
             raise ValueError(
@@ -134,23 +133,18 @@ class SearchAndAskWrapper(TextWrapper):
         text = isinstance(env.action_space, UnicodeText)  # it holds calls, and keeps its samples
         self.action_space = env.action_space if text else UnicodeText()
 
-    @property
-    def last_trajectory(self) -> Trajectory | None:
-        """Return the last finished or abandoned episode."""
-        return self._session.last_trajectory
-
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Start an episode with all calls left; consume the options of ``ExperienceWrapper``."""
         self._calls = self._refused = self._turns = 0
-        if self.log is None:
-            observation, info = self.env.reset(seed=seed, options=options)
-        else:
+        if self._records:
             settings, rest = take_settings(options, True)
             self.log.abandon()
             observation, info = self.env.reset(seed=seed, options=rest)
             self.log.episode = Episode(observation, info, seed, **settings)
+        else:
+            observation, info = self.env.reset(seed=seed, options=options)
         return observation, self._seen(observation, info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -162,19 +156,10 @@ class SearchAndAskWrapper(TextWrapper):
         self._refused = 0
         observation, reward, terminated, truncated, info = self.env.step(action)
         reward = float(reward)
-        if self.log is not None:
+        if self._records:
             extra = self.log.step(action, reward, observation, terminated, truncated, info)
             info = {**info, **extra}
         return observation, reward, terminated, truncated, self._seen(observation, info)
-
-    def close(self) -> None:
-        """Close the environment, and the manager if this wrapper built it."""
-        if self.log is not None:
-            self.log.abandon()
-        super().close()
-        if self._owned:
-            self._owned = False
-            self._session.manager.close()
 
     def tool_schema(self) -> dict[str, Any]:
         """Return the call as an OpenAI tool, for models that call tools instead of writing tags."""
@@ -201,30 +186,25 @@ class SearchAndAskWrapper(TextWrapper):
             return None
         return str(_fields(call.get("arguments", {})).get("query") or "").strip()
 
-    def call(self, query: str) -> str:
-        """Return the action that asks ``query``."""
-        return f"<{self.tag}>{query}</{self.tag}>"
-
     def _seen(self, observation: str, info: dict[str, Any]) -> dict[str, Any]:
-        """Keep the observation and context, as a call gives no new ones; return info to show."""
+        """Keep the observation and context, as a call gives no new ones; return info to show.
+
+        A call is offered among the admissible actions if it would be answered.
+        """
         self._observation = observation
         self._context = {key: info[key] for key in _CONTEXT if key in info}
-        return self._offered(info)
-
-    def _offered(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Return info with a call among the admissible actions, if it would be answered."""
-        episode = self._session.episode
-        answered = episode is not None and episode.guided and self._calls < self.max_calls
-        if not self._offers or "admissible" not in info or episode is None or not answered:
+        episode = self.log.episode if self._offers and self._calls < self.max_calls else None
+        if episode is None or not episode.guided or "admissible" not in info:
             return info
-        return {**info, "admissible": [*info["admissible"], self.call(episode.task)]}
+        call = f"<{self.tag}>{episode.task}</{self.tag}>"
+        return {**info, "admissible": [*info["admissible"], call]}
 
     def _answer(self, query: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        episode = self._session.episode
+        episode = self.log.episode
         if episode is None:
             raise gym.error.ResetNeeded("Expected reset() before this step: no episode is running")
-        refusal, hits = "", list[Hit]()
-        extra: dict[str, Any] = {"experience": []}
+        refusal, failure, hits = "", None, list[Hit]()
+        ending: dict[str, Any] = {}
         if not episode.guided:
             refusal = "not available"
         elif not query:
@@ -237,7 +217,7 @@ class SearchAndAskWrapper(TextWrapper):
             text = refusal
             self._refused += 1
             if truncated := self._refused >= PATIENCE:
-                extra |= self._session.finish(False, {})
+                ending = self.log.finish(False, {})
         else:
             self._calls += 1
             self._refused = 0
@@ -245,27 +225,29 @@ class SearchAndAskWrapper(TextWrapper):
                 hits, texts = self._found(query, episode)
                 text = numbered(texts) if texts else "Nothing found."
             except FAILURES as error:
-                text, extra["experience_error"] = "The search failed.", reason(error)
-        shown = [hit_as_dict(hit) for hit in hits]
-        if shown and not self._refines:
-            extra["experience"] = shown
-        left, hit = self.max_calls - self._calls if episode.guided else 0, (shown or [None])[0]
-        call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}
+                text, failure = "The search failed.", reason(error)
         observation = f"<search_result>\n{text}\n</search_result>"
         if self._repeat:
             observation += f"\n\n{self._observation}"
-        info = deepcopy(self._context) | extra | {"search_and_ask": call}
-        return observation, 0.0, False, truncated, self._offered(info)
+        _, found = present(observation, "none", hits, failure)
+        left, hit = self.max_calls - self._calls if episode.guided else 0, None
+        if hits:
+            hit = found["experience"][0]
+        if self._refines:  # the refined text is shown, not the entry
+            found["experience"] = []
+        call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}
+        info = deepcopy(self._context) | found | ending | {"search_and_ask": call}
+        return observation, 0.0, False, truncated, self._seen(self._observation, info)
 
     def _found(self, query: str, episode: Episode) -> tuple[list[Hit], list[str]]:
         """Ask the bank; return the hits and the texts to show, and credit the episode with them."""
-        turn, scope = len(episode.turns), self._session.scope()
+        turn, scope = len(episode.turns), self.log.scope()
         if not self._refines:
-            hits = self._session.manager.search(query, k=self._k, episode=episode.id, **scope)
+            hits = self.log.manager.search(query, k=self._k, episode=episode.id, **scope)
             texts = [principle_text(hit.experience) for hit in hits]
             episode.use(hits, "search_and_ask")
             return hits, texts
-        answer = self._session.manager.ask(query, turn=turn, episode=episode.id, **scope)
+        answer = self.log.manager.ask(query, turn=turn, episode=episode.id, **scope)
         if answer.text is None:
             return [], []
         if answer.use:

@@ -30,7 +30,6 @@ from experiential.wrappers.experience import (
     present,
     reason,
     require_text,
-    retrieval_query,
     take_settings,
 )
 
@@ -232,7 +231,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             groups.setdefault(self.logs[row[0]].scope()["exclude_instance"], []).append(row)
         calls = [
             self.manager.asearch(
-                [retrieval_query(episode, how) for _, episode, how in group],
+                [episode.query for _, episode, _ in group],
                 k=self.k,
                 episode=[episode.id for _, episode, _ in group],
                 **self.logs[group[0][0]].scope(),
