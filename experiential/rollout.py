@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 from experiential.agents.actor import ActorAgent
-from experiential.config import EnvSettings, WorldChange
+from experiential.config import EnvSettings
 from experiential.envs.make import make
 from experiential.errors import BackendError, ConfigError, EnvError, ExperientialError
 from experiential.sync import attempted
@@ -78,6 +78,7 @@ class Episode:
 _WORLDS = 1  # third coordinate of the draws of worlds, so that they differ from those of seeds
 
 
+@dataclass(frozen=True)
 class TaskSource:
     """Draw the tasks of each step.
 
@@ -86,18 +87,19 @@ class TaskSource:
     row; any other environment (``worlds`` is None) gets fresh seeds.
     """
 
-    def __init__(self, settings: EnvSettings, worlds: int | None, seed: int) -> None:
-        self._changes: Sequence[WorldChange] = sorted(settings.changes, key=lambda c: c.step)
-        self._worlds, self._visits, self._seed = worlds, settings.visits, seed
+    settings: EnvSettings
+    worlds: int | None
+    seed: int
 
     def tasks(self, step: int, groups: int) -> list[Task]:
         """Return the tasks of a step."""
-        seeds = np.random.default_rng([self._seed, step]).integers(2**31 - 1, size=groups)
+        seeds = np.random.default_rng([self.seed, step]).integers(2**31 - 1, size=groups)
         options: list[dict[str, Any]] = [{} for _ in range(groups)]
-        if self._worlds is not None:
-            rng = np.random.default_rng([self._seed, step // self._visits, _WORLDS])
-            change = next((c for c in reversed(self._changes) if c.step <= step), None)
-            active = min(change.worlds, self._worlds) if change else self._worlds
+        if self.worlds is not None:
+            rng = np.random.default_rng([self.seed, step // self.settings.visits, _WORLDS])
+            changes = sorted(self.settings.changes, key=lambda c: c.step, reverse=True)
+            change = next((c for c in changes if c.step <= step), None)
+            active = min(change.worlds, self.worlds) if change else self.worlds
             rounds = [rng.permutation(active) for _ in range(-(-groups // active))]
             options = [
                 {"world": int(w)} | ({"era": change.era} if change and w < change.changed else {})
@@ -116,7 +118,7 @@ class TaskSource:
         share = {"all": group_size, "none": 0, "half": (group_size + 1) // 2}[guided]
         conditions = [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
         return [
-            Job(task, condition, sampling_seed=episode_seed(self._seed, step, g, k))
+            Job(task, condition, sampling_seed=episode_seed(self.seed, step, g, k))
             for g, task in enumerate(self.tasks(step, groups))
             for k, condition in enumerate(conditions)
         ]
@@ -235,15 +237,7 @@ class Rollout:
         free: asyncio.Queue[Slot] = asyncio.Queue()
         for slot in self._slots:
             free.put_nowait(slot)
-
-        async def one(job: Job) -> Episode:
-            slot = await free.get()
-            try:
-                return await self._episode(slot, job)
-            finally:
-                free.put_nowait(slot)
-
-        tasks = [asyncio.create_task(one(job)) for job in jobs]
+        tasks = [asyncio.create_task(self._episode(free, job)) for job in jobs]
         try:
             return list(await asyncio.gather(*tasks))
         finally:  # what ends one episode with more than a reason ends the others too
@@ -259,11 +253,11 @@ class Rollout:
                 self._note_close(attempted(slot.stack[0].close))
         self._slots.clear()
 
-    async def _episode(self, slot: Slot, job: Job) -> Episode:
-        """Play one job; an episode that fails for a technical reason has no turns."""
+    async def _episode(self, free: asyncio.Queue[Slot], job: Job) -> Episode:
+        """Play one job in a free slot; an episode that fails technically has no turns."""
         run, threads = asyncio.get_running_loop().run_in_executor, self._threads
-        task, actor = job.task, slot.actor
-        info, asked = dict[str, Any](), list[bool]()
+        task, slot = job.task, await free.get()
+        actor, info, asked = slot.actor, dict[str, Any](), list[bool]()
         try:
             env, inner = slot.stack = slot.stack or self._make_stack()
             actor.reset(seed=job.sampling_seed)
@@ -303,8 +297,11 @@ class Rollout:
                 error=f"{'env' if failed else 'backend'}: {error}",
             )
             return Episode(trajectory, (), broken=failed and not error.lost, job=job)
-        trajectory = env.get_wrapper_attr("last_trajectory")
-        return Episode(trajectory, tuple(actor.generations), asked=tuple(asked), job=job)
+        else:
+            trajectory = env.get_wrapper_attr("log").last_trajectory
+            return Episode(trajectory, tuple(actor.generations), asked=tuple(asked), job=job)
+        finally:
+            free.put_nowait(slot)
 
     def _make_stack(self) -> tuple[gym.Env[str, str], AwaitedEnv]:
         with environment_errors():
@@ -386,44 +383,53 @@ class AwaitedEnv(gym.Wrapper[str, str, str, str]):
         super().__init__(env)
         self._range = reward_range
         self._awaitable: Any = env if hasattr(env, "areset") and hasattr(env, "astep") else None
-        self._start: Start | None = None
-        self._step: tuple[str, Step] | None = None
+        # what was awaited: the answer of a reset, the action and answer of a step
+        self._start: tuple[Any] | None = None
+        self._step: tuple[str, Any] | None = None
 
     async def await_reset(self, *, seed: int | None, options: dict[str, Any] | None) -> None:
         """Fetch the answer of the next ``reset``; do nothing if the environment is synchronous."""
         self._start = self._step = None
         if self._awaitable is not None:
             with environment_errors():
-                answer = await self._awaitable.areset(seed=seed, options=options)
-                self._start = checked_start(answer)
+                self._start = (await self._awaitable.areset(seed=seed, options=options),)
 
     async def await_step(self, action: str) -> None:
         """Fetch the answer of the next ``step``, which must have the same action."""
         self._step = None
         if self._awaitable is not None:
             with environment_errors():
-                self._step = action, checked_step(await self._awaitable.astep(action), self._range)
+                self._step = action, await self._awaitable.astep(action)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         """Start an episode."""
-        start, self._start = self._start, None
-        if start is not None:
-            return start
+        known, self._start = self._start, None
         with environment_errors():
-            return checked_start(self.env.reset(seed=seed, options=options))
+            return checked_start(
+                self.env.reset(seed=seed, options=options) if known is None else known[0]
+            )
 
     def step(self, action: str) -> Step:
         """Act."""
-        answer, self._step = self._step, None
-        if answer is None:
-            with environment_errors():
-                return checked_step(self.env.step(action), self._range)
-        if answer[0] != action:
+        known, self._step = self._step, None
+        if known is not None and known[0] != action:
             raise RuntimeError(
-                f"Expected the action {answer[0]!r}, which was awaited and taken already, got"
+                f"Expected the action {known[0]!r}, which was awaited and taken already, got"
                 f" {action!r}"
             )
-        return answer[1]
+        with environment_errors():
+            answer: Any = self.env.step(action) if known is None else known[1]
+            observation, reward, terminated, truncated, info = answer
+            reward = float(reward)
+            if not math.isfinite(reward):
+                raise ValueError(f"Expected step() to give a finite reward, got {reward}")
+            if self._range is not None and not self._range[0] <= reward <= self._range[1]:
+                raise ValueError(
+                    f"Expected step() to give a reward in {list(self._range)} (env.reward_range),"
+                    f" got {reward}"
+                )
+            observation, info = checked_start((observation, info))
+        return observation, reward, bool(terminated), bool(truncated), info
 
     def close(self) -> None:
         """Close the environment."""
@@ -457,18 +463,3 @@ def checked_start(answer: Any) -> Start:
     if not isinstance(info, dict):
         raise TypeError(f"Expected the environment's info to be a dict, got {type(info).__name__}")
     return observation, cast("dict[str, Any]", info)
-
-
-def checked_step(answer: Any, reward_range: tuple[float, float] | None = None) -> Step:
-    """Return the answer of ``step``; raise TypeError or ValueError if it is invalid."""
-    observation, reward, terminated, truncated, info = answer
-    reward = float(reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"Expected step() to give a finite reward, got {reward}")
-    if reward_range is not None and not reward_range[0] <= reward <= reward_range[1]:
-        raise ValueError(
-            f"Expected step() to give a reward in {list(reward_range)} (env.reward_range), got"
-            f" {reward}"
-        )
-    observation, info = checked_start((observation, info))
-    return observation, reward, bool(terminated), bool(truncated), info

@@ -230,9 +230,8 @@ class SearchAndAskWrapper(BankWrapper):
         if self._repeat:
             observation += f"\n\n{self._observation}"
         _, found = present(observation, "none", hits, failure)
-        left, hit = self.max_calls - self._calls if episode.guided else 0, None
-        if hits:
-            hit = found["experience"][0]
+        left = self.max_calls - self._calls if episode.guided else 0
+        hit = found["experience"][0] if hits else None
         if self._refines:  # the refined text is shown, not the entry
             found["experience"] = []
         call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}
