@@ -20,6 +20,7 @@ from experiential.config import Experiment, PolicyClusterSettings
 from experiential.errors import ConfigError, ModelNotFoundError
 from experiential.llm import models
 from experiential.recipe import load_experiment
+from experiential.training.openrlhf import versions
 from experiential.training.openrlhf.machine import Gpu, find_gpus, only_visible, read_gpus
 from experiential.training.openrlhf.memory import (
     ENGINE_WORK_GB,
@@ -710,10 +711,12 @@ class TestMachine:
         program.write_text(f"#!/bin/sh\necho '{SAID}'\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        assert [gpu.uuid for gpu in find_gpus({}) or ()] == ["GPU-aa11", "GPU-bb22"]
-        assert [gpu.uuid for gpu in find_gpus({"CUDA_VISIBLE_DEVICES": "1"}) or ()] == ["GPU-bb22"]
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert [gpu.uuid for gpu in find_gpus() or ()] == ["GPU-aa11", "GPU-bb22"]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        assert [gpu.uuid for gpu in find_gpus() or ()] == ["GPU-bb22"]
         program.write_text("#!/bin/sh\nexit 9\n")
-        assert find_gpus({}) is None
+        assert find_gpus() is None
 
     def test_without_the_program_nothing_is_known(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -723,13 +726,15 @@ class TestMachine:
 
 
 class TestVersions:
-    def test_those_wanted_pass(self) -> None:
-        check_versions(lambda name: WANTED[name])
+    def test_those_wanted_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "found_version", lambda name: WANTED[name])
+        check_versions()
 
-    def test_each_that_differs_is_named(self) -> None:
+    def test_each_that_differs_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = {**WANTED, "openrlhf": "0.11.0", "vllm": ""}
+        monkeypatch.setattr(versions, "found_version", lambda name: found[name])
         with pytest.raises(ConfigError) as caught:
-            check_versions(lambda name: found[name])
+            check_versions()
         assert str(caught.value).startswith(
             "Expected openrlhf 0.11.2 (found 0.11.0), vllm 0.29.0 (found none): "
         )

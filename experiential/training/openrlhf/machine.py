@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -19,10 +19,10 @@ class Gpu(NamedTuple):
     gb: float
 
 
-def find_gpus(environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...] | None:
+def find_gpus() -> tuple[Gpu, ...] | None:
     """Return the GPUs that a process started now would see, or None without ``nvidia-smi``.
 
-    ``CUDA_VISIBLE_DEVICES`` of ``environ``, by default ``os.environ``, is obeyed, since Ray does.
+    ``CUDA_VISIBLE_DEVICES`` is obeyed, since Ray does.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -34,7 +34,7 @@ def find_gpus(environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...] | Non
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(only_visible(read_gpus(done.stdout), visible))
 
 

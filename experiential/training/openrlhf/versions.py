@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 
 from experiential.errors import ConfigError
@@ -30,17 +30,17 @@ def found_version(package: str) -> str:
     return ""
 
 
-def check_versions(found: Callable[[str], str] | None = None) -> None:
+def check_versions() -> None:
     """Refuse to start with other versions than those wanted.
 
     Raises:
         ConfigError: names each package that differs, the version wanted and the one found.
     """
-    found = found or found_version
+    found = {name: found_version(name) for name in WANTED}
     wrong = [
-        f"{name} {wanted} (found {found(name) or 'none'})"
+        f"{name} {wanted} (found {found[name] or 'none'})"
         for name, wanted in WANTED.items()
-        if found(name) != wanted
+        if found[name] != wanted
     ]
     if wrong:
         raise ConfigError(
