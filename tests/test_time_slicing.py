@@ -376,17 +376,17 @@ async def test_one_is_woken_after_the_other_sleeps_and_stays_awake_until_another
     engines, ranks = Bed("engines", beds, log), Bed("ranks", beds, log)
     gpus = SharedGpus("the group")
     for _ in range(2):
-        async with gpus.generating(engines.side):
+        async with gpus.slicer.slot(engines.side, exclusive=False):
             assert engines.awake
-    async with gpus.training(ranks.side):
+    async with gpus.slicer.slot(ranks.side, exclusive=True):
         assert ranks.awake and not engines.awake
-    async with gpus.training(ranks.side):
+    async with gpus.slicer.slot(ranks.side, exclusive=True):
         pass
     assert log == ["engines wakes", "engines sleeps", "ranks wakes"]
     async with gpus.sending(engines.side):
         assert not ranks.awake, "everybody sleeps, the block wakes what it needs"
         await engines.wake()
-    async with gpus.generating(engines.side):
+    async with gpus.slicer.slot(engines.side, exclusive=False):
         assert engines.awake
     assert log[3:] == ["ranks sleeps", "engines wakes"], "they are known to be awake"
 
@@ -398,16 +398,16 @@ async def test_who_could_not_be_woken_whole_is_woken_again_or_put_to_sleep_befor
     gpus = SharedGpus("the group")
     engines.broken = True
     with pytest.raises(RuntimeError, match="half awake"):
-        async with gpus.generating(engines.side):
+        async with gpus.slicer.slot(engines.side, exclusive=False):
             raise AssertionError("let in")
-    async with gpus.training(ranks.side):
+    async with gpus.slicer.slot(ranks.side, exclusive=True):
         pass
     assert log == ["engines wakes", "engines sleeps", "ranks wakes"]
     with pytest.raises(ValueError, match="no answer"):
         async with gpus.sending(engines.side):
             raise ValueError("no answer")
     engines.broken = False
-    async with gpus.generating(engines.side):
+    async with gpus.slicer.slot(engines.side, exclusive=False):
         pass
     assert log[3:] == ["ranks sleeps", "engines wakes"]
 

@@ -171,7 +171,7 @@ class EnvWorkers(AbstractContextManager["EnvWorkers"]):
         begin = partial(
             start_actor,
             EnvHost,
-            begin=(self._known,),
+            begin=(self._known,),  # at each start those known by then
             scheduling_strategy="SPREAD",
             num_cpus=_SHARE_OF_CPU,
             max_concurrency=_CALLS,

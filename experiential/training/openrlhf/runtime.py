@@ -153,8 +153,8 @@ class OpenRLHFRuntime(PolicyRuntime):
             learning = Tenant(
                 wake=partial(self._all, "reload_states"), sleep=partial(self._all, "offload_states")
             )
-            self._generating = partial(shared.generating, serving)
-            self._computing = partial(shared.training, learning)
+            self._generating = partial(shared.slicer.slot, serving, exclusive=False)
+            self._computing = partial(shared.slicer.slot, learning, exclusive=True)
             self._sending = partial(shared.sending, serving)
 
     @_on_cluster_loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -127,12 +127,13 @@ class SharedGpus:
 
     Attributes:
         group: Ray's placement group of these GPUs.
+        slicer: its slots are for as many requests to engines as come, and for ranks exclusive.
         policies: names of those that use them; see `leave`.
     """
 
     def __init__(self, group: object) -> None:
         self.group = group
-        self._slicer = TimeSlicer[Tenant | None](self._switch)
+        self.slicer = TimeSlicer[Tenant | None](self._switch)
         self._awake: Tenant | None = None
         self._whole = True
         self.policies: set[str] = set()
@@ -143,18 +144,10 @@ class SharedGpus:
         self.policies.discard(policy)
         return was and not self.policies
 
-    def generating(self, engines: Tenant) -> AbstractAsyncContextManager[None]:
-        """Hold a slot of engines; as many at once as there are requests."""
-        return self._slicer.slot(engines, exclusive=False)
-
-    def training(self, ranks: Tenant) -> AbstractAsyncContextManager[None]:
-        """Hold an exclusive slot of ranks."""
-        return self._slicer.slot(ranks, exclusive=True)
-
     @asynccontextmanager
     async def sending(self, engines: Tenant) -> AsyncGenerator[None]:
         """Hold a slot in which all sleep at first and the block wakes ``engines`` part by part."""
-        async with self._slicer.slot(None, exclusive=True):
+        async with self.slicer.slot(None, exclusive=True):
             self._awake, self._whole = engines, False
             yield
             self._whole = True
