@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiential.batching import Batcher, BatchInterruptedError, BatchTimeoutError
+from experiential.sync import Batcher, BatchInterruptedError, BatchTimeoutError
 
 
 def until(condition: Callable[[], bool]) -> None:

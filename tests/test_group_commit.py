@@ -49,7 +49,7 @@ def gathering(bank):
     holder.start()
     assert entered.wait(60)
     try:
-        yield lambda: bank._writes.waiting
+        yield lambda: bank._writes._batcher.waiting
     finally:
         leave.set()
         holder.join(60)

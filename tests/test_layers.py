@@ -12,7 +12,7 @@ import experiential
 
 ROOT = Path(experiential.__file__).parent
 LAYERS = [
-    ("types", "config", "errors", "sync", "batching", "cache", "plugins"),
+    ("types", "config", "errors", "sync", "cache", "plugins"),
     ("llm",),
     ("bank",),
     ("agents",),

@@ -408,7 +408,7 @@ class FolderBank(StateReader, Bank):
 
     def _submitted(self, trajectory: Trajectory, distil: bool, group: Group) -> bool:
         is_recorded = self._ledger.is_recorded(trajectory.id)
-        if self._queue.state(trajectory.id) is not None if distil else is_recorded:
+        if not self._queue.put(trajectory.id) if distil else is_recorded:
             return False
         with group.draft("run", "record", trajectory.id) as draft:
             if not is_recorded:
@@ -418,8 +418,6 @@ class FolderBank(StateReader, Bank):
                     successes = known.successes + trajectory.success
                     update = {"uses": known.uses + 1, "successes": successes}
                     draft.count(use.experience_id, known.model_copy(update=update))
-            if distil:
-                self._queue.put(trajectory.id)
             return True
 
     def apply(

@@ -24,9 +24,8 @@ from experiential.bank.records import DeadLetter, Duplicates
 from experiential.bank.search.searcher import Searcher
 from experiential.bank.search.strategies import find_strategy
 from experiential.bank.search.where import Filter
-from experiential.batching import Batcher
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
-from experiential.sync import EventLoopThread
+from experiential.sync import Batcher, EventLoopThread
 from experiential.types import Answer, Distillation, Experience, Hit, Trajectory
 
 P = ParamSpec("P")

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from experiential.batching import Batcher
 from experiential.errors import BankError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.plugins import did_you_mean, known_names, resolve
+from experiential.sync import Batcher
 
 Vector = npt.NDArray[np.float32]
 Embedder = Callable[[list[str]], npt.ArrayLike]

@@ -20,8 +20,8 @@ from experiential.bank.search.strategies import (
     select,
 )
 from experiential.bank.search.where import Filter, Scored, Where, checked_queries
-from experiential.batching import Batcher, BatchTimeoutError
 from experiential.errors import BankError
+from experiential.sync import Batcher, BatchTimeoutError
 from experiential.types import Experience, Hit, Statistics
 
 _MOST = 512

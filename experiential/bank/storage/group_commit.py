@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from experiential.bank.evidence.credit import Ledger
@@ -13,8 +15,8 @@ from experiential.bank.state import Draft, StagedState, State
 from experiential.bank.storage.journal import Attached, Journal
 from experiential.bank.storage.tables import History
 from experiential.bank.text import Gate
-from experiential.batching import Batcher, BatchInterruptedError
 from experiential.errors import BankError
+from experiential.sync import Batcher, BatchInterruptedError
 
 T = TypeVar("T")
 
@@ -53,10 +55,17 @@ class Group(StagedState):
             note: written with the commits, in the same savepoint; without a commit it is not.
         """
         self._member = []
-        with self._journal.savepoint():
+        self._journal.run("SAVEPOINT member")
+        try:
             yield
-            if self._member:
-                self._journal.write_attached(note)
+            if self._member and note is not None:
+                self._journal.run(*note)
+        except BaseException:
+            if self._journal.in_transaction:
+                self._journal.run("ROLLBACK TO member")
+                self._journal.run("RELEASE member")
+            raise
+        self._journal.run("RELEASE member")
         for draft in self._member:
             self.drafts.append(draft)
             self.changes += draft.changes
@@ -64,19 +73,13 @@ class Group(StagedState):
             self.statistics.update(draft.own_statistics)
 
 
+@dataclass(eq=False, slots=True)
 class Member(Generic[T]):
-    """Hold one write, and once it is durable its result, or its error.
+    """Hold one write and its note, and once it is durable its result, or its error."""
 
-    The outcome of a write whose leader was interrupted is the error that says so.
-    """
-
-    def __init__(self, work: Callable[[Group], T], note: Attached | None = None) -> None:
-        self.work = work
-        self.note = note
-        self.outcome: T | Exception = BankError(
-            "Expected this write to be carried out, but the thread that did it was interrupted;"
-            " look whether it is there, then write again"
-        )
+    work: Callable[[Group], T]
+    note: Attached | None
+    outcome: T | Exception
 
 
 class GroupCommit:
@@ -99,11 +102,6 @@ class GroupCommit:
         self._transaction = weakref.WeakMethod(transaction)
         self._batcher: Batcher[Member[Any], None] = Batcher(self._carry_out)
 
-    @property
-    def waiting(self) -> int:
-        """Return the number of writes that no leader has taken up yet."""
-        return self._batcher.waiting
-
     def run(self, work: Callable[[Group], T]) -> T:
         """Carry out one write; durable when this returns.
 
@@ -111,16 +109,21 @@ class GroupCommit:
             work: writes, on the thread of the leader; called a second time if the transaction of
                 the first was lost.
         """
-        outcome = self._outcomes([Member(work, self._journal.take_attached())])[0]
+        note = self._journal.attached.pop(threading.get_ident(), None)
+        [outcome] = self.run_all([work], note)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    def run_all(self, works: Sequence[Callable[[Group], T]]) -> list[T | Exception]:
+    def run_all(
+        self, works: Sequence[Callable[[Group], T]], note: Attached | None = None
+    ) -> list[T | Exception]:
         """Carry out several writes in their order; return the result or the error of each."""
-        return self._outcomes([Member(work) for work in works])
-
-    def _outcomes(self, members: Sequence[Member[T]]) -> list[T | Exception]:
+        lost = BankError(
+            "Expected this write to be carried out, but the thread that did it was interrupted;"
+            " look whether it is there, then write again"
+        )
+        members = [Member(work, note, lost) for work in works]
         # A leader that is interrupted leaves members of others behind, of which some may be done:
         # the members know, and the batcher does not.
         with contextlib.suppress(BatchInterruptedError):

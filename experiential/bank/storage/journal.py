@@ -58,18 +58,23 @@ CREATE TABLE IF NOT EXISTS receipts (
     PRIMARY KEY (namespace, key));
 """
 
-Attached = tuple[str, tuple[Any, ...]]
-"""A statement with arguments, to be written at the end of another caller's transaction."""
+Attached = tuple[Any, ...]
+"""A statement followed by its arguments, to be written at the end of a transaction."""
 
 
 class Journal:
-    """Share one connection to the journal among the threads of a bank; statements hold ``lock``."""
+    """Share one connection to the journal among the threads of a bank; statements hold ``lock``.
+
+    Attributes:
+        attached: the statement that ends the next transaction of each thread. Whoever takes one
+            out must write it.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.lock = threading.RLock()
         self._connection = connection
         self._open = True
-        self._attached: dict[int, Attached] = {}
+        self.attached: dict[int, Attached] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Journal:
@@ -103,7 +108,8 @@ class Journal:
     def rows(self, statement: str, *arguments: Any) -> list[Any]:
         """Return all rows of one statement."""
         with self.lock:
-            self._check_open()
+            if not self._open:
+                raise _closed()
             return self._connection.execute(statement, arguments).fetchall()
 
     def value(self, statement: str, *arguments: Any) -> Any:
@@ -111,12 +117,13 @@ class Journal:
         found = self.rows(statement, *arguments)
         return found[0][0] if found else None
 
-    def run(self, statement: str, *arguments: Any) -> int:
-        """Run one statement and return the id of the row it inserted."""
+    def run(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
+        """Run one statement that writes; the cursor has ``lastrowid`` and ``rowcount``."""
         with self.lock:
-            self._check_open()
+            if not self._open:
+                raise _closed()
             try:
-                return self._connection.execute(statement, arguments).lastrowid or 0
+                return self._connection.execute(statement, arguments)
             except sqlite3.DatabaseError as error:
                 raise _explained(error) from error
 
@@ -124,30 +131,19 @@ class Journal:
     def transaction(self) -> Generator[None]:
         """Make all statements inside durable together when the block ends, or none."""
         with self.lock:
-            self._check_open()
+            if not self._open:
+                raise _closed()
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
-                self.write_attached(self.take_attached())
+                if (note := self.attached.pop(threading.get_ident(), None)) is not None:
+                    self.run(*note)
                 self._connection.execute("COMMIT")
             except sqlite3.DatabaseError as error:
                 raise _explained(error) from error
             finally:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
-
-    @contextmanager
-    def savepoint(self) -> Generator[None]:
-        """Undo only the statements of this block, inside a transaction, when it fails."""
-        self._connection.execute("SAVEPOINT member")
-        try:
-            yield
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK TO member")
-                self._connection.execute("RELEASE member")
-            raise
-        self._connection.execute("RELEASE member")
 
     @property
     def in_transaction(self) -> bool:
@@ -157,20 +153,11 @@ class Journal:
     @contextmanager
     def attach(self, statement: str, *arguments: Any) -> Generator[None]:
         """End the next transaction of this thread with this statement, as a part of it."""
-        self._attached[threading.get_ident()] = (statement, arguments)
+        self.attached[threading.get_ident()] = (statement, *arguments)
         try:
             yield
         finally:
-            self.take_attached()
-
-    def take_attached(self) -> Attached | None:
-        """Take the statement attached by this thread; the caller must write it from now on."""
-        return self._attached.pop(threading.get_ident(), None)
-
-    def write_attached(self, note: Attached | None) -> None:
-        """Write an attached statement that was taken; None writes nothing."""
-        if note is not None:
-            self._connection.execute(*note)
+            self.attached.pop(threading.get_ident(), None)
 
     def backup(self, folder: Path) -> None:
         """Write a consistent copy of the journal into another folder, named once complete."""
@@ -178,7 +165,8 @@ class Journal:
         part.unlink(missing_ok=True)
         try:
             with closing(sqlite3.connect(part)) as target, self.lock:
-                self._check_open()
+                if not self._open:
+                    raise _closed()
                 self._connection.backup(target)
         except sqlite3.DatabaseError as error:
             raise _explained(error) from error
@@ -196,11 +184,11 @@ class Journal:
                 self._open = False
                 self._connection.close()
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise BankError(
-                "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
-            )
+
+def _closed() -> BankError:
+    return BankError(
+        "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
+    )
 
 
 def _explained(error: sqlite3.DatabaseError) -> Exception:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,19 +70,20 @@ _REMOVED = """
     FROM changes n WHERE n.namespace = ? AND n.commit_id = ? AND n.version IS NULL ORDER BY n.seq"""
 
 
+@dataclass(frozen=True, slots=True)
 class History:
     """Read and write the history of one namespace; writes need a ``Journal.transaction``."""
 
-    def __init__(self, journal: Journal, namespace: str) -> None:
-        self._journal = journal
-        self._namespace = namespace
+    _journal: Journal
+    _namespace: str
 
     def begin(self, author: str, cause: str, ref: str | None) -> int:
         """Open a commit and return its id."""
         statement = (
             "INSERT INTO commits (namespace, time, author, cause, ref) VALUES (?, ?, ?, ?, ?)"
         )
-        return self._journal.run(statement, self._namespace, time.time(), author, cause, ref)
+        cursor = self._journal.run(statement, self._namespace, time.time(), author, cause, ref)
+        return cursor.lastrowid or 0
 
     def write(self, stored: Stored, commit: int) -> None:
         """Add one immutable entry version."""
@@ -95,7 +97,7 @@ class History:
     def point(self, id: str, version: int | None, commit: int) -> int:
         """Set the live version of an entry (None removes it); return the position of the change."""
         statement = "INSERT INTO changes (namespace, commit_id, id, version) VALUES (?, ?, ?, ?)"
-        return self._journal.run(statement, self._namespace, commit, id, version)
+        return self._journal.run(statement, self._namespace, commit, id, version).lastrowid or 0
 
     def live(self, commit: int) -> list[Stored]:
         """Return all entries as they stood after ``commit``, oldest first."""
@@ -218,6 +220,7 @@ def difference(before: Iterable[Experience], after: Iterable[Experience]) -> Dif
     )
 
 
+@dataclass(frozen=True, slots=True)
 class DistillationQueue:
     """Move items from ``queued`` to ``done`` or ``dead``; see `Queue`.
 
@@ -225,17 +228,14 @@ class DistillationQueue:
     that belong to a commit happen inside ``Journal.transaction``.
     """
 
-    def __init__(self, journal: Journal, namespace: str) -> None:
-        self._journal = journal
-        self._namespace = namespace
+    _journal: Journal
+    _namespace: str
 
     def put(self, id: str) -> bool:
         """Queue a trajectory; return False if it was queued before."""
-        if self.state(id) is not None:
-            return False
         statement = "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')"
-        self._journal.run(statement, self._namespace, id)
-        return True
+        statement += " ON CONFLICT DO NOTHING"
+        return self._journal.run(statement, self._namespace, id).rowcount > 0
 
     def state(self, id: str) -> str | None:
         """Return "queued", "done", "dead", or None for an unknown item."""
@@ -249,11 +249,9 @@ class DistillationQueue:
 
     def finish(self, id: str) -> bool:
         """Mark an item done; if False is returned, nothing may be written for it."""
-        if self.state(id) != "queued":
-            return False
-        statement = "UPDATE queue SET state = 'done', reason = NULL WHERE namespace = ? AND id = ?"
-        self._journal.run(statement, self._namespace, id)
-        return True
+        statement = "UPDATE queue SET state = 'done', reason = NULL"
+        statement += " WHERE namespace = ? AND id = ? AND state = 'queued'"
+        return self._journal.run(statement, self._namespace, id).rowcount > 0
 
     def fail(self, id: str, reason: str, *, last: bool) -> int:
         """Count a failed attempt and return the number so far; ``last`` makes a dead letter."""
@@ -279,12 +277,9 @@ class DistillationQueue:
     def requeue(self, id: str) -> bool:
         """Queue a dead letter again with all its attempts; return False if it is not dead."""
         with self._journal.transaction():
-            if self.state(id) != "dead":
-                return False
             statement = "UPDATE queue SET attempts = 0, state = 'queued', reason = NULL"
-            statement += " WHERE namespace = ? AND id = ?"
-            self._journal.run(statement, self._namespace, id)
-        return True
+            statement += " WHERE namespace = ? AND id = ? AND state = 'dead'"
+            return self._journal.run(statement, self._namespace, id).rowcount > 0
 
     def clear(self) -> None:
         """Delete all items."""
@@ -298,6 +293,7 @@ class Receipt(NamedTuple):
     commit: int
 
 
+@dataclass(frozen=True, slots=True)
 class Receipts:
     """Keep the keys of the served writes of one namespace.
 
@@ -305,9 +301,8 @@ class Receipts:
     none.
     """
 
-    def __init__(self, journal: Journal, namespace: str) -> None:
-        self._journal = journal
-        self._namespace = namespace
+    _journal: Journal
+    _namespace: str
 
     def find(self, key: str) -> Receipt | None:
         """Return the receipt of a key, or None if no write had it."""
