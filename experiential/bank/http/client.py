@@ -23,14 +23,13 @@ from experiential.bank.http.connection import Connection
 from experiential.bank.http.served import At, Info, Near, Page, Version, Written
 from experiential.bank.index.embed import Embedder, Vector, embedder_id, resolve_embedder
 from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, View
-from experiential.bank.records import Commit, Difference, Duplicates, Judge, LogEntry
+from experiential.bank.records import Duplicates, Judge
 from experiential.bank.search.where import Scope, Scored, Where
 from experiential.bank.text import checked_text
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import attempted
-from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory
+from experiential.types import Experience, Hit, Statistics, Trajectory
 
-C = TypeVar("C", bound=Commit)
 M = TypeVar("M", bound=Callable[..., Any])
 
 
@@ -62,12 +61,14 @@ class RemoteView(View):
             self.commit = view.commit
 
     def send(self, name: str, /, **values: Any) -> Any:
-        """Return the answer to one operation.
+        """Return the answer to one operation, asked of this view where it can be.
 
         Raises:
             ValueError: a value does not fit its parameter.
         """
         operation = wire.OPERATIONS[name]
+        if "at" in operation.body.model_fields:
+            values.setdefault("at", self._view)
         try:
             body = operation.body(**values)
         except ValidationError as error:
@@ -80,24 +81,20 @@ class RemoteView(View):
             ) from error
         return self._connection.call(operation, self.namespace, body)
 
-    def _info(self) -> Info:
-        return self.send("info", at=self._view)
+    get = _sends(View.get)
 
     def __len__(self) -> int:
-        return self._info().entries
+        return self.send("info").entries
 
     def entries(self) -> Iterator[Experience]:
         """Return every entry of one moment; the first page is fetched now, others when needed."""
-        return self._following(self.send("entries", at=self._view))
+        return self._following(self.send("entries"))
 
     def _following(self, page: Page) -> Iterator[Experience]:
         yield from page.entries
         while page.cursor is not None:
-            page = self.send("entries", cursor=page.cursor, at=self._view)
+            page = self.send("entries", cursor=page.cursor)
             yield from page.entries
-
-    def get(self, id: str) -> Experience | None:
-        return self.send("get", id=id, at=self._view)
 
     def read(self, experience: Experience) -> Experience:
         return experience  # its counters came with it
@@ -119,7 +116,6 @@ class RemoteView(View):
             exclude=list(exclude),
             where=[None if one is None else one.to_json() for one in where],
             words=words,
-            at=self._view,
         )
         return [[Scored(hit.experience, hit.score, hit.words) for hit in row] for row in rows]
 
@@ -128,7 +124,7 @@ class RemoteView(View):
             return []
         where = None if scope.where is None else scope.where.to_json()
         filters = {"exclude_instance": scope.exclude, "where": where}
-        return self.send("search", queries=queries, k=k, hybrid=hybrid, at=self._view, **filters)
+        return self.send("search", queries=queries, k=k, hybrid=hybrid, **filters)
 
 
 class RemoteEmbedder(TextEmbedder):
@@ -217,7 +213,7 @@ class RemoteBank(RemoteView, Bank):
         self._options = {"token": token, "timeout": timeout, "patience": patience}
         self._now = RemoteView(connection, namespace)
         weakref.finalize(self, connection.close)
-        info = self._now._info()
+        info: Info = self._now.send("info")
         self.embedder = RemoteEmbedder(self._now, info.embedder)
         self.queue = RemoteQueue(self._now)
         own = None if embedder is None else embedder_id(resolve_embedder(embedder))
@@ -238,19 +234,37 @@ class RemoteBank(RemoteView, Bank):
 
     def send(self, name: str, /, **values: Any) -> Any:
         """Return the answer to one operation; a read-only bank refuses writes."""
-        if self.read_only and wire.OPERATIONS[name].writes and not values.get("dry_run"):
+        operation, view = wire.OPERATIONS[name], self._view
+        if self.read_only and operation.writes and not values.get("dry_run"):
             raise ReadOnlyBankError(
                 "Expected a writable bank, got one opened with read_only=True; open it without"
             )
-        return super().send(name, **values)
+        for commit in (values[key] for key in ("commit", "a", "b") if key in values):
+            # `type` and not `isinstance`: users may pass anything, and True is not a commit
+            if type(commit) is not int or (view is not None and commit > view.commit):
+                raise BankError(
+                    f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list"
+                    " them with bank.commits()"
+                )
+        if "spans" in operation.body.model_fields:
+            # The spans of the operations, which their own JSON leaves out.
+            spans = [one.span for one in values["distillation"].parsed.operations]
+            values["spans"] = [None if span is None else list(span) for span in spans]
+        answer = super().send(name, **values)
+        if isinstance(answer, Written):
+            self.refused.update(answer.refused)
+            return answer.entries
+        if view is not None and name in ("commits", "history"):
+            return [commit for commit in answer if commit.id <= view.commit]
+        return answer
 
     @property
     def head(self) -> int:
-        return self._now._info().head if self._view is None else self._view.commit
+        return self._now.send("info").head if self._view is None else self._view.commit
 
     @property
     def text_limit(self) -> int:
-        return self._now._info().text_limit
+        return self._now.send("info").text_limit
 
     @property
     def closed(self) -> bool:
@@ -258,7 +272,7 @@ class RemoteBank(RemoteView, Bank):
 
     @property
     def redacted(self) -> Counter[str]:
-        return Counter(self._now._info().redacted)
+        return Counter(self._now.send("info").redacted)
 
     def close(self) -> None:
         """Close the connections; the server goes on. Safe to call twice."""
@@ -267,6 +281,9 @@ class RemoteBank(RemoteView, Bank):
     # Reading and evidence
 
     version = _sends(Bank.version)
+    commits = _sends(Bank.commits)
+    history = _sends(Bank.history)
+    diff = _sends(Bank.diff)
     generation = _sends(Bank.generation)
     trajectory = _sends(Bank.trajectory)
     outcomes = _sends(Bank.outcomes)
@@ -296,31 +313,9 @@ class RemoteBank(RemoteView, Bank):
         statistics = self.send("read", id=experience.id)
         return experience.model_copy(update={"statistics": statistics})
 
-    def commits(self) -> list[Commit]:
-        return self._until_here(self.send("commits"))
-
-    def history(self, id: str | None = None) -> list[LogEntry]:
-        return self._until_here(self.send("history", id=id))
-
-    def _until_here(self, commits: list[C]) -> list[C]:
-        view = self._view
-        return [commit for commit in commits if view is None or commit.id <= view.commit]
-
-    def diff(self, a: int, b: int) -> Difference:
-        return self.send("diff", a=self._checked_commit(a), b=self._checked_commit(b))
-
     def at(self, commit: int) -> View:
-        view = self.send("at", commit=self._checked_commit(commit))
+        view = self.send("at", commit=commit)
         return RemoteView(self._connection, self.namespace, view)
-
-    def _checked_commit(self, commit: object) -> int:
-        # `type` and not `isinstance`: users may pass anything, and True is not a commit
-        if type(commit) is not int or (self.read_only and commit > self.head):
-            raise BankError(
-                f"Expected a commit id of this bank (0 to {self.head}), got {commit!r}; list them"
-                " with bank.commits()"
-            )
-        return commit
 
     # Writing
 
@@ -328,63 +323,21 @@ class RemoteBank(RemoteView, Bank):
     add_many = _sends(Bank.add_many)
     update = _sends(Bank.update)
     remove = _sends(Bank.remove)
+    rollback = _sends(Bank.rollback)
     record = _sends(Bank.record)
     submit = _sends(Bank.submit)
+    apply = _sends(Bank.apply)
+    consolidate = _sends(Bank.consolidate)
     keep_generation = _sends(Bank.keep_generation)
     save_counters = _sends(Bank.save_counters)
     prune = _sends(Bank.prune)
     evict = _sends(Bank.evict)
-
-    def rollback(self, commit: int) -> Commit:
-        return self.send("rollback", commit=self._checked_commit(commit))
 
     def submit_many(
         self, trajectories: Sequence[Trajectory], *, distil: bool = True
     ) -> list[bool | Exception]:
         write = self.submit if distil else self.record
         return [attempted(partial(write, trajectory)) for trajectory in trajectories]
-
-    def apply(
-        self,
-        distillation: Distillation,
-        *,
-        trajectory: Trajectory,
-        shown: Sequence[Experience],
-        item: str | None = None,
-        extractor_version: int | None = None,
-    ) -> list[Experience]:
-        more = {"trajectory": trajectory, "item": item}
-        return self._written("apply", distillation, shown, extractor_version, **more)
-
-    def consolidate(
-        self,
-        distillation: Distillation,
-        *,
-        shown: Sequence[Experience],
-        extractor_version: int | None = None,
-    ) -> list[Experience]:
-        return self._written("consolidate", distillation, shown, extractor_version)
-
-    def _written(
-        self,
-        name: str,
-        distillation: Distillation,
-        shown: Sequence[Experience],
-        extractor_version: int | None,
-        **more: Any,
-    ) -> list[Experience]:
-        operations = distillation.parsed.operations
-        written: Written = self.send(
-            name,
-            distillation=distillation,
-            # The spans of the operations, which their own JSON leaves out.
-            spans=[None if one.span is None else list(one.span) for one in operations],
-            shown=list(shown),
-            extractor_version=extractor_version,
-            **more,
-        )
-        self.refused.update(written.refused)
-        return written.entries
 
     def note_retrievals(self, ids: Iterable[str]) -> None:
         if ids := list(ids):

@@ -226,7 +226,7 @@ class ServedBank:
         spans: list[list[int] | None],
         *,
         trajectory: Trajectory,
-        shown: list[Experience],
+        shown: Sequence[Experience],
         item: str | None = None,
         extractor_version: int | None = None,
     ) -> Written:
@@ -239,7 +239,7 @@ class ServedBank:
         distillation: Distillation,
         spans: list[list[int] | None],
         *,
-        shown: list[Experience],
+        shown: Sequence[Experience],
         extractor_version: int | None = None,
     ) -> Written:
         """Write the operations of a merge; ``spans`` are theirs, in order."""
@@ -250,7 +250,7 @@ class ServedBank:
         write: Callable[..., list[Experience]],
         distillation: Distillation,
         spans: list[list[int] | None],
-        shown: list[Experience],
+        shown: Sequence[Experience],
         extractor_version: int | None,
     ) -> Written:
         """Write a distillation with the spans of its operations, which their JSON leaves out."""
