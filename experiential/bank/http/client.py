@@ -11,6 +11,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -141,11 +142,11 @@ class RemoteEmbedder(TextEmbedder):
         return np.asarray(self._bank.send("embed", texts=list(texts)), dtype=np.float32)
 
 
+@dataclass
 class RemoteQueue(Queue):
     """Read and update the distillation queue of a bank behind a server."""
 
-    def __init__(self, bank: RemoteView) -> None:
-        self.send = bank.send
+    send: Callable[..., Any]
 
     state = _sends(Queue.state, "queue_state")
     waiting = _sends(Queue.waiting, "queue_waiting")
@@ -215,7 +216,7 @@ class RemoteBank(RemoteView, Bank):
         weakref.finalize(self, connection.close)
         info: Info = self._now.send("info")
         self.embedder = RemoteEmbedder(self._now, info.embedder)
-        self.queue = RemoteQueue(self._now)
+        self.queue = RemoteQueue(self._now.send)
         own = None if embedder is None else embedder_id(resolve_embedder(embedder))
         if own not in (None, info.embedder):
             raise BankError(

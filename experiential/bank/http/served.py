@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -77,30 +77,6 @@ class Written(Body):
     refused: dict[str, int]
 
 
-class Recent(Generic[T]):
-    """Remember the values used last, at most ``size`` of them; safe to use from many threads."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._known: OrderedDict[str, T] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> T | None:
-        """Return the value of a key, or None when it is unknown or forgotten."""
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-            return self._known.get(key)
-
-    def put(self, key: str, value: T) -> None:
-        """Remember a value, and forget the least recently used one."""
-        with self._lock:
-            self._known[key] = value
-            self._known.move_to_end(key)
-            while len(self._known) > self._size:
-                self._known.popitem(last=False)
-
-
 class ServedBank:
     """Carry out the operations of one open bank; each keyed write at most once.
 
@@ -109,14 +85,13 @@ class ServedBank:
     """
 
     def __init__(self, bank: FolderBank) -> None:
-        def view(commit: int, seen: int) -> BankView:
-            return bank.at(commit)  # one made again has the counters of now
-
         self.bank = bank
-        self._view = lru_cache(_VIEWS)(view)
+        # A view that is made again has the counters of now.
+        self._view = lru_cache(_VIEWS)(lambda commit, seen: bank.at(commit))
         self._book = lru_cache(_BOOKS)(bank.trust_book)
-        self._listings: Recent[list[Experience]] = Recent(_LISTINGS)
-        self._counted: Recent[bool] = Recent(_KEYS)
+        self._lock = threading.Lock()
+        self._listings: OrderedDict[str, list[Experience]] = OrderedDict()
+        self._counted: OrderedDict[str, None] = OrderedDict()
         self._stripes = [threading.Lock() for _ in range(64)]
 
     def info(self, *, at: At | None = None) -> Info:
@@ -156,8 +131,6 @@ class ServedBank:
         """Return a page of the entries, oldest first; ``cursor`` continues a listing."""
         if cursor is None:
             listing, start, entries = new_id(), 0, list(self._reader(at).entries())
-            if len(entries) > limit:  # kept, so that all pages show the moment of the first
-                self._listings.put(listing, entries)
         else:
             listing, _, place = cursor.partition(".")
             start, entries = int(place) if place.isdecimal() else 0, self._listings.get(listing)
@@ -167,6 +140,8 @@ class ServedBank:
                 " long ago; list again"
             )
         end = start + limit
+        if len(entries) > limit:  # kept, so that all pages show the moment of the first
+            self._remember(self._listings, listing, entries, _LISTINGS)
         more = f"{listing}.{end}" if len(entries) > end else None
         return Page(entries=entries[start:end], cursor=more)
 
@@ -337,9 +312,18 @@ class ServedBank:
     def count(self, key: str | None, ids: Iterable[str]) -> None:
         """Count retrievals once for each key; like the counts, these keys live in memory."""
         with self._stripes[hash(key) % len(self._stripes)]:
-            if key is None or self._counted.get(key) is None:
+            if key is None or key not in self._counted:
                 self.bank.note_retrievals(ids)
-                self._counted.put(key or new_id(), True)
+            if key is not None:
+                self._remember(self._counted, key, None, _KEYS)
+
+    def _remember(self, known: OrderedDict[str, T], key: str, value: T, most: int) -> None:
+        """Keep a value, and forget the one that was kept the longest ago if there are too many."""
+        with self._lock:
+            known[key] = value
+            known.move_to_end(key)
+            if len(known) > most:
+                known.popitem(last=False)
 
     def repeated(self, operation: str, commit: int, body: Body) -> Any:
         """Return the answer that a write gave when it made ``commit``."""

@@ -63,6 +63,7 @@ def create_app(
     """
     try:
         from fastapi import FastAPI
+        from fastapi.exceptions import RequestValidationError
     except ImportError:
         raise MissingExtraError("fastapi", "serve") from None
     if token is not None and not token.strip():
@@ -79,7 +80,8 @@ def create_app(
     app = FastAPI(title="experiential bank", lifespan=lifespan)
     app.state.namespaces = banks
     app.add_middleware(RequestGuard, token=token, max_body=max_body)
-    _answer_errors(app)
+    for kind in (ExperientialError, ValueError, TimeoutError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _answer)
 
     def health() -> dict[str, Any]:
         """Return whether the server runs, and the namespaces that it serves."""
@@ -108,8 +110,12 @@ class RequestGuard:
         headers = dict(cast("list[tuple[bytes, bytes]]", scope["headers"]))
         token = headers.get(b"authorization", b"")
         if self._expected is not None and not hmac.compare_digest(token, self._expected):
-            message = "Expected the token of this bank server as 'Authorization: Bearer TOKEN'"
-            await _refuse(send, 401, f"{message}, got none or another")
+            message = (
+                "Expected the token of this bank server as 'Authorization: Bearer TOKEN', got none"
+                " or another"
+            )
+            fields = {"connection": "close", "www-authenticate": "Bearer"}
+            await _error(401, "BankError", message, fields)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"")
         is_long = length.isdigit() and int(length) > self._max_body
@@ -120,8 +126,11 @@ class RequestGuard:
             is_long = len(body) > self._max_body
             more = bool(event.get("more_body", False)) and not is_long
         if is_long:
-            message = f"Expected a request of at most {self._max_body} bytes, got more"
-            await _refuse(send, 413, f"{message}; send fewer or shorter texts at once")
+            message = (
+                f"Expected a request of at most {self._max_body} bytes, got more; send fewer or"
+                " shorter texts at once"
+            )
+            await _error(413, "BankError", message, {"connection": "close"})(scope, receive, send)
             return
         unread = [bytes(body)]
 
@@ -133,40 +142,30 @@ class RequestGuard:
         await self._app({**scope, _BODY: unread[0]}, receive_again, send)
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": _error_body("BankError", message)})
-
-
-def _error_body(kind: str, message: str) -> bytes:
-    return json.dumps({"error": {"type": kind, "message": message}}).encode()
-
-
-def _answer_errors(app: FastAPI) -> None:
+def _error(status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> Response:
     from fastapi import Response
+
+    content = json.dumps({"error": {"type": kind, "message": message}})
+    return Response(content, status, headers, "application/json")
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    """Answer a request that failed, with an error that the client raises again."""
     from fastapi.exceptions import RequestValidationError
 
-    async def answer(request: Request, error: Exception) -> Response:
-        kind, status, message = type(error).__name__, 422, str(error)
-        if isinstance(error, RequestValidationError):
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"])
-            message = f"Expected a request as described at /docs, got {name}: {first['msg']}"
-            kind = "ValueError"
-        elif isinstance(error, (ExperientialError, ValueError, TimeoutError)):
-            known = [number for base, number in _STATUS.items() if isinstance(error, base)]
-            status = known[0] if known else 422
-            if kind not in wire.ERRORS:
-                kind = "BankError" if isinstance(error, ExperientialError) else "ValueError"
-        else:
-            message = f"Expected an answer of the bank server, but it failed with {kind}: {error}"
-            kind, status, message = "BankError", 500, f"{message}; see its log"
-        return Response(_error_body(kind, message), status, media_type="application/json")
-
-    for kind in (ExperientialError, ValueError, TimeoutError, RequestValidationError, Exception):
-        app.add_exception_handler(kind, answer)
+    kind = type(error).__name__
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        message = f"Expected a request as described at /docs, got {name}: {first['msg']}"
+        return _error(422, "ValueError", message)
+    if isinstance(error, (ExperientialError, ValueError, TimeoutError)):
+        status = next((code for base, code in _STATUS.items() if isinstance(error, base)), 422)
+        if kind not in wire.ERRORS:
+            kind = "BankError" if isinstance(error, ExperientialError) else "ValueError"
+        return _error(status, kind, str(error))
+    message = f"Expected an answer of the bank server, but it failed with {kind}: {error}"
+    return _error(500, "BankError", f"{message}; see its log")
 
 
 def _add_route(app: FastAPI, banks: Namespaces, operation: Operation) -> None:

@@ -7,7 +7,7 @@ name, its answer is the method's result. A write may carry an ``Idempotency-Key`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -37,13 +37,14 @@ class Operation:
         result: type of the answer.
     """
 
-    def __init__(self, name: str, path: str, method: Callable[..., Any], writes: bool) -> None:
+    def __init__(self, path: str, method: Callable[..., Any], writes: bool) -> None:
         hints = get_type_hints(method, include_extras=True)
         fields: dict[str, Any] = {}
         for one in inspect.signature(method).parameters.values():
             if one.name != "self":
                 default = ... if one.default is one.empty else one.default
                 fields[one.name] = (_json_type(hints[one.name]), default)
+        name = path.removeprefix("bank.").removesuffix("_entries").replace(".", "_")
         model = name.title().replace("_", "")
         self.name = name
         self.path = path
@@ -80,22 +81,24 @@ def _as_dict(value: object) -> object:
     return dict(cast("Mapping[Any, Any]", value)) if isinstance(value, Mapping) else value
 
 
-def _operations() -> Iterator[Operation]:
-    reads = "info at get read entries search nearest embed trusted_versions trust_after"
-    writes = "apply consolidate deduplicate merge_duplicates set_trust_after"
-    for name in f"{reads} {writes}".split():
-        yield Operation(name, name, getattr(ServedBank, name), name in writes.split())
-    reads = "version commits history diff generation trajectory outcomes lineage uplift why"
-    reads += " standing trusted"
-    writes = "add add_many update remove rollback record submit keep_generation note_retrievals"
-    writes += " save_counters prune evict"
-    for name in f"{reads} {writes}".split():
-        yield Operation(name, f"bank.{name}", getattr(Bank, name), name in writes.split())
-    yield Operation("import", "bank.import_entries", Bank.import_entries, True)
-    for name in ("state", "waiting", "fail", "attempts", "dead_letters", "requeue"):
-        method, writes = getattr(Queue, name), ("fail", "requeue")
-        yield Operation(f"queue_{name}", f"bank.queue.{name}", method, name in writes)
-
-
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _operations()}
+_SERVED_READS = "info at get read entries search nearest embed trusted_versions trust_after"
+_SERVED_WRITES = "apply consolidate deduplicate merge_duplicates set_trust_after"
+_READS = "version commits history diff generation trajectory outcomes lineage uplift why standing"
+_READS += " trusted"
+_WRITES = "add add_many update remove rollback record submit keep_generation note_retrievals"
+_WRITES += " save_counters prune evict import_entries"
+_METHODS = (  # class, its object in a `ServedBank`, names, whether they write
+    (ServedBank, "", _SERVED_READS, False),
+    (ServedBank, "", _SERVED_WRITES, True),
+    (Bank, "bank.", _READS, False),
+    (Bank, "bank.", _WRITES, True),
+    (Queue, "bank.queue.", "state waiting attempts dead_letters", False),
+    (Queue, "bank.queue.", "fail requeue", True),
+)
+OPERATIONS = {
+    operation.name: operation
+    for owner, path, names, writes in _METHODS
+    for name in names.split()
+    for operation in (Operation(path + name, getattr(owner, name), writes),)
+}
 """All operations, by name."""
