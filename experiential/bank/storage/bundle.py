@@ -23,17 +23,13 @@ _SHOWN = 5
 
 
 class Item(NamedTuple):
-    """Hold one entry of a file, its digest, the beginning of the written one, and its line."""
+    """Hold one entry of a file, its line and digest, and what its written digest says."""
 
     entry: Experience
-    digest: str
-    check: str | None
     line: int
-
-    @property
-    def is_changed(self) -> bool:
-        """Return whether it differs from its written digest."""
-        return self.check is not None and self.check != self.digest[:_CHECKED]
+    digest: str
+    is_checked: bool
+    is_changed: bool
 
 
 def write(file: Path, entries: Sequence[Experience], namespace: str, embedder: str) -> int:
@@ -106,7 +102,8 @@ def read(file: Path, *, edited: bool = False) -> list[Experience]:
             raise _no_entry(line, file.name, json.dumps(fields)) from error
         if not entry.text.strip():
             raise _no_entry(line, file.name, json.dumps(fields))
-        items.append(Item(entry, known, None if check is None else str(check), line))
+        is_changed = check is not None and str(check) != known[:_CHECKED]
+        items.append(Item(entry, line, known, check is not None, is_changed))
     entries = [item.entry for item in items]
     if edited:
         # An edited entry keeps its origins, but no generation wrote it.
@@ -170,12 +167,12 @@ def _differences(header: dict[str, Any], items: Sequence[Item]) -> list[str]:
     """Describe how entries differ from their hashes; empty if they do not, or have none."""
     changed = [f"line {one.line} was changed" for one in items if one.is_changed]
     if "sha256" not in header:
-        checked = any(item.check is not None for item in items)
+        checked = any(item.is_checked for item in items)
         return ["its header is missing"] if checked and not header else changed
     found = [
-        f"line {one.line} was {'added' if one.check is None else 'changed'}"
+        f"line {one.line} was {'changed' if one.is_checked else 'added'}"
         for one in items
-        if one.check is None or one.is_changed
+        if one.is_changed or not one.is_checked
     ]
     if len(items) != header.get("entries"):
         found.append(f"it should hold {header.get('entries')} entries and holds {len(items)}")

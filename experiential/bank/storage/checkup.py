@@ -7,8 +7,8 @@ import random
 import shlex
 import shutil
 import sqlite3
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -56,31 +56,18 @@ class Finding(Record):
 
 def examine(folder: Path) -> list[Finding]:
     """Check everything in a bank folder, all namespaces."""
-    with _writers_kept_out(folder) as owner:
-        if owner is None:
-            writer = Finding(what="writer", status="ok", found="nobody writes the bank")
-        else:
-            found = f"{owner} writes the bank; the index is not looked at"
-            mend = "close it there to have the index looked at too"
-            writer = Finding(what="writer", status="note", found=found, mend=mend)
-        return [writer, *_contents(folder, with_index=owner is None)]
-
-
-@contextmanager
-def _writers_kept_out(folder: Path) -> Generator[str | None]:
-    """Yield the owner if another process writes, else None."""
-    try:
-        file = (folder / LOCK_NAME).open("rb")
-    except FileNotFoundError:
-        yield None
-        return
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield described_owner(file.read())
-            return
-        yield None
+    writer = Finding(what="writer", status="ok", found="nobody writes the bank")
+    with ExitStack() as kept:
+        if (folder / LOCK_NAME).exists():
+            lock = kept.enter_context((folder / LOCK_NAME).open("rb"))
+            try:  # while the folder is looked at, no writer comes
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = described_owner(lock.read())
+                found = f"{owner} writes the bank; the index is not looked at"
+                mend = "close it there to have the index looked at too"
+                writer = Finding(what="writer", status="note", found=found, mend=mend)
+        return [writer, *_contents(folder, with_index=writer.status == "ok")]
 
 
 def _contents(folder: Path, *, with_index: bool) -> Iterator[Finding]:
@@ -88,61 +75,60 @@ def _contents(folder: Path, *, with_index: bool) -> Iterator[Finding]:
     try:
         journal = Journal.open_copy(folder)
     except (BankError, sqlite3.DatabaseError) as error:
-        yield Finding(what="journal", status="wrong", found=str(error), mend=restore)
+        yield _found("journal", str(error), restore)
         return
     try:
         answers = [row[0] for row in journal.rows("PRAGMA integrity_check")]
         if answers != ["ok"]:
             found = f"integrity_check says {'; '.join(answers[:3])}"
-            yield Finding(what="journal", status="wrong", found=found, mend=restore)
+            yield _found("journal", found, restore)
             return
-        yield Finding(what="journal", status="ok", found="integrity_check says ok")
+        yield _found("journal", "integrity_check says ok")
         statement = "SELECT DISTINCT namespace FROM commits ORDER BY namespace"
         for (namespace,) in journal.rows(statement):
-            yield from _entries_and_queue(folder, journal, namespace)
+            history = History(journal, namespace)
+            found = f"{history.live_count()} entries at commit {history.head()}"
+            mend = ""
+            if orphans := journal.value(_ORPHANS, namespace):
+                found = f"{orphans} changes name a version that the journal lacks"
+                mend = "experiential bank history, then experiential bank rollback to a commit"
+                mend += " before"
+            yield _found(f"{namespace}: entries", found, mend)
+            statement = "SELECT state, COUNT(*) FROM queue WHERE namespace = ? GROUP BY state"
+            counts = dict(journal.rows(statement, namespace))
+            found = f"{counts.get('queued', 0)} queued, {counts.get('done', 0)} done"
+            mend = ""
+            if lost := journal.value(_LOST, namespace):
+                found = f"{found}, {lost} without a recorded trajectory"
+                mend = f"open {folder} with an ExperienceManager: each becomes a dead letter with"
+                mend += " its reason"
+            yield _found(f"{namespace}: queue", found, mend)
+            if dead := counts.get("dead", 0):
+                found = f"{dead} trajectories were given up"
+                mend = "ExperienceManager.dead_letters() has the reasons, requeue(id) tries one"
+                mend += " again"
+                what = f"{namespace}: dead letters"
+                yield Finding(what=what, status="note", found=found, mend=mend)
             if with_index:
-                yield _index(folder, History(journal, namespace), namespace)
+                yield _found(f"{namespace}: index", *_index(folder, history, namespace))
     except (sqlite3.DatabaseError, ValueError) as error:
-        found = f"cannot be read: {error}"
-        yield Finding(what="journal", status="wrong", found=found, mend=restore)
+        yield _found("journal", f"cannot be read: {error}", restore)
     finally:
         journal.close()
 
 
-def _entries_and_queue(folder: Path, journal: Journal, namespace: str) -> Iterator[Finding]:
-    history, what = History(journal, namespace), f"{namespace}: entries"
-    orphans = journal.value(_ORPHANS, namespace)
-    found = f"{history.live_count()} entries at commit {history.head()}"
-    if orphans:
-        found = f"{orphans} changes name a version that the journal lacks"
-        mend = "experiential bank history, then experiential bank rollback to a commit before"
-        yield Finding(what=what, status="wrong", found=found, mend=mend)
-    else:
-        yield Finding(what=what, status="ok", found=found)
-    what, lost = f"{namespace}: queue", journal.value(_LOST, namespace)
-    statement = "SELECT state, COUNT(*) FROM queue WHERE namespace = ? GROUP BY state"
-    counts = dict(journal.rows(statement, namespace))
-    found = f"{counts.get('queued', 0)} queued, {counts.get('done', 0)} done"
-    if lost:
-        found = f"{found}, {lost} without a recorded trajectory"
-        mend = (
-            f"open {folder} with an ExperienceManager: each becomes a dead letter with its reason"
-        )
-        yield Finding(what=what, status="wrong", found=found, mend=mend)
-    else:
-        yield Finding(what=what, status="ok", found=found)
-    if dead := counts.get("dead", 0):
-        what, found = f"{namespace}: dead letters", f"{dead} trajectories were given up"
-        mend = "ExperienceManager.dead_letters() has the reasons, requeue(id) tries one again"
-        yield Finding(what=what, status="note", found=found, mend=mend)
+def _found(what: str, found: str, mend: str = "") -> Finding:
+    """Return a finding that is wrong when there is something to mend."""
+    return Finding(what=what, status="wrong" if mend else "ok", found=found, mend=mend)
 
 
-def _index(folder: Path, history: History, namespace: str) -> Finding:
-    what, site = f"{namespace}: index", recorded_site(folder, namespace, history)
+def _index(folder: Path, history: History, namespace: str) -> tuple[str, str]:
+    """Return what was found of an index, and what mends it."""
+    site = recorded_site(folder, namespace, history)
     if site is None:
-        return Finding(what=what, status="ok", found="all entries are in memory")
+        return "all entries are in memory", ""
     if not history.last_seq():
-        return Finding(what=what, status="ok", found="nothing to index")
+        return "nothing to index", ""
     rebuild = (
         f"experiential bank rebuild {shlex.quote(str(folder))} --namespace {shlex.quote(namespace)}"
     )
@@ -152,8 +138,7 @@ def _index(folder: Path, history: History, namespace: str) -> Finding:
             wrong = _disagreement(site, history)
         except IndexLostError as error:
             mend = f"start it (chroma run), or have the index in the folder again: {rebuild}"
-            mend += f" --store {CHROMA}"
-            return Finding(what=what, status="wrong", found=str(error), mend=mend)
+            return str(error), f"{mend} --store {CHROMA}"
         whole, wrong = f"at {site.store}: {whole}", wrong and f"at {site.store}: {wrong}"
     elif not site.folder.is_dir():
         wrong = f"the folder {site.folder.name} is missing"
@@ -168,9 +153,7 @@ def _index(folder: Path, history: History, namespace: str) -> Finding:
                 wrong = f"the index cannot be read: {error}"
             if any(Path(scratch).glob(f"{copy.name}.damaged-*")):
                 wrong = "the folder of the index cannot be opened"
-    if wrong:
-        return Finding(what=what, status="wrong", found=wrong, mend=rebuild)
-    return Finding(what=what, status="ok", found=whole)
+    return (wrong, rebuild) if wrong else (whole, "")
 
 
 def _disagreement(site: Site, history: History) -> str:
