@@ -20,6 +20,7 @@ from typing import Any
 from experiential.errors import BankError
 
 JOURNAL_NAME = "journal.sqlite"
+CLOSED = "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
 SCHEMA_VERSION = 1
 _CLOCK_TICK_NS = 20_000_000
 _SCHEMA = """
@@ -109,7 +110,7 @@ class Journal:
         """Return all rows of one statement."""
         with self.lock:
             if not self._open:
-                raise _closed()
+                raise BankError(CLOSED)
             return self._connection.execute(statement, arguments).fetchall()
 
     def value(self, statement: str, *arguments: Any) -> Any:
@@ -121,7 +122,7 @@ class Journal:
         """Run one statement that writes; the cursor has ``lastrowid`` and ``rowcount``."""
         with self.lock:
             if not self._open:
-                raise _closed()
+                raise BankError(CLOSED)
             try:
                 return self._connection.execute(statement, arguments)
             except sqlite3.DatabaseError as error:
@@ -132,7 +133,7 @@ class Journal:
         """Make all statements inside durable together when the block ends, or none."""
         with self.lock:
             if not self._open:
-                raise _closed()
+                raise BankError(CLOSED)
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
@@ -150,15 +151,6 @@ class Journal:
         """Return whether a transaction is open; SQLite ends one itself when a disk is full."""
         return self._connection.in_transaction
 
-    @contextmanager
-    def attach(self, statement: str, *arguments: Any) -> Generator[None]:
-        """End the next transaction of this thread with this statement, as a part of it."""
-        self.attached[threading.get_ident()] = (statement, *arguments)
-        try:
-            yield
-        finally:
-            self.attached.pop(threading.get_ident(), None)
-
     def backup(self, folder: Path) -> None:
         """Write a consistent copy of the journal into another folder, named once complete."""
         part = folder / f"{JOURNAL_NAME}.part"
@@ -166,7 +158,7 @@ class Journal:
         try:
             with closing(sqlite3.connect(part)) as target, self.lock:
                 if not self._open:
-                    raise _closed()
+                    raise BankError(CLOSED)
                 self._connection.backup(target)
         except sqlite3.DatabaseError as error:
             raise _explained(error) from error
@@ -183,12 +175,6 @@ class Journal:
             if self._open:
                 self._open = False
                 self._connection.close()
-
-
-def _closed() -> BankError:
-    return BankError(
-        "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
-    )
 
 
 def _explained(error: sqlite3.DatabaseError) -> Exception:

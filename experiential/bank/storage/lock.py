@@ -30,13 +30,28 @@ class WriterLock:
         self._key = os.path.realpath(folder)
         self._namespace = namespace
         with _guard:
-            descriptor, names = _held.get(self._key) or (_locked(folder), set[str]())
+            descriptor, names = _held.get(self._key, (-1, set[str]()))
             if namespace in names:
                 raise BankLockedError(
                     f"Expected one writer of namespace {namespace!r} in the bank {str(folder)!r},"
                     f" which this process ({os.getpid()}) has already open; use that object, close"
                     " it first, or open with read_only=True"
                 )
+            if not names:  # the lock lives as long as the descriptor, and the file names its owner
+                descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    owner = described_owner(os.pread(descriptor, 4096, 0))
+                    os.close(descriptor)
+                    raise BankLockedError(
+                        f"Expected to be the only writer of the bank {str(folder)!r}, which"
+                        f" {owner} holds; close it there, or open it here with read_only=True"
+                    ) from None
+                now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+                owner = {"pid": os.getpid(), "host": socket.gethostname(), "time": now}
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(owner).encode(), 0)
             names.add(namespace)
             _held[self._key] = (descriptor, names)
 
@@ -51,25 +66,6 @@ class WriterLock:
                 del _held[self._key]
                 os.ftruncate(descriptor, 0)
                 os.close(descriptor)
-
-
-def _locked(folder: Path) -> int:
-    """Lock a folder; the lock lives as long as the descriptor, and the file names its owner."""
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = described_owner(os.pread(descriptor, 4096, 0))
-        os.close(descriptor)
-        raise BankLockedError(
-            f"Expected to be the only writer of the bank {str(folder)!r}, which {owner} holds;"
-            " close it there, or open it here with read_only=True"
-        ) from None
-    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "time": now}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-    return descriptor
 
 
 def described_owner(content: bytes) -> str:

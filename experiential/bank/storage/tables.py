@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -310,9 +311,15 @@ class Receipts:
         rows = self._journal.rows(statement, self._namespace, key)
         return Receipt(*rows[0]) if rows else None
 
-    def noting(self, key: str, digest: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def noting(self, key: str, digest: str) -> Generator[None]:
         """Write the receipt of ``key`` in the next transaction of this thread."""
-        return self._journal.attach(_NOTE, self._namespace, key, digest)
+        thread, attached = threading.get_ident(), self._journal.attached
+        attached[thread] = (_NOTE, self._namespace, key, digest)
+        try:
+            yield
+        finally:
+            attached.pop(thread, None)
 
     def written(self, commit: int) -> list[tuple[str, int]]:
         """Return (id, version) of everything that a commit wrote, in the order of writing."""
