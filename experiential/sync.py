@@ -263,8 +263,9 @@ class Batcher(Generic[A, R]):
                     outcomes = attempted(self._handle, [one.item for one in batch]) if batch else ()
                 finally:
                     self._deliver(batch, outcomes, leader=call)
-        finally:
+        except BaseException:
             self._leave(call)
+            raise
         return call.results()
 
     async def arun(self, items: Sequence[A], timeout: float | None = None) -> list[R]:
@@ -280,8 +281,9 @@ class Batcher(Generic[A, R]):
                     await future
             if not call.is_over:
                 raise BatchTimeoutError(f"Expected an answer within {timeout} s, got none")
-        finally:
+        except BaseException:
             self._leave(call)
+            raise
         return call.results()
 
     def close(self, error: Exception, timeout: float | None = None) -> None:
@@ -318,8 +320,6 @@ class Batcher(Generic[A, R]):
 
     def _leave(self, call: _Call) -> None:
         """Give up a call that is not over: nothing of it is handled any more, and others lead."""
-        if call.is_over and not call.leads:
-            return
         with self._arrived:
             if not call.is_over:
                 call.is_over = True

@@ -156,20 +156,16 @@ class RemoteQueue(Queue):
     requeue = _sends(Queue.requeue, "queue_requeue")
 
 
+@dataclass
 class RemoteBook(TrustBook):
     """Know the trusted entry versions of a bank behind a server."""
 
-    def __init__(self, bank: RemoteView, after: int) -> None:
-        if after < 1:
-            raise ValueError(
-                f"Expected a positive number of tasks to trust an entry after, got {after}"
-            )
-        self.after = after
-        self.trusted: frozenset[tuple[str, int]] = frozenset()
-        self._bank = bank
+    after: int
+    send: Callable[..., Any]
+    trusted: frozenset[tuple[str, int]] = frozenset()
 
     def refresh(self) -> None:
-        self.trusted = frozenset(self._bank.send("trusted_versions", after=self.after))
+        self.trusted = frozenset(self.send("trusted_versions", after=self.after))
 
 
 class RemoteBank(RemoteView, Bank):
@@ -303,7 +299,11 @@ class RemoteBank(RemoteView, Bank):
         self.send("set_trust_after", after=after)
 
     def trust_book(self, after: int) -> TrustBook:
-        return RemoteBook(self._now, after)
+        if after < 1:
+            raise ValueError(
+                f"Expected a positive number of tasks to trust an entry after, got {after}"
+            )
+        return RemoteBook(after, self._now.send)
 
     def counters(self, experience: Experience) -> Statistics:
         return experience.statistics  # they came with it

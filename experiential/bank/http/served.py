@@ -85,9 +85,11 @@ class ServedBank:
     """
 
     def __init__(self, bank: FolderBank) -> None:
+        def view(commit: int, seen: int) -> BankView:
+            return bank.at(commit)  # one made again has the counters of now
+
         self.bank = bank
-        # A view that is made again has the counters of now.
-        self._view = lru_cache(_VIEWS)(lambda commit, seen: bank.at(commit))
+        self._view = lru_cache(_VIEWS)(view)
         self._book = lru_cache(_BOOKS)(bank.trust_book)
         self._lock = threading.Lock()
         self._listings: OrderedDict[str, list[Experience]] = OrderedDict()

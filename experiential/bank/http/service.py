@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -94,22 +95,22 @@ def create_app(
     return app
 
 
+@dataclass
 class RequestGuard:
     """Refuse, as ASGI middleware, requests without the token or with too long a body."""
 
-    def __init__(self, app: ASGIApp, token: str | None, max_body: int) -> None:
-        self._app = app
-        self._expected = None if token is None else f"Bearer {token}".encode()
-        self._max_body = max_body
+    app: ASGIApp
+    token: str | None
+    max_body: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = dict(cast("list[tuple[bytes, bytes]]", scope["headers"]))
-        token = headers.get(b"authorization", b"")
-        if self._expected is not None and not hmac.compare_digest(token, self._expected):
+        given, expected = headers.get(b"authorization", b""), f"Bearer {self.token}".encode()
+        if self.token is not None and not hmac.compare_digest(given, expected):
             message = (
                 "Expected the token of this bank server as 'Authorization: Bearer TOKEN', got none"
                 " or another"
@@ -118,16 +119,16 @@ class RequestGuard:
             await _error(401, "BankError", message, fields)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"")
-        is_long = length.isdigit() and int(length) > self._max_body
+        is_long = length.isdigit() and int(length) > self.max_body
         body, more = bytearray(), not is_long
         while more:
             event = await receive()
             body += event.get("body", b"")
-            is_long = len(body) > self._max_body
+            is_long = len(body) > self.max_body
             more = bool(event.get("more_body", False)) and not is_long
         if is_long:
             message = (
-                f"Expected a request of at most {self._max_body} bytes, got more; send fewer or"
+                f"Expected a request of at most {self.max_body} bytes, got more; send fewer or"
                 " shorter texts at once"
             )
             await _error(413, "BankError", message, {"connection": "close"})(scope, receive, send)
@@ -139,7 +140,7 @@ class RequestGuard:
                 return {"type": "http.request", "body": unread.pop(), "more_body": False}
             return await receive()
 
-        await self._app({**scope, _BODY: unread[0]}, receive_again, send)
+        await self.app({**scope, _BODY: unread[0]}, receive_again, send)
 
 
 def _error(status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> Response:

@@ -83,10 +83,14 @@ def _as_dict(value: object) -> object:
 
 _SERVED_READS = "info at get read entries search nearest embed trusted_versions trust_after"
 _SERVED_WRITES = "apply consolidate deduplicate merge_duplicates set_trust_after"
-_READS = "version commits history diff generation trajectory outcomes lineage uplift why standing"
-_READS += " trusted"
-_WRITES = "add add_many update remove rollback record submit keep_generation note_retrievals"
-_WRITES += " save_counters prune evict import_entries"
+_READS = (
+    "version commits history diff generation trajectory outcomes lineage uplift why standing"
+    " trusted"
+)
+_WRITES = (
+    "add add_many update remove rollback record submit keep_generation note_retrievals"
+    " save_counters prune evict import_entries"
+)
 _METHODS = (  # class, its object in a `ServedBank`, names, whether they write
     (ServedBank, "", _SERVED_READS, False),
     (ServedBank, "", _SERVED_WRITES, True),

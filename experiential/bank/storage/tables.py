@@ -176,11 +176,9 @@ class History:
         """Return every commit, oldest first."""
         statement = "SELECT id, time, author, cause, ref FROM commits"
         statement += " WHERE namespace = ? ORDER BY id"
+        names = ("id", "time", "author", "cause", "ref")
         rows = self._journal.rows(statement, self._namespace)
-        return [
-            Commit(id=id, time=time, author=author, cause=cause, ref=ref)
-            for id, time, author, cause, ref in rows
-        ]
+        return [Commit(**dict(zip(names, row, strict=True))) for row in rows]
 
     def log(self, id: str | None = None) -> list[LogEntry]:
         """Return every commit, or those that changed one entry with its version after each."""
