@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -24,7 +25,6 @@ from experiential.cli.estimate import evaluation_episodes, training_episodes
 from experiential.cli.report import (
     draw_learning_curve,
     headline,
-    read_events,
     show_report,
     summary_table,
 )
@@ -33,6 +33,7 @@ from experiential.cli.view import LiveView, PlainView, make_view
 from experiential.errors import BackendError, BankLockedError, ConfigError
 from experiential.llm import models
 from experiential.recipe import load_experiment
+from experiential.training.metrics import read_events
 from experiential.training.openrlhf import versions
 from tests.llm_tiny import tiny_random_llama, tiny_tokenizer
 
@@ -597,7 +598,7 @@ class TestTrain:
         assert run_train("--output", tmp_path, "--plain", "--overwrite")[0] == 0
         assert (tmp_path / "notes.txt").read_text() == "mine"
         assert not (tmp_path / "bank").exists()
-        assert len(read_events(tmp_path)) == len(EVENTS)
+        assert len(read_events(tmp_path / "metrics.jsonl")) == len(EVENTS)
 
     def test_output_folder_is_named_after_the_recipe(self) -> None:
         assert train.default_output("grpo").name.startswith("grpo-")
@@ -642,7 +643,9 @@ def test_a_real_run_is_resumed_and_evaluated(
     )
     code, out, _ = run_train("--resume", "--output", output, "--plain", "run.steps=2")
     assert code == 0 and "step 2/2" in out and "step 1/2" not in out
-    assert [event["step"] for event in read_events(output) if event["event"] == "step"] == [1, 2]
+    assert [
+        event["step"] for event in read_events(output / "metrics.jsonl") if event["event"] == "step"
+    ] == [1, 2]
     before = sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
     evaluated = tmp_path / "evaluated"
     code, out, said = run_main("eval", output, "eval.worlds=1", "--output", evaluated, "--json")
@@ -736,10 +739,10 @@ class TestReport:
     def test_last_line_cut_by_a_crash_is_ignored_and_others_are_not(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         path.write_text(json.dumps(EVENTS[0]) + "\n" + '{"event": "st')
-        assert len(read_events(tmp_path)) == 1
+        assert len(read_events(path)) == 1
         path.write_text('{"event": "st\n' + json.dumps(EVENTS[0]) + "\n")
         with pytest.raises(ConfigError, match="line 1"):
-            read_events(tmp_path)
+            read_events(path)
 
     def test_nothing_to_draw_draws_nothing(self, tmp_path: Path) -> None:
         assert draw_learning_curve([EVENTS[0]], tmp_path / "curve.png") is None
@@ -766,11 +769,12 @@ class TestView:
     def test_plain_when_asked_or_not_a_terminal(self) -> None:
         assert isinstance(make_view(Console(force_terminal=True), plain=True), PlainView)
         assert isinstance(make_view(Console(force_terminal=False), plain=False), PlainView)
-        assert isinstance(make_view(Console(force_terminal=True), plain=False), LiveView)
+        with closing(make_view(Console(force_terminal=True), plain=False)) as view:
+            assert isinstance(view, LiveView)
 
     def test_live_view_shows_progress_and_the_newest_numbers(self) -> None:
         console = Console(force_terminal=True, width=100, record=True, file=StringIO())
-        with LiveView(console) as view:
+        with closing(LiveView(console)) as view:
             for event in EVENTS:
                 view.handle(event)
         text = console.export_text()

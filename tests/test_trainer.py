@@ -23,7 +23,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.config import ActorSettings, EnvSettings, Experiment, OptimSettings
 from experiential.errors import BackendError, BankLockedError, CheckpointError
 from experiential.evaluation.intervals import paired_difference, wilson
-from experiential.evaluation.visits import Visits, compare
+from experiential.evaluation.visits import Visits
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
@@ -422,8 +422,9 @@ def test_intervals_by_hand() -> None:
     assert (difference.mean, difference.low, difference.high) == (1.0, 1.0, 1.0)
     bank = Visits(arm="on", step=1, outcomes=((False, True, True), (False, True, False)))
     free = Visits(arm="off", step=1, outcomes=((False, False, False), (True, False, False)))
-    assert compare(bank, free).mean == 0.75
-    assert [r.mean for r in bank.rates()] == [0.0, 1.0, 0.5]
+    assert paired_difference(bank.later(), free.later()).mean == 0.75
+    rates = [visit["successes"] / visit["episodes"] for visit in bank.event()["visits"]]
+    assert rates == [0.0, 1.0, 0.5]
 
 
 def test_a_metrics_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:

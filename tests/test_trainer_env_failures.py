@@ -5,6 +5,7 @@ fails ends the run with its reason.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from io import StringIO
 from itertools import count
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_an_environment_that_always_fails_ends_an_evaluation_with_the_reason(
 def test_views_show_errors_only_when_there_are_any() -> None:
     def shown(view: type[PlainView] | type[LiveView], errors: int) -> str:
         console = Console(file=StringIO(), force_terminal=view is LiveView, width=100, record=True)
-        with view(console) as opened:
+        with closing(view(console)) as opened:
             opened.handle({"event": "start", "step": 0, "steps": 2})
             opened.handle({"event": "step", "step": 1, "reward": 0.5, "errors": errors})
         return console.export_text()

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from experiential.cli.errors import new_app
 from experiential.cli.options import AsJson, Backend, BackendOption, Embedder, Namespace, Store
@@ -27,15 +28,13 @@ if TYPE_CHECKING:
     from experiential.bank.records import Difference
     from experiential.types import Estimate, Experience
 
-Folder = Annotated[Path, typer.Argument(help="Folder of the bank.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Change nothing, only show what would change.")
-]
-Limit = Annotated[int, typer.Option(min=0, help="Rows to show; 0 shows all.")]
+Folder = Annotated[Path, Argument(help="Folder of the bank.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Change nothing, only show what would change.")]
+Limit = Annotated[int, Option(min=0, help="Rows to show; 0 shows all.")]
 TrustAfter = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=0,
         help="Tasks on which an entry must have helped; by default what the last run asked for, 0"
         " trusts all.",
@@ -126,7 +125,7 @@ def list_entries(
 @app.command()
 def show(
     folder: Folder,
-    id: Annotated[str, typer.Argument(help="Id of an entry.")],
+    id: Annotated[str, Argument(help="Id of an entry.")],
     namespace: Namespace = "default",
     trust_after: TrustAfter = None,
     as_json: AsJson = False,
@@ -195,21 +194,21 @@ def standing_in_words(standing: Standing) -> str:
 @app.command()
 def search(
     folder: Folder,
-    query: Annotated[str, typer.Argument(help="What to look for.")],
-    k: Annotated[int, typer.Option(min=1, help="Hits to show.")] = 5,
+    query: Annotated[str, Argument(help="What to look for.")],
+    k: Annotated[int, Option(min=1, help="Hits to show.")] = 5,
     hybrid: Annotated[
         float,
-        typer.Option(
+        Option(
             min=0.0, max=1.0, help="Weight of shared words beside the cosine; 0 leaves words out."
         ),
     ] = 0.0,
     kind: Annotated[
         list[str] | None,
-        typer.Option(help="Only entries of this kind; given again, of this one too."),
+        Option(help="Only entries of this kind; given again, of this one too."),
     ] = None,
     where: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="FIELD=VALUE",
             help="Only entries whose task or metadata field is so; for one field again, or so.",
         ),
@@ -256,7 +255,7 @@ def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]
 @app.command()
 def why(
     folder: Folder,
-    trajectory: Annotated[str, typer.Argument(help="Id of a recorded trajectory.")],
+    trajectory: Annotated[str, Argument(help="Id of a recorded trajectory.")],
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
@@ -290,7 +289,7 @@ def why(
 def history(
     folder: Folder,
     id: Annotated[
-        str | None, typer.Argument(help="Id of an entry: only the commits that changed it.")
+        str | None, Argument(help="Id of an entry: only the commits that changed it.")
     ] = None,
     namespace: Namespace = "default",
     limit: Limit = 50,
@@ -315,10 +314,8 @@ def history(
 @app.command()
 def diff(
     folder: Folder,
-    a: Annotated[int, typer.Argument(help="A commit; 0 is before the first.")],
-    b: Annotated[
-        int | None, typer.Argument(help="A later commit; the last one by default.")
-    ] = None,
+    a: Annotated[int, Argument(help="A commit; 0 is before the first.")],
+    b: Annotated[int | None, Argument(help="A later commit; the last one by default.")] = None,
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
@@ -370,7 +367,7 @@ def stats(
 @app.command()
 def rollback(
     folder: Folder,
-    commit: Annotated[int, typer.Argument(help="The commit to go back to; 0 is before the first.")],
+    commit: Annotated[int, Argument(help="The commit to go back to; 0 is before the first.")],
     namespace: Namespace = "default",
     yes: Yes = False,
     dry_run: DryRun = False,
@@ -393,12 +390,12 @@ def rollback(
 def prune(
     folder: Folder,
     score: Annotated[
-        float | None, typer.Option(help="Take out entries whose Laplace score is below it.")
+        float | None, Option(help="Take out entries whose Laplace score is below it.")
     ] = None,
     uplift: Annotated[
-        float | None, typer.Option(help="Take out entries whose uplift interval ends below it.")
+        float | None, Option(help="Take out entries whose uplift interval ends below it.")
     ] = None,
-    min_uses: Annotated[int, typer.Option(min=0, help="Uses that an entry must have had.")] = 5,
+    min_uses: Annotated[int, Option(min=0, help="Uses that an entry must have had.")] = 5,
     namespace: Namespace = "default",
     yes: Yes = False,
     dry_run: DryRun = False,
@@ -423,18 +420,16 @@ def merge(
     folder: Folder,
     model: Annotated[
         str | None,
-        typer.Option(help="Merges related entries: tiny, smollm2, a model folder, or a hub name."),
+        Option(help="Merges related entries: tiny, smollm2, a model folder, or a hub name."),
     ] = None,
     backend: Backend = None,
     backend_option: BackendOption = None,
     threshold: Annotated[
-        float, typer.Option(help="Without a model: cosine of two texts from which on they are one.")
+        float, Option(help="Without a model: cosine of two texts from which on they are one.")
     ] = 0.95,
     across_tasks: Annotated[
         bool,
-        typer.Option(
-            "--across-tasks", help="Without a model: compare entries of different tasks too."
-        ),
+        Option("--across-tasks", help="Without a model: compare entries of different tasks too."),
     ] = False,
     namespace: Namespace = "default",
     dry_run: DryRun = False,
@@ -501,7 +496,7 @@ def merge_with(
 @app.command()
 def export(
     folder: Folder,
-    file: Annotated[Path, typer.Argument(help="File to write.")],
+    file: Annotated[Path, Argument(help="File to write.")],
     namespace: Namespace = "default",
 ) -> None:
     """Write all entries to a file that `import` reads.
@@ -520,13 +515,13 @@ def export(
 
 @app.command("import")
 def import_entries(
-    folder: Annotated[Path, typer.Argument(help="Folder of the bank; made when it is not there.")],
-    file: Annotated[Path, typer.Argument(help="File that `export` wrote.")],
+    folder: Annotated[Path, Argument(help="Folder of the bank; made when it is not there.")],
+    file: Annotated[Path, Argument(help="File that `export` wrote.")],
     namespace: Namespace = "default",
     embedder: Embedder = None,
     edited: Annotated[
         bool,
-        typer.Option("--edited", help="The file was changed on purpose since it was exported."),
+        Option("--edited", help="The file was changed on purpose since it was exported."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

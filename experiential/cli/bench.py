@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from experiential.cli.errors import complain, new_app
 from experiential.cli.options import AsJson, Backend, BackendOption, Embedder, Namespace
@@ -80,77 +82,71 @@ def suites(as_json: AsJson = False) -> None:
 def run(
     context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help="A name of `experiential bench suites`, or module:attribute.")
+        str, Option(help="A name of `experiential bench suites`, or module:attribute.")
     ],
     tasks: Annotated[
-        str | None, typer.Option(help="Only these tasks of the suite, with commas between them.")
+        str | None, Option(help="Only these tasks of the suite, with commas between them.")
     ] = None,
     agent: Annotated[
-        str, typer.Option(help="llm, random, oracle, or module:function of observation and info.")
+        str, Option(help="llm, random, oracle, or module:function of observation and info.")
     ] = "llm",
-    episodes: Annotated[int, typer.Option(min=1, help="Episodes of each task and arm.")] = 100,
-    visits: Annotated[
-        int, typer.Option(min=1, help="How many of the episodes meet the same world.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of worlds, episodes and sampling.")] = 0,
-    split: Annotated[str, typer.Option(help="Split of the environments.")] = "eval",
-    slots: Annotated[
-        int, typer.Option(min=0, help="Episodes at once; 0: 8 for llm, 1 for others.")
-    ] = 0,
+    episodes: Annotated[int, Option(min=1, help="Episodes of each task and arm.")] = 100,
+    visits: Annotated[int, Option(min=1, help="How many of the episodes meet the same world.")] = 1,
+    seed: Annotated[int, Option(help="Seed of worlds, episodes and sampling.")] = 0,
+    split: Annotated[str, Option(help="Split of the environments.")] = "eval",
+    slots: Annotated[int, Option(min=0, help="Episodes at once; 0: 8 for llm, 1 for others.")] = 0,
     results: Annotated[
-        Path | None, typer.Option(help=f"A JSON file.  [default: {FOLDER}/SUITE-AGENT-SEED.json]")
+        Path | None, Option(help=f"A JSON file.  [default: {FOLDER}/SUITE-AGENT-SEED.json]")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Play again what the results file holds.")
+        bool, Option("--overwrite", help="Play again what the results file holds.")
     ] = False,
     bank: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Folder or address of a bank: each task is played without it and with it. It is"
             " read, not written."
         ),
     ] = None,
     learn: Annotated[
-        bool, typer.Option("--learn", help="Let the bank grow; make it where there is none.")
+        bool, Option("--learn", help="Let the bank grow; make it where there is none.")
     ] = False,
     namespace: Namespace = "default",
     embedder: Embedder = None,
     search_and_ask: Annotated[
-        int, typer.Option(min=0, help="Questions to the bank that an episode may ask.")
+        int, Option(min=0, help="Questions to the bank that an episode may ask.")
     ] = 0,
     backend: Backend = "local",
     backend_option: BackendOption = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="With local tiny (default), smollm2, a folder or a hub name; with openai the name"
             " at the server."
         ),
     ] = None,
     base_url: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="OpenAI-compatible server; else OPENAI_BASE_URL. The key is taken from"
             " OPENAI_API_KEY."
         ),
     ] = None,
     replies: Annotated[
         Path | None,
-        typer.Option(help="Replies of the scripted backend, one a line, over and over."),
+        Option(help="Replies of the scripted backend, one a line, over and over."),
     ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of a local model.")
-    ] = "float32",
-    device: Annotated[str, typer.Option(help="Of a local model.")] = "auto",
-    temperature: Annotated[float, typer.Option(help="Of sampling; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of a response.")] = 256,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of a local model.")] = "float32",
+    device: Annotated[str, Option(help="Of a local model.")] = "auto",
+    temperature: Annotated[float, Option(help="Of sampling; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, Option(min=1, help="Of a response.")] = 256,
     history: Annotated[
-        int | None, typer.Option(min=0, help="Past turns that are shown.  [default: all]")
+        int | None, Option(min=0, help="Past turns that are shown.  [default: all]")
     ] = None,
-    instruction: Annotated[str, typer.Option(help="Said to the agent about the environment.")] = "",
+    instruction: Annotated[str, Option(help="Said to the agent about the environment.")] = "",
     constrain: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--constrain", help="Choose among the admissible actions; always with the tiny model."
         ),
     ] = False,
@@ -167,7 +163,12 @@ def run(
 
     find_data()
     chosen = find_suite(suite, tasks.split(",") if tasks else None)
-    chosen.check_ready()
+    if missing := chosen.missing():
+        steps = [f"{name}: run {' && '.join(steps)}" for name, steps in missing.items()]
+        raise ConfigError(
+            f"Expected all environments of suite {chosen.name} to be ready, got some that are not:"
+            f" {'; '.join(steps)}"
+        )
     for option, wanted in (("--learn", learn), ("--search-and-ask", search_and_ask)):
         if wanted and bank is None:
             raise ConfigError(f"Expected --bank FOLDER with {option}, got none")
@@ -190,10 +191,7 @@ def run(
         done = store.find(name, settings) or SuiteResults(settings=settings)
         slots = slots or (8 if agent == "llm" else 1)
         plan = Plan(episodes, visits, seed, split, slots, search_and_ask, SEATS.get(agent))
-
-        def keep(cells: SuiteResults) -> None:
-            store.keep(name, cells)
-
+        keep = partial(store.keep, name)
         try:
             done = asyncio.run(play_suite(chosen, plan, make_actor, second, done, keep))
         except KeyboardInterrupt:
@@ -215,7 +213,7 @@ def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, Su
     from experiential.agents.actor import ActorAgent
     from experiential.agents.extractor import ExtractorAgent
     from experiential.config import ModelSettings
-    from experiential.evaluation.players import SEATS, Player, seated_player
+    from experiential.evaluation.players import AGENT, SEATS, Player
     from experiential.evaluation.suite_play import SuiteBank
     from experiential.llm.metered import Meter, Metered
     from experiential.training.roles import prompt_set_name
@@ -232,7 +230,7 @@ def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, Su
         bank = SuiteBank(folder, namespace, embedder, extractor, meter)
     name: str = options["agent"]
     if name in SEATS:
-        return seated_player, bank
+        return lambda: Player(lambda observation, info: info[AGENT](observation, info)), bank
     if llm is not None and name == "llm":
         kept = ("instruction", "temperature", "max_tokens", "history")
         settings: dict[str, Any] = {one: options[one] for one in kept} | {"prompts": prompts}
@@ -313,16 +311,14 @@ def report_table(title: str, found: dict[str, Any]) -> Table:
     for name in (*(column for column, _, _ in _SHAPES.values()), "episodes", "failed"):
         table.add_column(name, justify="right")
 
-    def measured(row: dict[str, Any], sign: str = "") -> list[str]:
-        cells: list[str] = []
+    for row in (*found["tasks"], *found["overall"], *found["differences"]):
+        arm = row.get("arm") or " − ".join(row["arms"])
+        sign = "" if "arm" in row else "+"
+        measured: list[str] = []
         for name, (_, scale, shape) in _SHAPES.items():
             ends = (format(scale * row[name][end], sign + shape) for end in ("mean", "low", "high"))
-            cells.append("{} [{}, {}]".format(*ends))
-        return cells
-
-    for row in (*found["tasks"], *found["overall"]):
-        cells = [row["task"], row["arm"], *measured(row), f"{row['episodes']}", f"{row['failed']}"]
-        table.add_row(*cells, end_section=row is found["tasks"][-1])
-    for row in found["differences"]:
-        table.add_row(row["task"], " − ".join(row["arms"]), *measured(row, "+"), "", "")
+            measured.append("{} [{}, {}]".format(*ends))
+        counts = (str(row.get(name, "")) for name in ("episodes", "failed"))
+        last = row is found["tasks"][-1]
+        table.add_row(row["task"], arm, *measured, *counts, end_section=last)
     return table

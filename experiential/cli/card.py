@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from experiential.cli.rows import show_line
 from experiential.evaluation.card import ArmReport, Card, RecipeReport
 from experiential.evaluation.page import COSTS, show_costs, show_percent, show_points
 
@@ -39,24 +37,17 @@ def card_table(card: Card) -> Table:
 
 
 def card_lines(card: Card) -> Iterator[str]:
-    """Yield the same as plain lines: one for each arm, then comparisons, then notes."""
+    """Yield the same as plain lines: one for each arm, then the remarks."""
     names = ("recipe", "arm", "seeds", "visit 1", "later visits", "on minus this", *COSTS)
     for recipe in card.recipes:
         for arm in recipe.arms:
             row = zip(names, _row(recipe, arm), strict=True)
             yield "; ".join(f"{name}: {value}" for name, value in row if value)
-    yield from _remarks(card)
+    yield from remarks(card)
 
 
-def show_card(console: Console, card: Card, *, plain: bool) -> None:
-    """Print a card; ``plain`` gives lines instead of a table."""
-    if not plain:
-        console.print(card_table(card))
-    for line in card_lines(card) if plain else _remarks(card):
-        show_line(console, line)
-
-
-def _remarks(card: Card) -> Iterator[str]:
+def remarks(card: Card) -> Iterator[str]:
+    """Yield comparisons and notes, a line each."""
     for recipe in card.recipes:
         for one in recipe.differences:
             if one.first != "on":

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from typer import Argument
 
 from experiential.cli.errors import new_app
 from experiential.cli.options import AsJson
@@ -17,13 +18,13 @@ from experiential.errors import ConfigError
 
 Name = Annotated[
     str,
-    typer.Argument(
+    Argument(
         help="An id (ours also without experiential/ and version), the name of an entry point of"
         " experiential.envs, module:Id-v0, or module:attribute."
     ),
 ]
 Arguments = Annotated[
-    list[str] | None, typer.Argument(help="Arguments of the environment, as key=value in YAML.")
+    list[str] | None, Argument(help="Arguments of the environment, as key=value in YAML.")
 ]
 
 app = new_app("List the environments, what they need, and what they look like.")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from experiential.cli.options import AsJson
 from experiential.cli.preflight import CONFIG_FILE, check_experiment
@@ -20,7 +20,6 @@ from experiential.errors import CheckpointError, ConfigError, MissingExtraError
 from experiential.recipe import load_experiment
 
 if TYPE_CHECKING:
-    from experiential.evaluation.card import Card
     from experiential.evaluation.cell import Cell
     from experiential.training.run_evaluation import EvaluatedRun
 
@@ -32,20 +31,20 @@ CARD, PICTURE, PAGE, CELLS = "card.json", "report.png", "report.html", "cells"
 def evaluate(
     targets: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="RUN... [key=value]...", help="Output folders of runs, and settings to change."
         ),
     ],
-    arms: Annotated[str, typer.Option(help="Arms to play, with commas between them.")] = ALL,
+    arms: Annotated[str, Option(help="Arms to play, with commas between them.")] = ALL,
     output: Annotated[
-        Path, typer.Option(help="Folder of the card, the page and the finished cells.")
+        Path, Option(help="Folder of the card, the page and the finished cells.")
     ] = Path("runs/evaluation"),
     resume: Annotated[
         bool,
-        typer.Option(help="Use the cells in --output that are finished; otherwise play all again."),
+        Option(help="Use the cells in --output that are finished; otherwise play all again."),
     ] = True,
     as_json: AsJson = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a table.")] = False,
+    plain: Annotated[bool, Option("--plain", help="Lines instead of a table.")] = False,
 ) -> None:
     """Compare arms: play the newest checkpoint of each run on held-out worlds under each.
 
@@ -54,7 +53,7 @@ def evaluate(
     """
     folders, overrides = split_targets(targets)
     wanted = parse_arms(arms)
-    from experiential.training.run_evaluation import evaluate_run, open_run
+    from experiential.training.run_evaluation import METRICS, evaluate_run, open_run
 
     runs: list[EvaluatedRun] = []
     for folder in folders:
@@ -75,9 +74,13 @@ def evaluate(
             f"Expected a folder that can be written for --output, got {output}: {reason}"
         )
     quieten()
-    from experiential.cli.card import show_card
+    from experiential.cli.card import card_lines, card_table, remarks
     from experiential.cli.view import describe_evaluation
-    from experiential.evaluation.cell import cell_store
+    from experiential.evaluation.card import make_card
+    from experiential.evaluation.cell import cell_store, settings_digest
+    from experiential.evaluation.page import write_page
+    from experiential.evaluation.picture import draw_card
+    from experiential.training.metrics import read_events
 
     console = Console(stderr=as_json)
     store = cell_store(output / CELLS, overwrite=not resume)
@@ -89,14 +92,33 @@ def evaluate(
                 show_line(console, f"{name}: {describe_evaluation(event)}")
 
         cells += evaluate_run(run, wanted, store, observer=tell)
-    card, files = write_report(cells, runs, wanted, overrides, output)
+
+    card = make_card(cells, arms=wanted, overrides=overrides)
+    text = card.model_dump_json(indent=1) + "\n"
+    (output / CARD).write_text(text, encoding="utf-8")
+    metrics = {settings_digest(run.experiment): run.folder / METRICS for run in runs}
+    curves: dict[str, list[list[dict[str, Any]]]] = {}
+    for recipe in card.recipes:  # a run without metrics has no curve
+        mine = [metrics[one.settings] for one in recipe.runs]
+        curves[recipe.name] = [read_events(file) for file in mine if file.is_file()]
+    picture, no_picture = None, ""
+    try:
+        picture = draw_card(card, curves, output / PICTURE)
+    except MissingExtraError as error:
+        (output / PICTURE).unlink(missing_ok=True)
+        no_picture = str(error)
+    page = write_page(card, output / PAGE, picture)
+
     if as_json:
-        sys.stdout.write(card.model_dump_json(indent=1) + "\n")
+        sys.stdout.write(text)
         return
-    show_card(console, card, plain=plain)
-    if PICTURE not in [file.name for file in files]:
-        show_line(console, f"no picture: {MissingExtraError('matplotlib', 'bench')}")
-    for file in files:
+    if not plain:
+        console.print(card_table(card))
+    for line in card_lines(card) if plain else remarks(card):
+        show_line(console, line)
+    if picture is None:
+        show_line(console, f"no picture: {no_picture}")
+    for file in filter(None, (output / CARD, page, picture)):
         show_line(console, f"{file.stem:>15}  {file}")
 
 
@@ -125,34 +147,3 @@ def parse_arms(text: str) -> list[Arm]:
     if wrong or not names:
         raise ConfigError(f"Expected --arms among {ALL}, got {text!r}")
     return [arm for name in names for arm in ARMS if arm == name]
-
-
-def write_report(
-    cells: Sequence[Cell],
-    runs: Sequence[EvaluatedRun],
-    arms: Sequence[Arm],
-    overrides: Sequence[str],
-    output: Path,
-) -> tuple[Card, list[Path]]:
-    """Write card, picture (not without matplotlib) and page; return the card and the files."""
-    from experiential.evaluation.card import make_card
-    from experiential.evaluation.cell import settings_digest
-    from experiential.evaluation.page import write_page
-    from experiential.evaluation.picture import draw_card
-    from experiential.training.metrics import read_events
-    from experiential.training.run_evaluation import METRICS
-
-    card = make_card(cells, arms=arms, overrides=overrides)
-    (output / CARD).write_text(card.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    files = {settings_digest(run.experiment): run.folder / METRICS for run in runs}
-    curves: dict[str, list[list[dict[str, Any]]]] = {}
-    for recipe in card.recipes:  # a run without metrics has no curve
-        mine = [files[one.settings] for one in recipe.runs]
-        curves[recipe.name] = [read_events(file) for file in mine if file.is_file()]
-    picture: Path | None = None
-    try:
-        picture = draw_card(card, curves, output / PICTURE)
-    except MissingExtraError:
-        (output / PICTURE).unlink(missing_ok=True)
-    page = write_page(card, output / PAGE, picture)
-    return card, [output / CARD, page, *([picture] if picture else [])]

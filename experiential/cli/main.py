@@ -8,16 +8,17 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from experiential.cli import bank, bench, envs, evaluate, serve
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_rows
 
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the page for the documentation.")]
+Markdown = Annotated[bool, Option("--markdown", help="Print the page for the documentation.")]
 RayAddress = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--address", help="Ray cluster to look for.  [default: RAY_ADDRESS, or one started here]"
     ),
 ]
@@ -81,7 +82,7 @@ def doctor(as_json: AsJson = False, address: RayAddress = None) -> None:
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Output folder of a run.")]) -> None:
+def report(folder: Annotated[Path, Argument(help="Output folder of a run.")]) -> None:
     """Show the results of a run again, and draw its learning curve."""
     from experiential.cli.report import show_report
 

@@ -16,20 +16,12 @@ from experiential.errors import ConfigError
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.evaluation.page import show_percent
 from experiential.evaluation.picture import distances, finish, smooth, training_curve
-from experiential.training import metrics
+from experiential.training.metrics import read_events
 
 Event = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "learning-curve.png"
 ARMS = {"on": "with the bank", "off": "without"}
-
-
-def read_events(folder: Path) -> list[Event]:
-    """Read the events of the run in ``folder``, in order."""
-    path = folder / METRICS_FILE
-    if not path.is_file():
-        raise ConfigError(f"Expected the folder of a run with {METRICS_FILE}, got {folder}")
-    return [*metrics.read_events(path)]
 
 
 def evaluations(events: Iterable[Event]) -> list[Event]:
@@ -46,32 +38,28 @@ def rate(event: Event, visits: slice) -> Interval:
 
 def before_and_after(events: Iterable[Event]) -> list[tuple[str, Event]]:
     """Return titles and events of the first and last evaluation of each arm."""
-    chosen: list[tuple[str, Event]] = []
     found = evaluations(events)
+    chosen: list[tuple[str, Event]] = []
     for arm, title in ARMS.items():
         mine = [event for event in found if event["arm"] == arm]
-        for event in (*mine[:1], *mine[1:][-1:]):
-            chosen.append((f"{title}\nstep {event['step']}", event))
+        chosen += [(f"{title}\nstep {e['step']}", e) for e in (*mine[:1], *mine[1:][-1:])]
     return chosen
 
 
 def summary_table(events: Iterable[Event]) -> Table:
     """Lay out success by visit, with the bank and without, before and after training."""
-    titled = before_and_after(events)
-    columns = [event for _, event in titled]
+    columns = before_and_after(events)
     table = Table(title="Held-out success, 95 % intervals", title_justify="left")
     table.add_column("visit")
-    for title, _ in titled:
+    for title, _ in columns:
         table.add_column(title, justify="right", no_wrap=True)
-
-    def rates(visits: slice) -> list[str]:
-        return [show_percent(rate(event, visits)) for event in columns]
-
-    for index in range(max((len(event["visits"]) for event in columns), default=0)):
-        table.add_row(str(index + 1), *rates(slice(index, index + 1)))
+    for index in range(max((len(event["visits"]) for _, event in columns), default=0)):
+        visit = slice(index, index + 1)
+        table.add_row(str(index + 1), *(show_percent(rate(event, visit)) for _, event in columns))
     table.add_section()
-    table.add_row("later (2+)", *rates(slice(1, None)), style="bold")
-    played = [sum(visit["episodes"] for visit in event["visits"]) for event in columns]
+    later = (show_percent(rate(event, slice(1, None))) for _, event in columns)
+    table.add_row("later (2+)", *later, style="bold")
+    played = (sum(visit["episodes"] for visit in event["visits"]) for _, event in columns)
     table.add_row("episodes", *map(str, played))
     return table
 
@@ -110,7 +98,9 @@ def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | Non
 
     ``summary`` is what `Trainer.run` returned; its `files` are listed too.
     """
-    events = read_events(folder)
+    if not (folder / METRICS_FILE).is_file():
+        raise ConfigError(f"Expected the folder of a run with {METRICS_FILE}, got {folder}")
+    events = read_events(folder / METRICS_FILE)
     if evaluations(events):
         console.print(summary_table(events))
     for line in headline(events):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,10 +34,7 @@ def show_pairs(pairs: Mapping[str, Any], column: str = "value") -> None:
 
 def show_json(value: Any) -> None:
     """Print a value, which may hold models, as indented JSON."""
-
-    def plain(one: Any) -> Any:
-        return one.model_dump(mode="json") if isinstance(one, BaseModel) else str(one)
-
+    plain = partial(to_jsonable_python, fallback=str)
     sys.stdout.write(json.dumps(value, indent=2, default=plain, ensure_ascii=False) + "\n")
 
 

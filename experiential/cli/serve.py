@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from experiential.cli.options import Embedder, Store
 from experiential.errors import ConfigError, MissingExtraError
@@ -25,32 +25,32 @@ _SECONDS_TO_FINISH = 10
 
 def serve(
     folder: Annotated[
-        Path, typer.Argument(metavar="BANK", help="Folder of the bank; made on first use.")
+        Path, Argument(metavar="BANK", help="Folder of the bank; made on first use.")
     ],
     host: Annotated[
         str,
-        typer.Option(help="Address to listen at. Anything but this machine alone needs a token."),
+        Option(help="Address to listen at. Anything but this machine alone needs a token."),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+        int, Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
     ] = 8321,
     token: Annotated[
         str | None,
-        typer.Option(
+        Option(
             envvar=TOKEN_VARIABLE,
             help="What clients must send as a bearer token; the variable hides it from `ps`.",
         ),
     ] = None,
     namespace: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Serve this namespace only; may be repeated. All, opened when asked for, by"
             " default."
         ),
     ] = None,
     embedder: Embedder = None,
     store: Store = None,
-    max_body: Annotated[int, typer.Option(min=1, help="Longest request body, in MiB.")] = 8,
+    max_body: Annotated[int, Option(min=1, help="Longest request body, in MiB.")] = 8,
 ) -> None:
     """Serve a bank to other processes: they open it with ExperienceBank("http://HOST:PORT").
 

@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.estimate import describe_cost
@@ -28,32 +28,30 @@ app = new_app("Train an actor and an experience extractor together.")
 def train(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value]...", help="Settings to change, e.g. run.steps=5."),
+        Argument(metavar="[key=value]...", help="Settings to change, e.g. run.steps=5."),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Name of a recipe, or a YAML file.  [default: complementary]")
+        str | None, Option(help="Name of a recipe, or a YAML file.  [default: complementary]")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")
+        bool, Option("--resume", help="Go on from the last checkpoint in --output.")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Print the resolved settings and the expected cost, then stop."
-        ),
+        Option("--dry-run", help="Print the resolved settings and the expected cost, then stop."),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Folder of the run.  [default: runs/RECIPE-TIME]")
+        Path | None, Option(help="Folder of the run.  [default: runs/RECIPE-TIME]")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a run that is already in --output.")
+        bool, Option("--overwrite", help="Replace a run that is already in --output.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(help="Same as seed=N.")] = None,
+    seed: Annotated[int | None, Option(help="Same as seed=N.")] = None,
     runtime: Annotated[
         str | None,
-        typer.Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16."),
+        Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16."),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live view.")] = False,
+    plain: Annotated[bool, Option("--plain", help="Lines instead of a live view.")] = False,
     version: Version = False,
 ) -> None:
     """Train an actor and an experience extractor together, then evaluate on held-out worlds.
@@ -96,7 +94,7 @@ def train(
         trackers = open_trackers(experiment.run.trackers, folder)
         for tracker in trackers:
             stack.enter_context(closing(tracker))
-        view = stack.enter_context(make_view(console, plain=plain))
+        view = stack.enter_context(closing(make_view(console, plain=plain)))
 
         def observe(event: dict[str, Any]) -> None:
             for receiver in (view, *trackers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -44,7 +44,7 @@ ARMS = {"on": "with the bank", "off": "without the bank", "frozen": "with the ba
 
 
 def make_view(console: Console, *, plain: bool) -> PlainView | LiveView:
-    """Return a live view on a terminal, plain lines elsewhere or on request."""
+    """Return a live view on a terminal, plain lines elsewhere or on request; it is a `Tracker`."""
     return PlainView(console) if plain or not console.is_terminal else LiveView(console)
 
 
@@ -74,12 +74,6 @@ class PlainView:
         self._console = console
         self._steps = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
     def handle(self, event: Event) -> None:
         """Print one event of the trainer."""
         match event["event"]:
@@ -99,9 +93,12 @@ class PlainView:
                 return
         show_line(self._console, line)
 
+    def close(self) -> None:
+        """Close nothing: every line has been printed."""
+
 
 class LiveView:
-    """Draw a progress bar with time left, and the newest numbers below it, in place."""
+    """Draw a progress bar with time left, and the newest numbers below it, until closed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -117,12 +114,10 @@ class LiveView:
         self._task = self._progress.add_task("loading models", total=None)
         self._latest: Event = {}
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
-
-    def __enter__(self) -> Self:
         self._live.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Stop drawing; what was drawn last stays."""
         self._live.stop()
 
     def handle(self, event: Event) -> None:

@@ -79,9 +79,7 @@ def clustered_mean(values: np.ndarray, *, samples: int = SAMPLES) -> Interval:
         raise ValueError(
             f"Expected a table of seeds and worlds with something in it, got shape {values.shape}"
         )
-    rng = np.random.default_rng(SEED)
-    drawn_worlds = _draws(rng, values.shape[1], samples)
-    return _percentiles(float(values.mean()), _resampled(rng, values, drawn_worlds))
+    return _percentiles(float(values.mean()), _resampled(values, samples=samples)[0])
 
 
 def unpaired_difference(first: np.ndarray, second: np.ndarray) -> Interval:
@@ -101,10 +99,8 @@ def unpaired_difference(first: np.ndarray, second: np.ndarray) -> Interval:
         raise ValueError(
             f"Expected two tables over the same worlds, got shapes {first.shape} and {second.shape}"
         )
-    rng = np.random.default_rng(SEED)
-    worlds = _draws(rng, first.shape[1], SAMPLES)
-    means = _resampled(rng, first, worlds) - _resampled(rng, second, worlds)
-    return _percentiles(float(first.mean() - second.mean()), means)
+    one, other = _resampled(first, second)
+    return _percentiles(float(first.mean() - second.mean()), one - other)
 
 
 def over_tasks(tables: Sequence[np.ndarray]) -> Interval:
@@ -126,15 +122,20 @@ def over_tasks(tables: Sequence[np.ndarray]) -> Interval:
     return _percentiles(mean, np.mean(drawn, axis=0))
 
 
-def _draws(rng: np.random.Generator, n: int, samples: int) -> np.ndarray:
-    """Return how often each of n is drawn in n draws with replacement, shape (samples, n)."""
-    return rng.multinomial(n, np.full(n, 1 / n), size=samples)
+def _resampled(*tables: np.ndarray, samples: int = SAMPLES) -> list[np.ndarray]:
+    """Return the means of each table in every resample, shape (samples,).
 
-
-def _resampled(rng: np.random.Generator, values: np.ndarray, worlds: np.ndarray) -> np.ndarray:
-    """Return means over seeds, drawn here, and worlds, drawn already, shape (samples,)."""
-    seeds = _draws(rng, values.shape[0], len(worlds))
-    return ((seeds @ values.astype(np.float64)) * worlds).sum(axis=1) / values.size
+    Seeds are drawn with replacement for each table apart, worlds for all at once.
+    """
+    rng = np.random.default_rng(SEED)
+    n = tables[0].shape[1]
+    worlds = rng.multinomial(n, np.full(n, 1 / n), size=samples)
+    means: list[np.ndarray] = []
+    for table in tables:
+        seeds = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=samples)
+        sums = ((seeds @ table.astype(np.float64)) * worlds).sum(axis=1)
+        means.append(sums / table.size)
+    return means
 
 
 def _percentiles(mean: float, means: np.ndarray) -> Interval:

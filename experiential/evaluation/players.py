@@ -68,11 +68,6 @@ class Player:
         return action
 
 
-def seated_player() -> Player:
-    """Return a player that leaves every decision to the agent that `Watched` has seated."""
-    return Player(lambda observation, info: info[AGENT](observation, info))
-
-
 class Watched(gym.Wrapper[str, str, str, str]):
     """Time episodes, and seat an agent that needs the environment itself.
 
@@ -96,13 +91,11 @@ class Watched(gym.Wrapper[str, str, str, str]):
         self._seed, self._begin = seed, time.perf_counter()
         self._more = {} if self._seat is None else {AGENT: self._seat(self.env, seed or 0)}
         observation, info = self.env.reset(seed=seed, options=options)
-        return observation, self._noted(info)
+        self._seconds[seed] = time.perf_counter() - self._begin
+        return observation, {**info, **self._more}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Act."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return observation, float(reward), terminated, truncated, self._noted(info)
-
-    def _noted(self, info: dict[str, Any]) -> dict[str, Any]:
         self._seconds[self._seed] = time.perf_counter() - self._begin
-        return {**info, **self._more}
+        return observation, float(reward), terminated, truncated, {**info, **self._more}

@@ -22,7 +22,6 @@ from experiential.bank.options import bank_settings
 from experiential.bank.protocol import ForkableBank
 from experiential.config import Arm, Experiment
 from experiential.evaluation.arms import opened_arm
-from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.llm.metered import Meter, Spent
 from experiential.rollout import (
     Episode,
@@ -63,11 +62,6 @@ class Visits(Record):
     failures: dict[str, int] = {}
     """How many episodes failed for which reason."""
     cost: Cost = Cost()
-
-    def rates(self) -> list[Interval]:
-        """Return success by visit number, with Wilson intervals."""
-        table = np.array(self.outcomes)
-        return [wilson(int(column.sum()), column.size) for column in table.T]
 
     def later(self) -> np.ndarray:
         """Return the success rate of each world on later visits, shape (worlds,)."""
@@ -204,8 +198,3 @@ def later(outcomes: Any) -> np.ndarray:
     """
     table = np.array(outcomes, dtype=np.float64)
     return (table[:, 1:] if table.shape[1] > 1 else table).mean(axis=1)
-
-
-def compare(first: Visits, second: Visits) -> Interval:
-    """Return the paired difference of success on later visits, the first arm minus the second."""
-    return paired_difference(first.later(), second.later())

@@ -22,7 +22,8 @@ from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank, ForkableBank
 from experiential.config import Experiment
 from experiential.errors import CheckpointError, ExperientialError
-from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, compare
+from experiential.evaluation.intervals import paired_difference
+from experiential.evaluation.visits import Meters, VisitEvaluator, Visits
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
 from experiential.rollout import (
@@ -373,8 +374,10 @@ class Trainer:
         last = {v.arm: v for v in self._visits if v.step == steps}
         first = {v.arm: v for v in self._visits if v.step == 0}
         both = {"on", "off"} <= last.keys()
-        difference = compare(last["on"], last["off"]).model_dump() if both else None
-        ratio = None
+        ratio = difference = None
+        if both:
+            gain = paired_difference(last["on"].later(), last["off"].later())
+            difference = gain.model_dump()
         if "on" in last and "on" in first and steps and first["on"].later().any():
             ratio = float(last["on"].later().mean() / first["on"].later().mean())
         return {
