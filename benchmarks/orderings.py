@@ -118,7 +118,7 @@ def findings(cells: Mapping[str, Sequence[Cell]], chance: float = 0.0) -> list[F
             continue
         is_below = np.mean([cell.later().mean() for cell in second]) < chance
         over = clustered_mean(np.array([cell.later() for cell in first]) - chance)
-        found.append(Finding(ordering, difference[0], over if is_below else None))
+        found.append(Finding(ordering, difference["interval"], over if is_below else None))
     return found
 
 

@@ -314,13 +314,15 @@ class TestOpened:
         )
         with opened_arm("on", bank, tmp_path / "on", extractor, OPTIONS) as opened:
             assert opened.manager is not None
-            opened.hold_back()
-            opened.shown.submit(Trajectory(task="t", success=True))
-            opened.shown.search(
-                "t"
-            )  # a round trip through the manager, in which a distillation could have started
-            assert len(opened.manager.bank) == 10
-            asyncio.run(opened.distil())
+
+            async def visit() -> None:
+                async with opened.visit():
+                    opened.shown.submit(Trajectory(task="t", success=True))
+                    # a round trip through the manager, in which a distillation could have started
+                    opened.shown.search("t")
+                    assert opened.manager is not None and len(opened.manager.bank) == 10
+
+            asyncio.run(visit())
             assert len(opened.manager.bank) == 11
 
     def test_an_arm_with_a_bank_needs_one(self, tmp_path: Path) -> None:

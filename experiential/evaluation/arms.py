@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,6 @@ class Substitute(ABC):
     def replaced(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
         """Return what is shown in place of the hits of a query; ``instance`` may be empty."""
 
-    @abstractmethod
-    def ask(self, query: str, **options: Any) -> Answer:
-        """Answer a question; ``options`` are those of the manager's ``ask``."""
-
     def search(self, query: str, **options: Any) -> list[Hit]:
         """Return what is shown for a query; ``options`` are those of the manager's ``search``."""
         hits = self.manager.search(query, **options)
@@ -82,19 +78,15 @@ class Shuffled(Substitute):
 
     def __init__(self, manager: ExperienceManager, seed: int) -> None:
         super().__init__(manager, seed)
-        self._entries: list[Experience] | None = None
+        self.entries: list[Experience] | None = None  # where None, the next draw reads the bank
         self._worlds: dict[tuple[str, int], frozenset[str]] = {}
-
-    def refresh(self) -> None:
-        """Read the bank, which may have changed, again before the next draw."""
-        self._entries = None
 
     def replaced(self, hits: Sequence[Hit], query: str, instance: str) -> list[Hit]:
         """Return entries of other tasks; fewer where the bank has fewer of them.
 
         The draw follows from seed, query and instance.
         """
-        if self._entries is None:
+        if self.entries is None:
             bank = self.manager.bank
             # Ids are random: an order by them would make the draw another one in every run.
             entries = sorted(bank.entries(), key=lambda entry: (entry.task or "", entry.text))
@@ -102,9 +94,9 @@ class Shuffled(Substitute):
                 key = (entry.id, entry.version)  # the worlds of a version never change
                 if key not in self._worlds:
                     self._worlds[key] = worlds(bank, entry)
-            self._entries = entries  # last, since episodes search in several threads
+            self.entries = entries  # last, since episodes search in several threads
         others: list[Experience] = []
-        for entry in self._entries:
+        for entry in self.entries:
             made_in = self._worlds[entry.id, entry.version]
             if made_in and instance:
                 other = world_of(instance) not in made_in
@@ -159,12 +151,11 @@ class Placebo(Substitute):
 
         def emptied(hit: Hit) -> Hit:
             entry = hit.experience.model_copy(update={"id": PLACEBO, "metadata": {}})
-
-            def length(text: str) -> int:
-                return self._count(self._render(entry.model_copy(update={"text": text})))
-
-            seed = f"{self.seed}|{instance}|{query}|{hit.rank}"
-            text = filler(self._count(self._render(hit.experience)), length, seed)
+            text = filler(
+                self._count(self._render(hit.experience)),
+                lambda text: self._count(self._render(entry.model_copy(update={"text": text}))),
+                f"{self.seed}|{instance}|{query}|{hit.rank}",
+            )
             return hit.model_copy(update={"experience": entry.model_copy(update={"text": text})})
 
         return [emptied(hit) for hit in hits]
@@ -199,18 +190,17 @@ class ArmBank:
         """Return the condition of the arm's episodes."""
         return Condition.FREE if self.manager is None else Condition.GUIDED
 
-    def hold_back(self) -> None:
-        """Queue what is submitted until ``distil``.
+    @asynccontextmanager
+    async def visit(self) -> AsyncGenerator[None]:
+        """Queue what is submitted in the block, and distil it after; not where the block fails.
 
         What a visit sees must not depend on how fast other episodes finish.
         """
         if self.manager is not None:
             self.manager.pause()
         if isinstance(self.shown, Shuffled):
-            self.shown.refresh()
-
-    async def distil(self) -> None:
-        """Distil everything that was submitted."""
+            self.shown.entries = None
+        yield
         if self.manager is not None:
             self.manager.resume()
             await self.manager.adrain()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -182,26 +182,23 @@ def make_card(
         elif name != base_name:
             arm, other = used_arm(mine), used_arm(base)
             if found := recipe_difference(by_arm(mine)[arm], by_arm(base)[other]):
-                sides = {"first": name, "first_arm": arm, "second": base_name, "second_arm": other}
-                figures = dict(zip(("interval", "seeds", "worlds"), found, strict=True))
-                comparisons.append(Comparison.model_validate(sides | figures))
+                comparisons.append(
+                    Comparison(
+                        first=name, first_arm=arm, second=base_name, second_arm=other, **found
+                    )
+                )
+    versions = {"experiential-rl": package_version(), "python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     return Card(
-        versions=versions(),
+        versions=versions,
         overrides=tuple(overrides),
         arms=tuple(arms),
         recipes=tuple(recipe_report(name, family) for name, family in named.items()),
         comparisons=tuple(comparisons),
         notes=(*notes, *apart),
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of this package, of Python and of the packages that compute."""
-    found = {"experiential-rl": package_version(), "python": platform.python_version()}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
@@ -246,10 +243,8 @@ def used_arm(cells: Sequence[Cell]) -> Arm:
     return "on" if "on" in played else "off" if "off" in played else cells[0].arm
 
 
-def recipe_difference(
-    first: Sequence[Cell], second: Sequence[Cell]
-) -> tuple[Interval, int, int] | None:
-    """Return one recipe minus another on later visits: interval, common training seeds, worlds.
+def recipe_difference(first: Sequence[Cell], second: Sequence[Cell]) -> dict[str, Any] | None:
+    """Return one recipe minus another on later visits: ``interval``, common ``seeds``, ``worlds``.
 
     Recipes without a common training seed are compared all the same, their seeds resampled apart.
     None means that they met different worlds.
@@ -258,11 +253,11 @@ def recipe_difference(
     both = [seed for seed in a if seed in b and a[seed].table().shape == b[seed].table().shape]
     if both:
         gains = _later([a[seed] for seed in both]) - _later([b[seed] for seed in both])
-        return clustered_mean(gains), len(both), gains.shape[1]
+        return {"interval": clustered_mean(gains), "seeds": len(both), "worlds": gains.shape[1]}
     one, other = _later(first), _later(second)
     if one.shape[1] != other.shape[1]:
         return None
-    return unpaired_difference(one, other), 0, one.shape[1]
+    return {"interval": unpaired_difference(one, other), "seeds": 0, "worlds": one.shape[1]}
 
 
 def _later(cells: Sequence[Cell]) -> np.ndarray:
@@ -286,10 +281,8 @@ def recipe_report(name: str, cells: Sequence[Cell]) -> RecipeReport:
     for first, second in DIFFERENCES:
         if first in arms and second in arms:
             found = recipe_difference(arms[first], arms[second])
-            if found is not None and found[1]:  # arms of one recipe are compared only when paired
-                sides = {"first": first, "second": second}
-                figures = dict(zip(("interval", "seeds", "worlds"), found, strict=True))
-                differences.append(Difference.model_validate(sides | figures))
+            if found and found["seeds"]:  # arms of one recipe are compared only when paired
+                differences.append(Difference(first=first, second=second, **found))
     return RecipeReport(
         name=name,
         recipe=cells[0].recipe,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-import gymnasium as gym
 import numpy as np
 
 from experiential.agents.actor import ActorAgent
@@ -122,7 +121,7 @@ async def play_suite(
     make_actor: MakeActor,
     bank: SuiteBank | None,
     done: SuiteResults,
-    finished: Callable[[SuiteResults], object] = lambda results: None,
+    finished: Callable[[SuiteResults], object],
 ) -> SuiteResults:
     """Play the cells of a suite that are not done; each task without the bank first, then with it.
 
@@ -147,73 +146,51 @@ async def play_cell(
     Raises:
         ConfigError: the environment or the bank cannot be opened.
     """
-    if bank is None:
-        episodes = await _episodes(task, plan, make_actor, ArmBank(NoBank()), 0)
-        return SuiteCell(task=task.name, arm="off", episodes=episodes)
-    before = bank.meter.spent()
-    with (
-        bank.open() as opened,
-        ExperienceManager(opened, bank.extractor, merge_every=0, seed=plan.seed) as manager,
-    ):
-        entries = len(opened)
-        at_once = plan.slots if bank.extractor is not None else 0
-        arm = ArmBank(manager, manager, entries)
-        episodes = await _episodes(task, plan, make_actor, arm, at_once)
-        entries_after = len(opened)
-    return SuiteCell(
-        task=task.name,
-        arm=bank.arm,
-        episodes=episodes,
-        entries=(entries, entries_after),
-        extractor=bank.meter.spent() - before,
-    )
-
-
-async def _episodes(
-    task: SuiteTask, plan: Plan, make_actor: MakeActor, arm: ArmBank, at_once: int
-) -> tuple[PlayedEpisode, ...]:
-    """Play all episodes of a cell, ``at_once`` of them between two distillations; 0 for all.
-
-    A bank that grows is held still meanwhile: which other episode ends first changes nothing.
-    """
-    seconds: dict[int | None, float] = {}
+    meter = Meter() if bank is None else bank.meter
+    spent_before, seconds = meter.spent(), dict[int | None, float]()
     settings = EnvSettings(
         id=task.id, kwargs=task.kwargs, eval={"split": plan.split}, max_turns=task.turns
     )
     kwargs = task.kwargs | settings.eval
-    try:
-        worlds = world_count(task.id, kwargs)
-    except ExperientialError:
-        raise
-    except Exception as error:  # an environment of another package may raise anything
-        raise ConfigError(
-            f"Expected to make {task.id} with {kwargs}, got {type(error).__name__}: {error}"
-        ) from error
-    jobs = plan.jobs(task, worlds, arm.condition)
-
-    def watched(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
-        return Watched(make_env(settings, kwargs), seconds, plan.seat)
-
-    rollout = Rollout(
-        settings,
-        settings.eval,
-        arm.shown,
-        cast("Callable[[], ActorAgent]", make_actor),
-        slots=plan.slots,
-        search_and_ask=plan.search_and_ask,
-        make_env=watched,
-    )
-    played: list[Episode] = []
-    size = at_once or len(jobs)
-    with closing(rollout):
+    with ExitStack() as stack:
+        arm, entries = ArmBank(NoBank()), None
+        if bank is not None:
+            folder = stack.enter_context(bank.open())
+            learning = ExperienceManager(folder, bank.extractor, merge_every=0, seed=plan.seed)
+            manager = stack.enter_context(learning)
+            arm = ArmBank(manager, manager, len(folder))
+        try:
+            worlds = world_count(task.id, kwargs)
+        except ExperientialError:
+            raise
+        except Exception as error:  # an environment of another package may raise anything
+            raise ConfigError(
+                f"Expected to make {task.id} with {kwargs}, got {type(error).__name__}: {error}"
+            ) from error
+        jobs = plan.jobs(task, worlds, arm.condition)
+        rollout = Rollout(
+            settings,
+            settings.eval,
+            arm.shown,
+            cast("Callable[[], ActorAgent]", make_actor),
+            slots=plan.slots,
+            search_and_ask=plan.search_and_ask,
+            make_env=lambda *given: Watched(make_env(*given), seconds, plan.seat),
+        )
+        stack.enter_context(closing(rollout))
+        # A bank that grows is held still while the slots play one episode each: which of them ends
+        # first changes nothing.
+        size = plan.slots if bank is not None and bank.extractor is not None else len(jobs)
+        played: list[Episode] = []
         for start in range(0, len(jobs), size):
-            arm.hold_back()
-            played += await rollout.play(jobs[start : start + size])
-            await arm.distil()
-    records: list[PlayedEpisode] = []
+            async with arm.visit():
+                played += await rollout.play(jobs[start : start + size])
+        if arm.manager is not None:
+            entries = (arm.entries, len(arm.manager.bank))
+    episodes: list[PlayedEpisode] = []
     for job, episode in zip(jobs, played, strict=True):
         trajectory, (world, _, visit) = episode.trajectory, job.task.group.partition(".")
-        records.append(
+        episodes.append(
             PlayedEpisode(
                 world=int(world),
                 visit=int(visit),
@@ -228,4 +205,10 @@ async def _episodes(
                 error=trajectory.error,
             )
         )
-    return tuple(records)
+    return SuiteCell(
+        task=task.name,
+        arm="off" if bank is None else bank.arm,
+        episodes=tuple(episodes),
+        entries=entries,
+        extractor=meter.spent() - spent_before,
+    )

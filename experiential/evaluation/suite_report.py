@@ -76,6 +76,9 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
         ``tasks``, ``overall`` (empty with one task) and ``differences`` (with the bank minus
         without, paired by world), each a list of rows with an interval for every measure.
     """
+    worlds = {
+        (cell.task, cell.arm): {name: by_world(cell, name) for name in MEASURES} for cell in cells
+    }
     tasks: list[dict[str, Any]] = []
     for cell in cells:
         reasons = Counter(shortened(one.error) for one in cell.episodes if one.error is not None)
@@ -87,8 +90,8 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
             "failed": sum(reasons.values()),
             "failures": dict(reasons.most_common()),
         }
-        for name in MEASURES:
-            row[name] = clustered_mean(by_world(cell, name)[None]).model_dump()
+        for name, values in worlds[cell.task, cell.arm].items():
+            row[name] = clustered_mean(values[None]).model_dump()
         if all(one.visit == 0 for one in cell.episodes):  # with one visit a world: independent
             successes = sum(one.success for one in cell.episodes)
             row["success"] = wilson(successes, len(cell.episodes)).model_dump()
@@ -98,29 +101,24 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
     if len({cell.task for cell in cells}) > 1:
         for arm in dict.fromkeys(cell.arm for cell in cells):
             rows = [row for row in tasks if row["arm"] == arm]
-            counts = {
-                key: sum(row[key] for row in rows) for key in ("episodes", "worlds", "failed")
-            }
-            mine = [cell for cell in cells if cell.arm == arm]
-            means = {
-                name: over_tasks([by_world(cell, name) for cell in mine]).model_dump()
-                for name in MEASURES
-            }
-            overall.append({"task": OVERALL, "arm": arm, **counts, **means})
+            row = {"task": OVERALL, "arm": arm}
+            row |= {key: sum(one[key] for one in rows) for key in ("episodes", "worlds", "failed")}
+            for name in MEASURES:
+                tables = [worlds[one["task"], arm][name] for one in rows]
+                row[name] = over_tasks(tables).model_dump()
+            overall.append(row)
 
-    plain = {cell.task: cell for cell in cells if cell.arm == "off"}
-    pairs = [(cell, plain[cell.task]) for cell in cells if cell.arm != "off" and cell.task in plain]
     differences: list[dict[str, Any]] = []
-    for one, other in pairs:
-        paired = {
-            name: paired_difference(by_world(one, name), by_world(other, name)).model_dump()
-            for name in MEASURES
-        }
-        differences.append({"task": one.task, "arms": [one.arm, "off"], **paired})
+    pairs = [key for key in worlds if key[1] != "off" and (key[0], "off") in worlds]
+    for task, arm in pairs:
+        row = {"task": task, "arms": [arm, "off"]}
+        for name, values in worlds[task, arm].items():
+            row[name] = paired_difference(values, worlds[task, "off"][name]).model_dump()
+        differences.append(row)
     if len(pairs) > 1:
-        paired = {
-            name: over_tasks([by_world(a, name) - by_world(b, name) for a, b in pairs]).model_dump()
-            for name in MEASURES
-        }
-        differences.append({"task": OVERALL, "arms": [pairs[0][0].arm, "off"], **paired})
+        row = {"task": OVERALL, "arms": [pairs[0][1], "off"]}
+        for name in MEASURES:
+            gains = [worlds[task, arm][name] - worlds[task, "off"][name] for task, arm in pairs]
+            row[name] = over_tasks(gains).model_dump()
+        differences.append(row)
     return {"tasks": tasks, "overall": overall, "differences": differences}

@@ -169,10 +169,9 @@ class VisitEvaluator:
                         options = {"world": world} if self._listed else {}
                         task = Task(seed=seed, group=f"eval.{world}.{visit}", options=options)
                         jobs.append(Job(task, opened.condition, sampling_seed=seed))
-                    opened.hold_back()
-                    visits.append(await rollout.play(jobs))
-                    refuse_broken(visits[-1])
-                    await opened.distil()
+                    async with opened.visit():
+                        visits.append(await rollout.play(jobs))
+                        refuse_broken(visits[-1])
         cost = Cost(
             seconds=time.perf_counter() - begin,
             actor=meters.actor.spent() - actor_before,
