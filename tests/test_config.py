@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from experiential.cli.main import configuration_page
 from experiential.cli.preflight import check_experiment
-from experiential.cli.reference import configuration_page
 from experiential.config import Experiment
 from experiential.errors import ConfigError
 from experiential.recipe import (

@@ -439,12 +439,7 @@ def merge(
 
     A model merges; without one, near-duplicates are merged by their cosine.
     """
-    if model is not None or backend is not None:
-        from experiential.llm.base import read_options
-
-        options = ({} if model is None else {"model": model}) | read_options(backend_option or ())
-        rows = merge_with(backend or "local", options, folder, namespace, dry_run=dry_run)
-    else:
+    if model is None and backend is None:
         with opened(folder, namespace, write=not dry_run) as bank:
             found = bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run)
         rows: list[dict[str, Any]] = []
@@ -455,39 +450,39 @@ def merge(
             f"no --model: texts with a cosine of {threshold:g} or more count as one, the oldest"
             " stays as it is\n"
         )
-    show_rows(rows, as_json)
+        show_rows(rows, as_json)
+        return
 
-
-def merge_with(
-    backend: str, options: dict[str, Any], folder: Path, namespace: str, *, dry_run: bool
-) -> list[dict[str, Any]]:
-    """Run one pass of the periodic merge, and return the changes; a dry run merges a copy."""
     from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.manager import ExperienceManager
     from experiential.cli.preflight import check_model
     from experiential.config import ModelSettings
-    from experiential.llm.base import open_llm
+    from experiential.llm.base import open_llm, read_options
     from experiential.training.roles import prompt_set_name
 
+    backend = backend or "local"
+    options = ({} if model is None else {"model": model}) | read_options(backend_option or ())
+    # a name of a foreign backend says nothing about our bundled model
+    settings = ModelSettings(name=backend)
     if backend == "local":
         options = {"model": "tiny", **options}
-        check_model(ModelSettings(name=options["model"]))
+        settings = ModelSettings(name=options["model"])
+        check_model(settings)
     with ExitStack() as stack:
-        scratch = stack.enter_context(TemporaryDirectory(prefix="experiential-merge-"))
         bank = stack.enter_context(opened(folder, namespace, write=not dry_run))
-        if dry_run:
+        if dry_run:  # a copy is merged
+            scratch = stack.enter_context(TemporaryDirectory(prefix="experiential-merge-"))
             bank = stack.enter_context(bank.fork(scratch))
         head = bank.head
         llm = stack.enter_context(closing(open_llm(backend, **options)))
-        # a name of a foreign backend says nothing about our bundled model
-        name = options["model"] if backend == "local" else backend
-        extractor = ExtractorAgent(llm, prompts=prompt_set_name(ModelSettings(name=name)), seed=0)
+        extractor = ExtractorAgent(llm, prompts=prompt_set_name(settings), seed=0)
         with ExperienceManager(bank, extractor) as manager:
             manager.merge()
             failures: dict[str, int] = manager.stats()["failures"]
         for reason, count in failures.items():
             sys.stderr.write(f"{count} x {reason}\n")
-        return difference_rows(bank.diff(head, bank.head))
+        changes = difference_rows(bank.diff(head, bank.head))
+    show_rows(changes, as_json)
 
 
 # Moving and mending

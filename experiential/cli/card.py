@@ -55,9 +55,8 @@ def remarks(card: Card) -> Iterator[str]:
                 yield f"{sides} {show_points(one.interval)} points"
     for one in card.comparisons:
         common = f"{one.seeds} training seeds" if one.seeds else "no training seed"
-        sides = f"{one.first} ({one.first_arm}) minus {one.second} ({one.second_arm})"
-        points = show_points(one.interval)
-        yield f"{sides}: {points} points, {common} in common, {one.worlds} worlds"
+        points = f"{show_points(one.interval)} points"
+        yield f"{one.sides('minus')}: {points}, {common} in common, {one.worlds} worlds"
     yield from (f"note: {note}" for note in card.notes)
 
 

@@ -14,6 +14,7 @@ from experiential.cli import bank, bench, envs, evaluate, serve
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_rows
+from experiential.recipe import Setting, describe_recipe, recipe_names, settings_reference
 
 Markdown = Annotated[bool, Option("--markdown", help="Print the page for the documentation.")]
 RayAddress = Annotated[
@@ -22,6 +23,16 @@ RayAddress = Annotated[
         "--address", help="Ray cluster to look for.  [default: RAY_ADDRESS, or one started here]"
     ),
 ]
+CONFIGURATION_HEADER = """# Configuration
+
+Made by `make docs` from the settings themselves; do not edit. Any key can be set in a YAML \
+file or on the command line:
+
+    experiential-train --recipe complementary run.steps=100 actor.optim.lr=1e-4
+
+A key that does not exist is refused, and the nearest one is named. Settings of type `options` \
+hold those of one part, in tables of their own below.
+"""
 
 app = new_app("Look at banks, runs, environments and the installation of experiential.")
 app.add_typer(bank.app, name="bank")
@@ -41,8 +52,6 @@ def options(context: typer.Context, version: Version = False) -> None:
 @app.command()
 def recipes(as_json: AsJson = False) -> None:
     """List the bundled recipes."""
-    from experiential.recipe import describe_recipe, recipe_names
-
     rows = [{"recipe": name, "what it does": describe_recipe(name)} for name in recipe_names()]
     show_rows(rows, as_json)
 
@@ -50,9 +59,6 @@ def recipes(as_json: AsJson = False) -> None:
 @app.command()
 def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
     """List every setting with its type and default."""
-    from experiential.cli.reference import configuration_page
-    from experiential.recipe import settings_reference
-
     if markdown:
         sys.stdout.write(configuration_page())
         return
@@ -61,6 +67,27 @@ def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
         for s in (*settings_reference(), *settings_reference(options=True))
     ]
     show_rows(rows, as_json)
+
+
+def configuration_page() -> str:
+    """Return the page of the documentation with all settings, as Markdown."""
+    keys = list(settings_reference())
+    sections = {setting.key.split(".")[0] for setting in keys if "." in setting.key}
+    whole = "The run as a whole"  # the settings that belong to no section
+    tables: dict[str, list[Setting]] = {whole: []}
+    for setting in keys:
+        section = setting.key.split(".")[0]
+        tables.setdefault(section if section in sections else whole, []).append(setting)
+    for option in settings_reference(options=True):
+        part = option.key.rpartition(".")[0]
+        tables.setdefault(f"Options: {part}", []).append(option)
+    lines = [CONFIGURATION_HEADER.rstrip("\n")]
+    for heading, rows in tables.items():
+        lines += ["", f"## {heading}", "", "| Key | Type | Default | |", "|---|---|---|---|"]
+        for row in rows:
+            kind = row.type.replace("|", "or")
+            lines.append(f"| `{row.key}` | {kind} | `{row.default}` | {row.description} |")
+    return "\n".join([*lines, ""])
 
 
 @app.command()

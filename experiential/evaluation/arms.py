@@ -184,11 +184,8 @@ class ArmBank:
     """Distils behind it; None without a bank."""
     entries: int = 0
     """Of the bank at the beginning."""
-
-    @property
-    def condition(self) -> Condition:
-        """Return the condition of the arm's episodes."""
-        return Condition.FREE if self.manager is None else Condition.GUIDED
+    condition: Condition = Condition.FREE
+    """Of the arm's episodes."""
 
     @asynccontextmanager
     async def visit(self) -> AsyncGenerator[None]:
@@ -249,7 +246,7 @@ def opened_arm(
             shown = Shuffled(manager, options["seed"])
         elif arm == "placebo":
             shown = Placebo(manager, options["seed"], tokenizer, render)
-        yield ArmBank(shown, manager, len(copy))
+        yield ArmBank(shown, manager, len(copy), Condition.GUIDED)
 
 
 def worlds(bank: Bank, entry: Experience) -> frozenset[str]:

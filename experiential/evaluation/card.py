@@ -124,6 +124,10 @@ class Comparison(Record):
     seeds: int
     worlds: int
 
+    def sides(self, sign: str) -> str:
+        """Return what is compared, with ``sign`` between the two."""
+        return f"{self.first} ({self.first_arm}) {sign} {self.second} ({self.second_arm})"
+
 
 class Card(Record):
     """Hold all findings of a comparison."""

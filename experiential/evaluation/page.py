@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from experiential.evaluation.card import Card, PerSuccess, RecipeReport, RunFacts
+from experiential.evaluation.card import Card, PerSuccess, RunFacts
 from experiential.evaluation.intervals import Interval
 
 _STYLE = """
@@ -74,48 +74,40 @@ def write_page(card: Card, path: Path, picture: Path | None) -> Path:
         png = b64encode(picture.read_bytes()).decode()
         lines.append(f'<img alt="learning curves and intervals" src="data:image/png;base64,{png}">')
     lines.append(f"<p>{escape(_READING)}</p>")
+    compared = ("points", "training seeds", "worlds")
     for recipe in card.recipes:
-        lines += _tables(recipe)
+        lines.append(f"<h2>{escape(recipe.name)}</h2>")
+        lines.append(f"<p>{escape(recipe.environment)}, {recipe.worlds} held-out worlds.</p>")
+        rates = [
+            (arm.arm, *(show_percent(one.interval) for one in arm.visits), show_percent(arm.later))
+            for arm in recipe.arms
+        ]
+        visits = [f"visit {one.visit}" for one in recipe.arms[0].visits]
+        lines.append(_table(("arm", *visits, "later visits"), rates))
+        if recipe.differences:
+            rows = [
+                (f"{one.first} – {one.second}", show_points(one.interval), one.seeds, one.worlds)
+                for one in recipe.differences
+            ]
+            lines.append(_table(("arms", *compared), rows))
+        rows = [
+            (arm.arm, arm.successes, arm.episodes, arm.errors, *show_costs(arm.per_success))
+            for arm in recipe.arms
+        ]
+        costs = (f"{name} per success" for name in COSTS)
+        lines.append(_table(("arm", "successes", "episodes", "failed", *costs), rows))
+        facts = [tuple(run.model_dump().values()) for run in recipe.runs]
+        lines.append(_table(tuple(RunFacts.model_fields), facts))
     if card.comparisons:
         rows = [
-            (
-                f"{c.first} ({c.first_arm}) – {c.second} ({c.second_arm})",
-                show_points(c.interval),
-                c.seeds or "unpaired",
-                c.worlds,
-            )
-            for c in card.comparisons
+            (one.sides("–"), show_points(one.interval), one.seeds or "unpaired", one.worlds)
+            for one in card.comparisons
         ]
         lines.append("<h2>Between recipes</h2>")
-        lines.append(_table(("recipes", "points", "training seeds", "worlds"), rows))
+        lines.append(_table(("recipes", *compared), rows))
     page = f"<!doctype html><html lang=en><meta charset=utf-8>{''.join(lines)}</html>\n"
     path.write_text(page, encoding="utf-8")
     return path
-
-
-def _tables(recipe: RecipeReport) -> Iterable[str]:
-    yield f"<h2>{escape(recipe.name)}</h2>"
-    yield f"<p>{escape(recipe.environment)}, {recipe.worlds} held-out worlds.</p>"
-    visits = [f"visit {visit.visit}" for visit in recipe.arms[0].visits]
-    rates = [
-        (arm.arm, *(show_percent(visit.interval) for visit in arm.visits), show_percent(arm.later))
-        for arm in recipe.arms
-    ]
-    yield _table(("arm", *visits, "later visits"), rates)
-    if recipe.differences:
-        rows = [
-            (f"{one.first} – {one.second}", show_points(one.interval), one.seeds, one.worlds)
-            for one in recipe.differences
-        ]
-        yield _table(("arms", "points", "training seeds", "worlds"), rows)
-    names = ("arm", "successes", "episodes", "failed", *(f"{name} per success" for name in COSTS))
-    rows = [
-        (arm.arm, arm.successes, arm.episodes, arm.errors, *show_costs(arm.per_success))
-        for arm in recipe.arms
-    ]
-    yield _table(names, rows)
-    facts = [tuple(run.model_dump().values()) for run in recipe.runs]
-    yield _table(tuple(RunFacts.model_fields), facts)
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> str:

@@ -121,9 +121,7 @@ def draw_card(card: Card, curves: Curves, path: Path) -> Path:
         arms.errorbar(places, means, yerr=ends, fmt="none", ecolor="black", capsize=2, lw=1)
         for one in recipe.differences:
             lines.append((f"{recipe.name}: {one.first} – {one.second}", one.interval, colour))
-    for c in card.comparisons:
-        sides = f"{c.first} ({c.first_arm}) – {c.second} ({c.second_arm})"
-        lines.append((sides, c.interval, "black"))
+    lines += [(one.sides("–"), one.interval, "black") for one in card.comparisons]
     for place, (_, interval, colour) in enumerate(lines):
         ends = distances([interval])
         differences.errorbar([interval.mean], [place], xerr=ends, fmt="o", color=colour, capsize=3)

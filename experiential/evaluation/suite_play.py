@@ -30,7 +30,7 @@ from experiential.rollout import (
     make_env,
     world_count,
 )
-from experiential.types import Record
+from experiential.types import Condition, Record
 
 MakeActor = Callable[[], ActorAgent | Player]
 """Builds the agent of a slot."""
@@ -158,7 +158,7 @@ async def play_cell(
             folder = stack.enter_context(bank.open())
             learning = ExperienceManager(folder, bank.extractor, merge_every=0, seed=plan.seed)
             manager = stack.enter_context(learning)
-            arm = ArmBank(manager, manager, len(folder))
+            arm = ArmBank(manager, manager, len(folder), Condition.GUIDED)
         try:
             worlds = world_count(task.id, kwargs)
         except ExperientialError:
