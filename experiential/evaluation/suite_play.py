@@ -175,7 +175,7 @@ async def play_cell(
             cast("Callable[[], ActorAgent]", make_actor),
             slots=plan.slots,
             search_and_ask=plan.search_and_ask,
-            make_env=lambda *given: Watched(make_env(*given), seconds, plan.seat),
+            make_env=lambda env, given: Watched(make_env(env, given), seconds, plan.seat),
         )
         stack.enter_context(closing(rollout))
         # A bank that grows is held still while the slots play one episode each: which of them ends
