@@ -600,8 +600,17 @@ class TestTrain:
         assert not (tmp_path / "bank").exists()
         assert len(read_events(tmp_path / "metrics.jsonl")) == len(EVENTS)
 
-    def test_output_folder_is_named_after_the_recipe(self) -> None:
-        assert train.default_output("grpo").name.startswith("grpo-")
+    def test_output_folder_is_named_after_the_recipe(
+        self,
+        run_train: Train,
+        fake_trainer: type[FakeTrainer],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert run_train("--recipe", "grpo", "--plain")[0] == 0
+        (folder,) = Path("runs").iterdir()
+        assert folder.name.startswith("grpo-")
 
     def test_help_loads_nothing_heavy(self) -> None:
         code = (

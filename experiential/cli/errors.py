@@ -25,8 +25,7 @@ USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedErr
 
 def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; see `exit_code`."""
-    given = None if argv is None else list(argv)
-    return exit_code(lambda: app(args=given, standalone_mode=False))
+    return exit_code(lambda: app(args=argv, standalone_mode=False))
 
 
 def exit_code(action: Callable[[], object], interrupted: str = "interrupted") -> int:

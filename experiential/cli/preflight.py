@@ -14,7 +14,7 @@ from experiential.bank.index.site import checked_store
 from experiential.bank.options import bank_settings
 from experiential.bank.search.strategies import STRATEGIES
 from experiential.cli.trackers import TRACKERS
-from experiential.config import EnvSettings, Experiment, ExtractorSettings, ModelSettings
+from experiential.config import Experiment, ExtractorSettings, ModelSettings
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.llm.models import resolve_model
 from experiential.plugins import Kind, known_names, resolve
@@ -38,9 +38,16 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     What runs on a cluster is often planned elsewhere, so a dry run looks neither for its packages
     nor for its GPUs, unless this machine has some.
 
+    One environment is made for training and one for evaluation; both are closed again.
+
     Returns:
         its placement on a cluster; None for a run in this process.
     """
+    from gymnasium.error import Error
+
+    from experiential.envs.make import resolve_env
+    from experiential.rollout import make_env
+
     bank, embedder = experiment.bank, experiment.bank.embedder
     # Every part must exist; built-in ones are not imported for it.
     named: list[tuple[Kind, str, Mapping[str, object]]] = [
@@ -66,7 +73,17 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     clustered = experiment.runtime == "openrlhf"
     for model in filter(None, (experiment.model, experiment.extractor_model)):
         check_model(model, installed=not (clustered and dry_run))
-    check_env(experiment.env)
+    env = experiment.env
+    resolve_env(env.id)
+    for name, kwargs in (("train", env.train), ("eval", env.eval)):
+        try:
+            make_env(env, kwargs).close()
+        except (TypeError, ValueError, Error) as error:
+            reason = str(error).partition(" was raised from the environment creator")[0]
+            raise ConfigError(
+                f"Expected env.kwargs and env.{name} to be arguments of {env.id!r}, got"
+                f" {env.kwargs | kwargs}: {reason}; set env.{name} to what it takes, or {{}}"
+            ) from error
     if bank.path is not None and not Path(bank.path).expanduser().is_dir():
         raise ConfigError(
             f"Expected bank.path to be an existing bank folder, got {bank.path!r}; leave it out to"
@@ -127,28 +144,6 @@ def check_model(model: ModelSettings, *, installed: bool = True) -> None:
             f"Expected tiny, smollm2, a model folder or a hub name, got {model.name!r}; did you"
             f" mean {near[0]!r}?"
         )
-
-
-def check_env(settings: EnvSettings) -> None:
-    """Refuse an environment that cannot be found, or does not take its arguments.
-
-    One environment is made for training and one for evaluation; both are closed again.
-    """
-    from gymnasium.error import Error
-
-    from experiential.envs.make import resolve_env
-    from experiential.rollout import make_env
-
-    resolve_env(settings.id)
-    for name, kwargs in (("train", settings.train), ("eval", settings.eval)):
-        try:
-            make_env(settings, kwargs).close()
-        except (TypeError, ValueError, Error) as error:
-            reason = str(error).partition(" was raised from the environment creator")[0]
-            raise ConfigError(
-                f"Expected env.kwargs and env.{name} to be arguments of {settings.id!r}, got"
-                f" {settings.kwargs | kwargs}: {reason}; set env.{name} to what it takes, or {{}}"
-            ) from error
 
 
 def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> None:

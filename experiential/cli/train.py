@@ -80,7 +80,7 @@ def train(
         sys.stdout.write(dump_experiment(experiment))
         sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment, placement))
         return
-    folder = output or default_output(experiment.recipe)
+    folder = output or Path("runs") / f"{experiment.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     prepare_output(folder, resume=resume, overwrite=overwrite)
     quieten()
     from experiential.cli.report import show_report
@@ -102,11 +102,6 @@ def train(
 
         summary = Trainer(experiment, folder, resume=resume, observer=observe).run()
     show_report(console, folder, summary)
-
-
-def default_output(recipe: str) -> Path:
-    """Return a new folder name under `runs/`."""
-    return Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def quieten() -> None:

@@ -69,13 +69,13 @@ def mean_curve(
     return [(x, sum(values) / len(values), min(values), max(values)) for x, values in rows]
 
 
-def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
-    """Return the exponential moving average of values, corrected for its start."""
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the exponential moving average of values (weight 0.7), corrected for its start."""
     smoothed: list[float] = []
     total = norm = 0.0
     for value in values:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
+        total = 0.7 * total + 0.3 * value
+        norm = 0.7 * norm + 0.3
         smoothed.append(total / norm)
     return smoothed
 
