@@ -92,7 +92,7 @@ def test_training_counts_are_kept_over_takes_and_weigh_the_next_samples() -> Non
             store.add_use((name, 1), 1, wrote(name), None)
         weights.append([s.weight for s in store.take(step, version=step)])
     assert weights == [pytest.approx([w, w]) for w in (1.0, 2**-0.5, 3**-0.5, 0.5)]
-    assert store.train_count(("a", 1)) == 4 and store.train_count(("never", 1)) == 0
+    assert store.history["a", 1].count == 4 and ("never", 1) not in store.history
 
 
 def test_a_cooling_sample_stays_and_fills_no_batch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.rollout import Job, Rollout, Task
-from experiential.training.methods.critic import ActorCritic, SuccessRates
+from experiential.training.methods.critic import ActorCritic, Critic, SuccessRates
 from experiential.training.trainer import Trainer
 from experiential.types import Condition, Generation, Trajectory
 from tests.llm_tiny import tiny_random_model
@@ -70,7 +71,9 @@ def test_a_model_that_can_be_restricted_answers_with_one_of_the_words() -> None:
 
 
 def test_success_rates_by_task_and_over_all_for_a_new_one() -> None:
-    rates = SuccessRates()
+    run: Any = SimpleNamespace(roles=SimpleNamespace(critic=lambda: None))
+    critic, again = Critic(run), Critic(run)
+    rates = critic.rates
     assert rates.rate("x") == 0.0
     rates.add(
         Trajectory(task="t", task_id=name, success=won)
@@ -78,9 +81,8 @@ def test_success_rates_by_task_and_over_all_for_a_new_one() -> None:
     )
     rates.add([Trajectory(task="t", task_id="x", success=True, error="env: gone")])
     assert (rates.rate("x"), rates.rate("y"), rates.rate("new")) == (0.5, 0.0, 0.25)
-    again = SuccessRates()
-    again.load_state_dict(rates.state_dict())
-    assert again.rate("x") == 0.5
+    again.load_state_dict(critic.state_dict())
+    assert again.rates.rate("x") == 0.5
 
 
 def play(

@@ -256,7 +256,9 @@ class _Waiting(Record):
     uses: int = 1
 
 
-class _History(Record):
+class Trained(Record):
+    """Count how often a version was trained on, c_train of eq. 7; ``last`` is the last step."""
+
     count: int = Field(ge=1)
     last: int
 
@@ -271,7 +273,7 @@ class BufferCounters(Record, frozen=False):
 
 class _State(Record):
     waiting: tuple[tuple[Key, _Waiting], ...]
-    history: tuple[tuple[Key, _History], ...]
+    history: tuple[tuple[Key, Trained], ...]
     counters: BufferCounters
 
 
@@ -289,6 +291,9 @@ class ExtractorBuffer:
         cooldown: delta of eq. 7, in training steps.
         decay: alpha of eq. 7.
         malformed_share: share of a batch that malformed responses may fill.
+
+    Attributes:
+        history: training of each version so far.
 
     >>> buffer = ExtractorBuffer(8, batch_size=2, max_staleness=4, cooldown=1, decay=0.5)
     >>> for name, reward in (("a", 1), ("b", -1), ("a", -1)):
@@ -323,7 +328,7 @@ class ExtractorBuffer:
         self.cooldown, self.decay = cooldown, decay
         self.counters = BufferCounters()
         self._waiting: dict[Key, _Waiting] = {}
-        self._history: dict[Key, _History] = {}
+        self.history: dict[Key, Trained] = {}
 
     def __len__(self) -> int:
         """Return the number of waiting samples, cooling ones included."""
@@ -345,15 +350,11 @@ class ExtractorBuffer:
         """Add a response of which no operation could be read; it is trained on as a whole."""
         self.add_use((f"{_MALFORMED}{generation.id}", 0), reward, generation, None)
 
-    def train_count(self, key: Key) -> int:
-        """Return the number of times this version was trained on: c_train of eq. 7."""
-        return self._history[key].count if key in self._history else 0
-
     def next_batch(self, step: int, version: int) -> dict[Key, float]:
         """Return what ``take`` would take, with its weights; nothing without a full batch."""
         oldest, waiting = version - self.max_staleness, self._waiting.items()
         keys = [key for key, one in waiting if one.generation.policy_version >= oldest]
-        past = [self._history.get(key) for key in keys]
+        past = [self.history.get(key) for key in keys]
         last, counts = [p.last if p else 0 for p in past], [p.count if p else 0 for p in past]
         weights: list[float] = training_count_weights(
             step, last, counts, cooldown=self.cooldown, decay=self.decay
@@ -387,7 +388,8 @@ class ExtractorBuffer:
         ):
             malformed = key[0].startswith(_MALFORMED)
             if not malformed:
-                self._history[key] = _History(count=self.train_count(key) + 1, last=step)
+                past = self.history.get(key)
+                self.history[key] = Trained(count=past.count + 1 if past else 1, last=step)
             batch.append(
                 BufferSample(
                     key=None if malformed else key,
@@ -405,7 +407,7 @@ class ExtractorBuffer:
         """Return the state for ``load_state_dict`` as plain JSON values."""
         state = _State(
             waiting=tuple(self._waiting.items()),
-            history=tuple(self._history.items()),
+            history=tuple(self.history.items()),
             counters=self.counters,
         )
         return state.model_dump(mode="json")
@@ -419,7 +421,7 @@ class ExtractorBuffer:
                 f"Expected the state of an extractor buffer, got {error}; choose another checkpoint"
             ) from error
         self.counters = read.counters
-        self._history = dict(read.history)
+        self.history = dict(read.history)
         surplus = max(0, len(read.waiting) - self.capacity)
         self._waiting = dict(read.waiting[surplus:])
         self.counters.evicted += surplus

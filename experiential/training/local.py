@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from itertools import islice, pairwise
 from pathlib import Path
@@ -85,7 +85,6 @@ class LocalRuntime(PolicyRuntime):
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
-        self._branching: bool | None = None
         self._reference: list[torch.Tensor] | None = None
         if reference and llm.adapter is None:
             self._reference = [p.detach().clone() for p in self._parameters]
@@ -256,12 +255,41 @@ class LocalRuntime(PolicyRuntime):
         return stats
 
     def _micro_batches(self, samples: list[Sample]) -> Iterator[list[Row]]:
-        if self._branching is None:
-            self._branching = _branches(self._base)
         # Attention costs as much as all other operations at rows of this length: 6 d tokens for a
         # transformer of width d by count; 4 d as measured on CPUs, where attention is slower.
         parity = 4 * self._base.config.hidden_size if self._branching else 0
         return micro_batches(pack(samples, parity=parity), self.optim.tokens_per_micro_batch)
+
+    @cached_property
+    def _branching(self) -> bool:
+        """Test whether the model computes branched rows and plain ones alike.
+
+        Some attention kernels take no mask of their own, and some models make positions themselves.
+        """
+        base, device = self._base, next(self._base.parameters()).device
+        if (
+            base.config._attn_implementation not in ("sdpa", "eager")
+            or "position_ids" not in signature(base.base_model.forward).parameters
+        ):
+            return False
+        paths = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
+        size = base.get_input_embeddings().num_embeddings
+        tokens = tuple(token % size for token in (11, 23, 31, 41, 53, 61, 73))
+        alone = [Row(tuple(tokens[i] for i in p), (0,), (tuple(range(5)),)) for p in paths]
+        training = base.training
+        base.eval()
+        try:
+            with torch.no_grad():
+                branched, plain = (
+                    base.base_model(**_inputs(rows, device, base.dtype)).last_hidden_state.float()
+                    for rows in ([Row(tokens, (0, 1), paths)], alone)
+                )
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return False  # the model refuses such a mask
+        finally:
+            base.train(training)
+        gap = (branched[0, [*paths[0], *paths[1]]] - plain.flatten(0, 1)).abs().max()
+        return bool(gap <= 10 * torch.finfo(base.dtype).eps ** 0.75 * plain.abs().max())
 
     def _loss(
         self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int
@@ -379,8 +407,11 @@ def build_runtimes(
     first = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
     other = first if paired or shared else load_model(second, adapters=("extractor",))
 
-    def runtime(role: str, settings: ModelSettings, loaded: Any, reference: bool) -> LocalRuntime:
-        priority = 0 if role == "actor" else 1
+    roles = [("actor", actor, first, any(references) if shared else references[0])]
+    if not shared:
+        roles.append(("extractor", second, other, references[1]))
+    made: list[LocalRuntime] = []
+    for priority, (role, settings, loaded, reference) in enumerate(roles):
         llm = TransformersLLM(
             *loaded,
             max_batch=max_batch,
@@ -389,22 +420,17 @@ def build_runtimes(
             adapter=role if settings.lora else None,
             name=role,
         )
-        return LocalRuntime(
-            llm,
-            optims[priority],
-            name=role,
-            reference=reference,
-            priority=priority,
-            owns_executor=priority == 0,
+        made.append(
+            LocalRuntime(
+                llm,
+                optims[priority],
+                name=role,
+                reference=reference,
+                priority=priority,
+                owns_executor=role == "actor",
+            )
         )
-
-    if shared:
-        both = runtime("actor", actor, first, any(references))
-        return both, both
-    return (
-        runtime("actor", actor, first, references[0]),
-        runtime("extractor", second, other, references[1]),
-    )
+    return made[0], made[-1]
 
 
 def _inputs(
@@ -431,37 +457,6 @@ def _inputs(
         "attention_mask": mask[:, None].to(device),
         "position_ids": positions.to(device),
     }
-
-
-@torch.no_grad()
-def _branches(base: Any) -> bool:
-    """Test whether the model computes branched rows and plain ones alike.
-
-    Some attention kernels take no mask of their own, and some models make positions themselves.
-    """
-    if (
-        base.config._attn_implementation not in ("sdpa", "eager")
-        or "position_ids" not in signature(base.base_model.forward).parameters
-    ):
-        return False
-    paths = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
-    size = base.get_input_embeddings().num_embeddings
-    tokens = tuple(token % size for token in (11, 23, 31, 41, 53, 61, 73))
-    one_path = (tuple(range(5)),)
-    alone = [Row(tuple(tokens[i] for i in path), (0,), one_path) for path in paths]
-    training, device = base.training, next(base.parameters()).device
-    base.eval()
-    try:
-        branched, plain = (
-            base.base_model(**_inputs(rows, device, base.dtype)).last_hidden_state.float()
-            for rows in ([Row(tokens, (0, 1), paths)], alone)
-        )
-    except (RuntimeError, ValueError, TypeError, IndexError):  # a model that refuses such a mask
-        return False
-    finally:
-        base.train(training)
-    gap = (branched[0, [*paths[0], *paths[1]]] - plain.flatten(0, 1)).abs().max()
-    return bool(gap <= 10 * torch.finfo(base.dtype).eps ** 0.75 * plain.abs().max())
 
 
 def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:

@@ -43,14 +43,6 @@ class SuccessRates:
             return self.won[task] / self.played[task]
         return self.won.total() / max(1, self.played.total())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON."""
-        return {"played": dict(self.played), "won": dict(self.won)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a ``state_dict``."""
-        self.played, self.won = Counter(state["played"]), Counter(state["won"])
-
 
 class Critic(Method):
     """Let the actor judge retrieved experience before each episode."""
@@ -76,11 +68,11 @@ class Critic(Method):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the success rates."""
-        return self.rates.state_dict()
+        return {"played": dict(self.rates.played), "won": dict(self.rates.won)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the success rates."""
-        self.rates.load_state_dict(state)
+        self.rates.played, self.rates.won = Counter(state["played"]), Counter(state["won"])
 
 
 @dataclass

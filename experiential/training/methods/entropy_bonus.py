@@ -51,11 +51,11 @@ class EntropyBonus(Method):
         ]
         versions = {(use.experience_id, use.experience_version) for _, use in shown}
         entries = {key: self.bank.version(*key) for key in versions}
-        pairs: dict[str, Pair] = {}
-        for observation, use in shown:
-            entry = entries[use.experience_id, use.experience_version]
-            if entry is not None:
-                pairs[use.id] = observation, entry.text
+        pairs: dict[str, Pair] = {
+            use.id: (observation, entry.text)
+            for observation, use in shown
+            if (entry := entries[use.experience_id, use.experience_version]) is not None
+        }
         without: list[Pair] = [(observation, None) for observation, _ in pairs.values()]
         samples: dict[Pair, Sample] = {}
         # positions are the tokens of the observation

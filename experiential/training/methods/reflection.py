@@ -20,11 +20,8 @@ class Reflection(Method):
 
     def __init__(self, run: Run, settings: ReflectionSettings) -> None:
         self._run, self._settings = run, settings
-        memory = memory_of(settings, run.bank)
-        self._attempts = Attempts(
-            run.rollout, run.roles.reflector(), memory, threshold=settings.threshold
-        )
-        self._metrics: dict[str, int] = {}
+        memory, reflector = memory_of(settings, run.bank), run.roles.reflector()
+        self._attempts = Attempts(run.rollout, reflector, memory, settings.threshold)
 
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
         """Play first and second attempts; see `Attempts.play`."""
@@ -36,7 +33,7 @@ class Reflection(Method):
         internalised = await internalised_samples(
             episodes, self._settings, self._run.roles.actor(), self._run.actor
         )
-        self._metrics = {
+        self.metrics = {
             "reinforced_samples": len(reinforced),
             "internalised_samples": len(internalised),
         }
@@ -44,7 +41,7 @@ class Reflection(Method):
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         """Return how both attempts went, and how much was learnt from them."""
-        return self._attempts.event(episodes) | self._metrics
+        return self._attempts.event(episodes) | super().event(episodes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the private memory; the bank keeps its own state."""
