@@ -123,8 +123,7 @@ class ExtractorTrack:
     async def step(self, step: int) -> None:
         """Start updating if a batch is ready and no update runs; never waits for one."""
         if self._running is not None and self._running.done():
-            await self._running
-            self._running = None
+            await self.finish()
         idle = self._settings.train and self._running is None
         if idle and self.buffer.next_batch(step, self._runtime.version):
             self._running = asyncio.create_task(self._update(step))

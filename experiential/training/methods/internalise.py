@@ -14,7 +14,7 @@ from experiential.rollout import Episode
 from experiential.training.advantages import relative_rewards
 from experiential.training.methods.method import Method
 from experiential.training.runtime import Sample
-from experiential.training.samples import trajectory_samples
+from experiential.training.samples import trainable, trajectory_samples
 from experiential.types import Condition, Generation
 
 
@@ -56,9 +56,7 @@ def beyond_free(episodes: Sequence[Episode]) -> list[Episode]:
     See section 4.3 of Complementary RL. Episodes that failed for a technical reason do not count,
     on either side; a group without free members gives none.
     """
-    played = [e for e in episodes if e.trajectory.error is None and e.generations]
-    if not played:
-        return []
+    played = trainable(episodes)
     gains = relative_rewards(
         [e.trajectory.reward for e in played],
         [e.trajectory.group for e in played],
