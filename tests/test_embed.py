@@ -59,12 +59,10 @@ def test_an_entry_is_twice_its_task_and_once_its_text() -> None:
     embedder = HashingEmbedder()
     task, text = embedder(["open the door"])[0], embedder(["pull the jade lever"])[0]
     expected = TASK_WEIGHT * task + text
-    found = embed_entries(
-        lambda texts: embedder(list(texts)), [EntryKey("pull the jade lever", "open the door")]
-    )
-    assert np.allclose(found[0], expected / np.linalg.norm(expected), atol=1e-6)
-    alone = embed_entries(lambda texts: embedder(list(texts)), [EntryKey("pull the jade lever")])
-    assert np.allclose(alone[0], text, atol=1e-6)
+    key, bare = EntryKey("pull the jade lever", "open the door"), EntryKey("pull the jade lever")
+    found = embed_entries(lambda texts: embedder(list(texts)), [key, bare])
+    assert np.allclose(found[key], expected / np.linalg.norm(expected), atol=1e-6)
+    assert np.allclose(found[bare], text, atol=1e-6)
     assert texts_to_embed([EntryKey("a", "t"), EntryKey("b")]) == ["a", "b", "t", "b"]
 
 

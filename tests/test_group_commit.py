@@ -153,7 +153,7 @@ def test_a_member_sees_those_before_it_and_nobody_else_does_before_all_are_durab
     seen = {}
 
     def look(group):
-        [entry] = [live for live in map(group.live, group._staged) if live is not None]
+        [entry] = [live for live in group._staged.values() if live is not None]
         seen["inside"] = entry.experience.text
         seen["outside"] = (
             [entry.text for entry in bank.entries()],

@@ -35,11 +35,10 @@ from experiential.bank.index.embed import (
 from experiential.bank.index.follower import IndexFollower
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.index.site import CHROMA, chosen_site
-from experiential.bank.operations import consolidate, distil, keys_to_embed, source_of
+from experiential.bank.operations import consolidate, distil, keys_to_embed
 from experiential.bank.protocol import Bank, Queue, TextEmbedder
 from experiential.bank.records import (
     Commit,
-    Difference,
     Duplicates,
     Explanation,
     Judge,
@@ -48,11 +47,11 @@ from experiential.bank.records import (
     Standing,
 )
 from experiential.bank.search.where import Scored, Where, scopes_of
-from experiential.bank.state import BankView, Draft, State, StateReader, origins_of, unknown_entry
+from experiential.bank.state import BankView, Draft, State, StateReader, unknown_entry
 from experiential.bank.storage.group_commit import Group, GroupCommit
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import WriterLock
-from experiential.bank.storage.tables import DistillationQueue, History, Receipts, difference
+from experiential.bank.storage.tables import DistillationQueue, History, Receipts
 from experiential.bank.text import TEXT_LIMIT, Gate, checked_text
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import weakly
@@ -68,6 +67,7 @@ from experiential.types import (
 )
 
 T = TypeVar("T")
+_CLOSED = "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
 
 
 class FolderBank(StateReader, Bank):
@@ -105,8 +105,8 @@ class FolderBank(StateReader, Bank):
         self.namespace = checked_text(namespace, "namespace")
         self.read_only = read_only
         self.refused: Counter[str] = Counter()
-        self._redacted: Counter[str] = Counter()
-        self._text_limit = TEXT_LIMIT
+        self.redacted: Counter[str] = Counter()
+        self.text_limit = TEXT_LIMIT
         self._lock = threading.RLock()
         self._pid = os.getpid()
         if read_only and not (self.path / JOURNAL_NAME).is_file():
@@ -159,8 +159,8 @@ class FolderBank(StateReader, Bank):
                 self._history.set_meta("embedder_name", embedder)
         self.embedder: TextEmbedder = CachedEmbedder(chosen)
         self._dimension = int(self._history.meta("dimension") or 0)
-        self._head = self._history.head()
-        entries, follower = self._history.live(self._head), self._follower
+        self.head = self._history.head()
+        entries, follower = self._history.live(self.head), self._follower
         if follower is None:  # a read-only bank never asks the store, which belongs to the writer
             nearest = Nearest(entries, limit=len(entries))
         else:
@@ -184,24 +184,8 @@ class FolderBank(StateReader, Bank):
         )
 
     @property
-    def head(self) -> int:
-        return self._head
-
-    @property
-    def text_limit(self) -> int:
-        return self._text_limit
-
-    @text_limit.setter
-    def text_limit(self, limit: int) -> None:
-        self._text_limit = limit
-
-    @property
     def closed(self) -> bool:
         return not self._finalizer.alive
-
-    @property
-    def redacted(self) -> Counter[str]:
-        return self._redacted
 
     def close(self) -> None:
         if self._finalizer.alive and os.getpid() == self._pid:
@@ -230,10 +214,11 @@ class FolderBank(StateReader, Bank):
         words: bool = False,
     ) -> list[list[Scored[Experience]]]:
         state, scopes = self._state, scopes_of(queries, exclude, where)
+        if not self._finalizer.alive:
+            raise BankError(_CLOSED)
         if words:
             state.nearest.index_words(lambda: state.entries)
         if not state.entries or not queries:
-            self._check_open()
             return [[] for _ in queries]
         return state.nearest.search(
             self._embed(queries), n, lambda: state.entries, scopes, queries if words else ()
@@ -261,9 +246,6 @@ class FolderBank(StateReader, Bank):
         statistics = {**self._state.statistics, **now}
         return BankView(commit, self._history.live(commit), statistics, self.embedder)
 
-    def diff(self, a: int, b: int) -> Difference:
-        return difference(self.at(a).entries(), self.at(b).entries())
-
     def generation(self, id: str) -> Generation | None:
         return self._history.generation(id)
 
@@ -276,11 +258,11 @@ class FolderBank(StateReader, Bank):
         return self._ledger.outcomes(id, version)
 
     def lineage(self, id: str, version: int) -> list[tuple[str, int]]:
-        def parents(id: str, version: int) -> tuple[tuple[str, int], ...]:
-            entry = self.version(id, version)
-            return () if entry is None else entry.provenance.parents
-
-        return credit.lineage(id, version, parents)
+        return credit.lineage(
+            id,
+            version,
+            lambda id, at: () if (one := self.version(id, at)) is None else one.provenance.parents,
+        )
 
     def uplift(self, id: str, version: int | None = None) -> Uplift:
         if version is None:
@@ -343,32 +325,34 @@ class FolderBank(StateReader, Bank):
         kind: str = "lesson",
         metadata: Mapping[str, Any] | None = None,
     ) -> list[Experience]:
-        gate = Gate(self._text_limit)
+        gate = Gate(self.text_limit)
         entries = gate.new_entries(texts, task, kind, metadata)
         self._check_writable()
         if not entries:
             return []
         keys = [EntryKey(entry.text, entry.task) for entry in entries]
-        pairs = list(zip(entries, embed_entries(self._embed, keys), strict=True))
-
-        def put(draft: Draft) -> list[Experience]:
-            return [draft.put(entry, vector, frozenset()) for entry, vector in pairs]
-
-        return self._commit("human", "add", put, gate=gate)
+        vectors, both = embed_entries(self._embed, keys), list(zip(entries, keys, strict=True))
+        return self._commit(
+            "human",
+            "add",
+            lambda draft: [draft.put(one, vectors[key]) for one, key in both],
+            gate=gate,
+        )
 
     def update(self, id: str, text: str) -> Experience:
-        gate = Gate(self._text_limit)
+        gate = Gate(self.text_limit)
         text = gate.text(text)
         self._check_writable()
         known = self.get(id)
         if known is None:
             raise unknown_entry(id)
-        vector = embed_entries(self._embed, [EntryKey(text, known.task)])[0]
-
-        def revise(draft: Draft) -> Experience:
-            return draft.revise(id, text, Provenance(cause="update"), vector)
-
-        return self.read(self._commit("human", "update", revise, id, gate))
+        key, source = EntryKey(text, known.task), Provenance(cause="update")
+        vector = embed_entries(self._embed, [key])[key]
+        return self.read(
+            self._commit(
+                "human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate
+            )
+        )
 
     def remove(self, id: str) -> None:
         checked_text(id, "id")
@@ -383,7 +367,7 @@ class FolderBank(StateReader, Bank):
                 for id in [id for id in self._state.entries if id not in wanted]:
                     draft.remove(id)
                 for id, stored in wanted.items():
-                    live = draft.live(id)
+                    live = draft.entries.get(id)
                     if live is None or live.experience.version != stored.experience.version:
                         draft.point(id, stored)
             # in the order in which they would be read back
@@ -430,17 +414,24 @@ class FolderBank(StateReader, Bank):
         extractor_version: int | None = None,
     ) -> list[Experience]:
         self._check_writable()
-        gate = Gate(self._text_limit)
-        distillation, task = gate.distillation(distillation), gate.task(trajectory.task)
-        vectors = self._vectors(keys_to_embed(distillation, shown, task))
-        source = source_of(distillation, trajectory, extractor_version)
+        gate = Gate(self.text_limit)
+        distillation = gate.distillation(distillation)
+        generation, task = distillation.generation, gate.clean_field(trajectory.task) or None
+        vectors = embed_entries(self._embed, keys_to_embed(distillation, shown, task))
+        source = Provenance(
+            author="extractor",
+            trajectory=trajectory.id,
+            instance=trajectory.instance or None,
+            generation=generation.id if generation else None,
+            extractor_version=generation.policy_version if generation else extractor_version,
+        )
 
         def write(group: Group) -> list[Experience]:
             if item is not None and not self._queue.finish(item):
                 return []
             with group.draft("extractor", "trajectory", trajectory.id, gate) as draft:
-                if distillation.generation is not None:
-                    self._history.keep_generation(distillation.generation)
+                if generation is not None:
+                    self._history.keep_generation(generation)
                 return distil(draft, distillation, vectors, source, task, shown)
 
         return [self.read(entry) for entry in self._writes.run(write)]
@@ -453,14 +444,19 @@ class FolderBank(StateReader, Bank):
         extractor_version: int | None = None,
     ) -> list[Experience]:
         self._check_writable()
-        gate = Gate(self._text_limit)
+        gate = Gate(self.text_limit)
         distillation = gate.distillation(distillation)
-        vectors = self._vectors(keys_to_embed(distillation, shown))
-        source = source_of(distillation, None, extractor_version)
+        generation = distillation.generation
+        vectors = embed_entries(self._embed, keys_to_embed(distillation, shown))
+        source = Provenance(
+            author="extractor",
+            generation=generation.id if generation else None,
+            extractor_version=generation.policy_version if generation else extractor_version,
+        )
 
         def merge(draft: Draft) -> list[Experience]:
-            if distillation.generation is not None:
-                self._history.keep_generation(distillation.generation)
+            if generation is not None:
+                self._history.keep_generation(generation)
             return consolidate(draft, distillation, vectors, source, shown)
 
         return [self.read(entry) for entry in self._commit("extractor", "merge", merge, gate=gate)]
@@ -475,11 +471,14 @@ class FolderBank(StateReader, Bank):
                 "Expected a writable bank to count retrievals in, got one opened with"
                 " read_only=True"
             )
-        self._state.note(ids)
+        state, ids = self._state, list(ids)
+        with state.tally:
+            state.retrieved.update(ids)
+            state.unsaved.update(ids)
 
     def save_counters(self) -> None:
-        with self._lock, self._state.unsaved() as counters, self._journal.transaction():
-            self._ledger.save(counters)
+        with self._transaction():
+            pass  # every transaction journals them
 
     # Removing and merging
 
@@ -528,7 +527,10 @@ class FolderBank(StateReader, Bank):
         if not doomed:
             return []
         with self._draft(author, cause, ref) as draft:
-            return forget.take_out(draft, doomed)
+            unchanged = [entry for entry in doomed if draft.has(entry)]  # not rewritten meanwhile
+            for entry in unchanged:
+                draft.remove(entry.id)
+            return unchanged
 
     def deduplicate(
         self,
@@ -560,20 +562,25 @@ class FolderBank(StateReader, Bank):
 
     def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
         self._check_writable()
-        gate = Gate(self._text_limit)
-        entries = gate.imported(entries, ref)
-        if not entries:
+        gate = Gate(self.text_limit)
+        cleaned: list[Experience] = []
+        for number, entry in enumerate(entries, start=1):
+            try:
+                cleaned.append(gate.entry(entry))
+            except ValueError as error:
+                place = f"entry {number} of {ref}"
+                raise BankError(f"{error}: {place}; nothing was imported") from error
+        if not cleaned:
             return 0
-        keys = [EntryKey(entry.text, entry.task) for entry in entries]
-        vectors = embed_entries(self._embed, keys)
-        added = 0
-        with self._draft("human", "import", ref=ref, gate=gate) as draft:
-            for entry, vector in zip(entries, vectors, strict=True):
+        keys = [EntryKey(entry.text, entry.task) for entry in cleaned]
+        vectors, added = embed_entries(self._embed, keys), 0
+        with self._draft("human", "import", ref, gate) as draft:
+            for entry, key in zip(cleaned, keys, strict=True):
                 if draft.twin((entry.task, entry.kind, entry.text)) is not None:
                     continue
                 if self._history.last_version(entry.id):  # versions are never written twice
                     entry = entry.model_copy(update={"id": new_id()})
-                draft.put(entry, vector, origins_of(entry.provenance))
+                draft.put(entry, vectors[key])
                 draft.count(entry.id, entry.statistics)
                 added += 1
         return added
@@ -646,16 +653,25 @@ class FolderBank(StateReader, Bank):
     @contextmanager
     def _transaction(self) -> Generator[Group]:
         with self._lock:
-            with self._state.unsaved() as counters, self._journal.transaction():
-                self._ledger.save(counters)
-                group = Group(self._state, self._journal, self._history, self._ledger)
-                yield group
+            state = self._state
+            with state.tally:
+                ids, state.unsaved = state.unsaved, set()
+            try:
+                with self._journal.transaction():
+                    counters = {id: known for id in ids if (known := state.counted(id)) is not None}
+                    self._ledger.save(counters)
+                    group = Group(state, self._journal, self._history, self._ledger)
+                    yield group
+            except BaseException:  # the next transaction saves these counters
+                with state.tally:
+                    state.unsaved |= ids
+                raise
             # Readers see a commit only now, when it is durable.
             for draft in group.drafts:
-                self._state.publish(draft.changes, draft.own_statistics)
-                self._head = draft.commit
+                state.publish(draft.changes, draft.own_statistics)
+                self.head = draft.commit
                 self.refused.update(draft.refused)
-                self._redacted.update(draft.redacted)
+                self.redacted.update(draft.redacted)
                 if self._follower is not None:
                     self._follower.wake(len(draft.changes))
 
@@ -664,7 +680,7 @@ class FolderBank(StateReader, Bank):
         with self._lock:
             if self._follower is not None and self._state.nearest.is_large:
                 self._state.nearest.hold_all(
-                    self._history.live(self._head), self._history.last_seq()
+                    self._history.live(self.head), self._history.last_seq()
                 )
                 self._follower.lose()
 
@@ -672,11 +688,7 @@ class FolderBank(StateReader, Bank):
         with self._lock:
             self._state.nearest.drop_indexed(seq)
 
-    def _vectors(self, keys: Sequence[EntryKey]) -> dict[EntryKey, Vector]:
-        return dict(zip(keys, embed_entries(self._embed, keys), strict=True)) if keys else {}
-
     def _embed(self, texts: Sequence[str]) -> Vector:
-        self._check_open()
         vectors = self.embedder(texts)
         if not self._dimension and not self.read_only:
             self._history.set_meta("dimension", str(vectors.shape[1]))
@@ -702,18 +714,13 @@ class FolderBank(StateReader, Bank):
                 f"Expected a writable bank{what}, got one opened with read_only=True; open it"
                 f" without{hint}"
             )
-        self._check_open()
+        if not self._finalizer.alive:
+            raise BankError(_CLOSED)
         # A forked process shares the parent's SQLite connection and file lock: it must not write.
         if os.getpid() != self._pid:
             raise BankError(
                 "Expected the process that opened the bank, got a fork of it; open the bank after"
                 " forking, in one process only"
-            )
-
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise BankError(
-                "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
             )
 
 

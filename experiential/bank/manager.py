@@ -21,7 +21,7 @@ from experiential.bank.operations import keys_to_embed
 from experiential.bank.options import bank_settings
 from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.records import DeadLetter, Duplicates
-from experiential.bank.search.searcher import Searcher
+from experiential.bank.search.searcher import CLOSED, Searcher
 from experiential.bank.search.strategies import find_strategy
 from experiential.bank.search.where import Filter
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
@@ -40,7 +40,9 @@ def _on_own_loop(
 
     @wraps(method)
     async def call(self: ExperienceManager, *args: P.args, **kwargs: P.kwargs) -> T:
-        loop, work = self.loop_thread().loop, method(self, *args, **kwargs)
+        if self.closed:
+            raise BankError(CLOSED)
+        loop, work = self.thread.loop, method(self, *args, **kwargs)
         if asyncio.get_running_loop() is loop:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
@@ -55,7 +57,9 @@ def _blocking(
 
     @wraps(method)
     def call(self: ExperienceManager, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.loop_thread().run(method(self, *args, **kwargs))
+        if self.closed:
+            raise BankError(CLOSED)
+        return self.thread.run(method(self, *args, **kwargs))
 
     call.__name__ = method.__name__.removeprefix("a")
     return call
@@ -88,6 +92,8 @@ class ExperienceManager:
         options: fields of ``ManagerOptions``; ``retrieval`` may be a dict.
 
     Attributes:
+        closed: whether ``close`` was called.
+        thread: runs the event loop of the asynchronous methods.
         on_distillation: called with trajectory, distillation and entries written, after each
             distillation applied.
         on_merge: called with the entries shown, the distillation and the entries written, after
@@ -136,24 +142,20 @@ class ExperienceManager:
         self._refused: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._merged = 0  # head at the start of the last pass of merging that had no failure
-        self._closed = False
+        self.closed = False
         self._probation = probation_of(bank, self.settings, seed)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="experiential-writer")
-        self._thread = EventLoopThread("experiential-manager")
-        self._thread.run(self._start(seed))
-
-    async def _start(self, seed: int) -> None:
-        self._searcher = Searcher(self.bank, self.settings.retrieval, seed, self._probation)
+        self._searcher = Searcher(bank, self.settings.retrieval, seed, self._probation)
         # One worker each: what comes while it is busy is embedded (into the bank's cache), or
         # written, together.
         self._embedding: Batcher[str, Any] = Batcher(
-            lambda texts: list(self.bank.embedder(texts)), workers=1
+            lambda texts: list(bank.embedder(texts)), workers=1
         )
         self._submitting: Batcher[Trajectory, bool] = Batcher(
-            lambda ended: self.bank.submit_many(ended, distil=self._distils), workers=1
+            lambda ended: bank.submit_many(ended, distil=self.extractor is not None), workers=1
         )
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="experiential-writer")
         self._passes = Passes(
-            self.bank,
+            bank,
             self.settings.dedupe_threshold,
             across_tasks=self.settings.dedupe_across_tasks,
         )
@@ -162,17 +164,14 @@ class ExperienceManager:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._ready: asyncio.Queue[str] = asyncio.Queue()
-        self._open: set[str] = set()
+        is_distilled = extractor is not None and not bank.read_only
+        self._open: set[str] = set(left := bank.queue.waiting() if is_distilled else ())
         self._running: set[str] = set()
         self._reserved = 0
         self._workers: set[asyncio.Task[None]] = set()
-        if self._distils:
-            for id in self.bank.queue.waiting():
-                self._enqueue(id)
-
-    @property
-    def _distils(self) -> bool:
-        return self.extractor is not None and not self.bank.read_only
+        self.thread = EventLoopThread("experiential-manager")
+        for id in left:
+            self.thread.loop.call_soon_threadsafe(self._enqueue, id)
 
     def __enter__(self) -> ExperienceManager:
         return self
@@ -294,13 +293,13 @@ class ExperienceManager:
         """
         if self.bank.read_only:
             return None
-        if not self._distils:
+        if self.extractor is None:
             await asyncio.shield(self._submitting.arun([trajectory]))
             return None
 
         async def queue() -> None:
             [is_new] = await self._submitting.arun([trajectory])
-            if is_new and self._distils:  # the extractor may have been taken away meanwhile
+            if is_new and self.extractor is not None:  # it may have been taken away meanwhile
                 self._enqueue(trajectory.id)
 
         async with self._changed:
@@ -326,46 +325,47 @@ class ExperienceManager:
             self._workers.add(asyncio.get_running_loop().create_task(self._work()))
 
     async def _work(self) -> None:
+        """Distil one queued trajectory after the other, and retry or bury what fails."""
         while True:
             id = await self._ready.get()
             await self._resumed.wait()
             self._running.add(id)
             try:
-                await self._distil(id)
+                assert self.extractor is not None
+                trajectory = self.bank.trajectory(id)
+                if trajectory is None:
+                    raise BankError(f"Expected a recorded trajectory, got {id!r}")
+                shown = self.shown(trajectory)
+                distillation = await asyncio.wait_for(
+                    self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
+                )
+                keys = keys_to_embed(distillation, shown, trajectory.task or None)
+                await self._embedding.arun(texts_to_embed(keys))
+                written = await self._write(
+                    self.bank.apply,
+                    distillation,
+                    trajectory=trajectory,
+                    shown=shown,
+                    item=id,
+                    extractor_version=self._version(),
+                )
+            except Exception as error:  # noqa: BLE001  (counted, and tried again)
+                await self._try_again(id, self._count_failure("distill", error))
+            else:
+                self._open.discard(id)
+                self._counts["distilled"] += 1
+                self._tell(
+                    "on_distillation", self.on_distillation, trajectory, distillation, written
+                )
+                if self.settings.cap and len(self.bank) > self.settings.cap:
+                    await self._evict()
             finally:
                 self._running.discard(id)
                 async with self._changed:
                     self._changed.notify_all()
 
-    async def _distil(self, id: str) -> None:
-        try:
-            assert self.extractor is not None
-            trajectory = self.bank.trajectory(id)
-            if trajectory is None:
-                raise BankError(f"Expected a recorded trajectory, got {id!r}")
-            shown = self.shown(trajectory)
-            distillation = await asyncio.wait_for(
-                self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
-            )
-            keys = keys_to_embed(distillation, shown, trajectory.task or None)
-            await self._embedding.arun(texts_to_embed(keys))
-            written = await self._write(
-                self.bank.apply,
-                distillation,
-                trajectory=trajectory,
-                shown=shown,
-                item=id,
-                extractor_version=self._version(),
-            )
-        except Exception as error:  # noqa: BLE001  (counted, and tried again)
-            await self._try_again(id, self._count_failure("distill", error))
-            return
-        self._open.discard(id)
-        self._counts["distilled"] += 1
-        self._tell("on_distillation", self.on_distillation, trajectory, distillation, written)
+    async def _evict(self) -> None:
         cap, policy = self.settings.cap, self.settings.eviction
-        if not cap or len(self.bank) <= cap:
-            return
         try:
             evicted = await self._write(self.bank.evict, cap, policy, seed=self._seed, author="run")
             self._counts["evicted"] += len(evicted)
@@ -409,16 +409,16 @@ class ExperienceManager:
             raise BankError(
                 f"Expected the id of a dead letter, got {id!r}; list them with dead_letters()"
             )
-        if self._distils:
+        if self.extractor is not None and not self.bank.read_only:
             self._enqueue(id)
 
     def pause(self) -> None:
         """Start no further distillation; running ones go on."""
-        self._thread.loop.call_soon_threadsafe(self._resumed.clear)
+        self.thread.loop.call_soon_threadsafe(self._resumed.clear)
 
     def resume(self) -> None:
         """Start distillations again."""
-        self._thread.loop.call_soon_threadsafe(self._resumed.set)
+        self.thread.loop.call_soon_threadsafe(self._resumed.set)
 
     @property
     def paused(self) -> bool:
@@ -577,11 +577,11 @@ class ExperienceManager:
 
     def close(self) -> None:
         """Stop the workers and save the counters; the queue keeps the rest. Safe to call twice."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
-        self._thread.run(self._stop())
-        self._thread.close()
+        self.closed = True
+        self.thread.run(self._stop())
+        self.thread.close()
         self._passes.close()
         for batcher in (self._embedding, self._submitting):
             batcher.close(BankError("Expected an open manager, got a closed one"))
@@ -601,18 +601,6 @@ class ExperienceManager:
             await asyncio.wait(tasks, timeout=0.1)
 
     # Inside
-
-    def loop_thread(self) -> EventLoopThread:
-        """Return the thread and event loop of this manager.
-
-        Raises:
-            BankError: the manager is closed.
-        """
-        if self._closed:
-            raise BankError(
-                "Expected an open manager, got a closed one; make a new ExperienceManager"
-            )
-        return self._thread
 
     async def _write(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a write of the bank on the thread of writes."""

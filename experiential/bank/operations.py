@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from experiential.bank.evidence.credit import total
 from experiential.bank.index.embed import EntryKey, Vector
-from experiential.bank.state import Draft, origins_of
+from experiential.bank.state import Draft
 from experiential.bank.text import clean
 from experiential.types import (
     Add,
@@ -16,7 +16,6 @@ from experiential.types import (
     Merge,
     Provenance,
     Statistics,
-    Trajectory,
     Update,
 )
 
@@ -29,7 +28,7 @@ def keys_to_embed(
 ) -> list[EntryKey]:
     """Return the cleaned texts to embed before a distillation is applied under the lock."""
     keys: list[EntryKey] = []
-    task = (clean(task).text or None) if task is not None else None
+    task = clean(task or "").text or None
     for operation in distillation.parsed.operations:
         if isinstance(operation, Add):
             keys.append(EntryKey(clean(operation.text).text, task))
@@ -72,13 +71,13 @@ def distil(
                 metadata=metadata if operation.triples else {},
                 provenance=provenance,
             )
-            written.append(draft.put(entry, vector, origins_of(provenance)))
+            written.append(draft.put(entry, vector))
         elif isinstance(operation, Update):
             if operation.entry > len(shown):
                 draft.refused["entry_out_of_range"] += 1
                 continue
             entry = shown[operation.entry - 1]
-            if draft.live(entry.id) is None:
+            if draft.entries.get(entry.id) is None:
                 draft.refused["entry_gone"] += 1
                 continue
             vector = vectors[EntryKey(operation.text, entry.task)]
@@ -117,7 +116,7 @@ def consolidate(
             draft.refused["entry_changed"] += 1
         else:
             settled.update(numbers)
-            live = [draft.live(entry.id) for entry in named]
+            live = [draft.entries.get(entry.id) for entry in named]
             for entry in named:
                 draft.remove(entry.id)
             if isinstance(operation, Merge):
@@ -149,20 +148,6 @@ def _merged(
         task=common_task(parents),
         metadata=metadata if all(parent.metadata == metadata for parent in parents) else {},
         provenance=provenance,
-    )
-
-
-def source_of(
-    distillation: Distillation, trajectory: Trajectory | None, extractor_version: int | None
-) -> Provenance:
-    """Return the provenance of everything that a distillation writes."""
-    generation = distillation.generation
-    return Provenance(
-        author="extractor",
-        trajectory=trajectory.id if trajectory else None,
-        instance=trajectory.instance or None if trajectory else None,
-        generation=generation.id if generation else None,
-        extractor_version=generation.policy_version if generation else extractor_version,
     )
 
 

@@ -26,6 +26,7 @@ from experiential.bank.records import (
 )
 from experiential.bank.search.searchable import Searchable
 from experiential.bank.storage import bundle
+from experiential.bank.storage.tables import difference
 from experiential.types import Distillation, Experience, Generation, Statistics, Trajectory, Uplift
 
 
@@ -111,14 +112,20 @@ class Bank(View, Protocol):
         read_only: whether writes raise ``ReadOnlyBankError``.
         embedder: makes the vectors of this bank.
         queue: trajectories that wait for distillation.
+        head: id of the last commit; 0 for a bank never written.
+        text_limit: greatest number of characters that the text of an entry may have.
         refused: operations of extractors that could not be carried out since opening, by reason.
+        redacted: secrets taken out of written texts since opening, by kind.
     """
 
     namespace: str
     read_only: bool
     embedder: TextEmbedder
     queue: Queue
+    head: int
+    text_limit: int
     refused: Counter[str]
+    redacted: Counter[str]
 
     def __enter__(self) -> Self:
         return self
@@ -127,23 +134,8 @@ class Bank(View, Protocol):
         self.close()
 
     @property
-    def head(self) -> int:
-        """Return the id of the last commit; 0 for a bank never written."""
-        ...
-
-    @property
-    def text_limit(self) -> int:
-        """Return the greatest number of characters that the text of an entry may have."""
-        ...
-
-    @property
     def closed(self) -> bool:
         """Return whether ``close`` was called."""
-        ...
-
-    @property
-    def redacted(self) -> Counter[str]:
-        """Return how many secrets were taken out of written texts since opening, by kind."""
         ...
 
     def close(self) -> None:
@@ -182,7 +174,7 @@ class Bank(View, Protocol):
 
     def diff(self, a: int, b: int) -> Difference:
         """Return the entries added, removed and changed from commit ``a`` to commit ``b``."""
-        ...
+        return difference(self.at(a).entries(), self.at(b).entries())
 
     def generation(self, id: str) -> Generation | None:
         """Return a journalled generation with token ids and log-probabilities, or None."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import ChainMap, Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple, cast
 
 from experiential.bank.evidence.credit import Ledger
 from experiential.bank.index.embed import Vector
@@ -19,6 +19,7 @@ from experiential.types import Experience, Provenance, Statistics
 
 Content = tuple[str | None, str, str]
 """Task, kind and text: two entries that share them say the same."""
+content_of: Callable[[Experience], Content] = attrgetter("task", "kind", "text")
 
 
 class Change(NamedTuple):
@@ -45,7 +46,11 @@ class Counters:
 
 
 class State(Counters):
-    """Hold live entries, counters and search structure; readers need no lock."""
+    """Hold live entries, counters and search structure; readers need no lock.
+
+    Attributes:
+        unsaved: entries whose retrievals the journal lacks; ``tally`` is held to change it.
+    """
 
     def __init__(
         self, entries: Sequence[Stored], statistics: dict[str, Statistics], nearest: Nearest
@@ -54,34 +59,12 @@ class State(Counters):
         self.statistics = statistics
         self.retrieved = Counter()
         self.nearest = nearest
-        self._tally = threading.Lock()
-        self._unsaved: set[str] = set()
-        self._contents: dict[Content, dict[str, None]] = {}
-        for stored in entries:
-            self._enter(self.entries, stored)
-
-    def note(self, ids: Iterable[str]) -> None:
-        """Count retrievals, in memory."""
-        with self._tally:
-            for id in ids:
-                self.retrieved[id] += 1
-                self._unsaved.add(id)
-
-    @contextmanager
-    def unsaved(self) -> Generator[dict[str, Statistics]]:
-        """Yield the counters that the journal lacks; they stay unsaved if the block fails."""
-        with self._tally:
-            ids, self._unsaved = self._unsaved, set()
-        try:
-            yield {id: known for id in ids if (known := self.counted(id)) is not None}
-        except BaseException:
-            with self._tally:
-                self._unsaved |= ids
-            raise
-
-    def live(self, id: str) -> Live | None:
-        """Return the live entry, or None."""
-        return self.entries.get(id)
+        self.tally = threading.Lock()
+        self.unsaved: set[str] = set()
+        self._contents: defaultdict[Content, dict[str, None]] = defaultdict(dict)
+        for entry, _, origins in entries:
+            self.entries[entry.id] = Live(entry, origins)
+            self._contents[content_of(entry)][entry.id] = None
 
     def twin(self, content: Content) -> str | None:
         """Return the newest live entry with exactly this content."""
@@ -99,15 +82,12 @@ class State(Counters):
                 if not self._contents[content]:
                     del self._contents[content]
             if stored is not None:
-                self._enter(entries, stored)
+                entries[id] = Live(stored.experience, stored.origins)
+                self._contents[content_of(stored.experience)][id] = None
         self.statistics.update(statistics)
         self.entries = entries
         if changes:
             self.nearest.publish(changes)
-
-    def _enter(self, entries: dict[str, Live], stored: Stored) -> None:
-        entries[stored.experience.id] = Live(stored.experience, stored.origins)
-        self._contents.setdefault(content_of(stored.experience), {})[stored.experience.id] = None
 
 
 class StateReader(View):
@@ -124,7 +104,7 @@ class StateReader(View):
 
     def get(self, id: str) -> Experience | None:
         """Return the entry with this id, or None."""
-        live = self._state.live(id)
+        live = self._state.entries.get(id)
         return None if live is None else self.read(live.experience)
 
     def read(self, experience: Experience) -> Experience:
@@ -174,24 +154,29 @@ class BankView(StateReader):
 
 
 class StagedState(Counters):
-    """Stage writes on a base state, unseen by readers; it is the base of the next writes."""
+    """Stage writes on a base state, unseen by readers; it is the base of the next writes.
 
-    def __init__(self, base: State | StagedState) -> None:
+    Attributes:
+        entries: those of the base under the staged ones; None for one that was removed.
+        commit: the commit being drafted; 0 for a group of them.
+        refused, redacted: as in `Gate`.
+    """
+
+    def __init__(
+        self, base: State | StagedState, history: History, ledger: Ledger, commit: int = 0
+    ) -> None:
         self.changes: list[Change] = []
-        self._staged: dict[str, Live | None] = {}
+        self.commit = commit
+        self.refused: Counter[str] = Counter()
+        self.redacted: Counter[str] = Counter()
         self.own_statistics: dict[str, Statistics] = {}
         self.statistics = ChainMap(self.own_statistics, base.statistics)
         self.retrieved = base.retrieved
+        self._staged: dict[str, Live | None] = {}
+        self.entries = ChainMap(self._staged, cast("dict[str, Live | None]", base.entries))
         self._base = base
-
-    def live(self, id: str) -> Live | None:
-        """Return the entry as staged, or None."""
-        return self._staged[id] if id in self._staged else self._base.live(id)
-
-    def has(self, experience: Experience) -> bool:
-        """Return whether exactly this version of an entry is live."""
-        live = self.live(experience.id)
-        return live is not None and live.experience.version == experience.version
+        self._history = history
+        self._ledger = ledger
 
     def twin(self, content: Content) -> str | None:
         """Return an entry with exactly this content, staged ones first."""
@@ -205,19 +190,21 @@ class StagedState(Counters):
 class Draft(StagedState):
     """Write one commit: into the open transaction now, into memory only after it."""
 
-    def __init__(
-        self, base: State | StagedState, history: History, ledger: Ledger, commit: int
-    ) -> None:
-        super().__init__(base)
-        self.commit = commit
-        self.refused: Counter[str] = Counter()
-        self.redacted: Counter[str] = Counter()
-        self._history = history
-        self._ledger = ledger
+    def has(self, experience: Experience) -> bool:
+        """Return whether exactly this version of an entry is live."""
+        live = self.entries.get(experience.id)
+        return live is not None and live.experience.version == experience.version
 
-    def put(self, experience: Experience, vector: Vector, origins: frozenset[str]) -> Experience:
-        """Write a new version and make it the live one."""
+    def put(
+        self, experience: Experience, vector: Vector, origins: frozenset[str] = frozenset()
+    ) -> Experience:
+        """Write a new version and make it the live one.
+
+        ``origins`` are those of the entries that it is made from; its own instance is added.
+        """
         provenance = experience.provenance.model_copy(update={"commit": self.commit})
+        if provenance.instance:
+            origins |= {provenance.instance}
         update = {"provenance": provenance, "statistics": Statistics()}
         stored = Stored(experience.model_copy(update=update), vector, origins)
         self._history.write(stored, self.commit)
@@ -226,17 +213,16 @@ class Draft(StagedState):
 
     def revise(self, id: str, text: str, provenance: Provenance, vector: Vector) -> Experience:
         """Write the next version of a live entry; its origins are kept and added to."""
-        live = self.live(id)
+        live = self.entries.get(id)
         if live is None:
             raise unknown_entry(id)
         version = self._history.last_version(id) + 1
         update = {"version": version, "text": text, "provenance": provenance}
-        origins = live.origins | origins_of(provenance)
-        return self.put(live.experience.model_copy(update=update), vector, origins)
+        return self.put(live.experience.model_copy(update=update), vector, live.origins)
 
     def remove(self, id: str) -> None:
         """Remove a live entry; its history stays."""
-        if self.live(id) is None:
+        if self.entries.get(id) is None:
             raise unknown_entry(id)
         self.point(id, None)
 
@@ -251,16 +237,6 @@ class Draft(StagedState):
         """Set the counters of an entry, without its retrievals since opening."""
         self.statistics[id] = known
         self._ledger.save({id: self.counted(id) or known})
-
-
-def content_of(experience: Experience) -> Content:
-    """Return the content of an entry, by which twins are found."""
-    return experience.task, experience.kind, experience.text
-
-
-def origins_of(provenance: Provenance) -> frozenset[str]:
-    """Return the task instance of a provenance, as a set."""
-    return frozenset({provenance.instance} if provenance.instance else ())
 
 
 def unknown_entry(id: str) -> BankError:

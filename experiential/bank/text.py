@@ -10,9 +10,9 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from experiential.errors import BankError
 from experiential.types import Add, Distillation, Experience, Merge, Operation, Update
 
 TEXT_LIMIT = 2000
@@ -256,6 +256,7 @@ def checked_text(value: object, name: str) -> str:
     return value
 
 
+@dataclass
 class Gate:
     """Clean incoming text, refuse text that is too long or empty, and count both.
 
@@ -267,10 +268,9 @@ class Gate:
         refused: operations of an extractor not let in, by reason.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.redacted: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
+    limit: int
+    redacted: Counter[str] = field(default_factory=Counter[str])
+    refused: Counter[str] = field(default_factory=Counter[str])
 
     def text(self, value: object) -> str:
         """Return the cleaned text of an entry.
@@ -278,7 +278,7 @@ class Gate:
         Raises:
             ValueError: it is not text, holds nothing visible or is too long; nothing is ever cut.
         """
-        text = checked_text(self._field(checked_text(value, "text")), "text")
+        text = checked_text(self.clean_field(checked_text(value, "text")), "text")
         if len(text) > self.limit:
             raise ValueError(
                 f"Expected text of at most {self.limit} characters, got {len(text)}; shorten it,"
@@ -315,31 +315,12 @@ class Gate:
             ValueError: its text or kind holds nothing visible, or its text is too long.
         """
         update = {
-            "kind": checked_text(self._field(entry.kind), "kind"),
+            "kind": checked_text(self.clean_field(entry.kind), "kind"),
             "metadata": self._value(entry.metadata),
             "text": self.text(entry.text),
-            "task": self.task(entry.task),
+            "task": self.clean_field(entry.task or "") or None,
         }
         return entry.model_copy(update=update)
-
-    def imported(self, entries: Iterable[Experience], file: str) -> list[Experience]:
-        """Return the cleaned entries of a file.
-
-        Raises:
-            BankError: one cannot be let in; the message says which.
-        """
-        cleaned: list[Experience] = []
-        for number, entry in enumerate(entries, start=1):
-            try:
-                cleaned.append(self.entry(entry))
-            except ValueError as error:
-                place = f"entry {number} of {file}"
-                raise BankError(f"{error}: {place}; nothing was imported") from error
-        return cleaned
-
-    def task(self, task: str | None) -> str | None:
-        """Return a cleaned task; None if nothing visible is left."""
-        return (self._field(task) or None) if task is not None else None
 
     def distillation(self, distillation: Distillation) -> Distillation:
         """Clean the operations of an extractor; drop and count empty and too long ones."""
@@ -355,14 +336,15 @@ class Gate:
             self.redacted += secrets
             update: dict[str, Any] = {"text": text}
             if isinstance(operation, Add):
-                triples = [tuple(map(self._field, triple)) for triple in operation.triples]
+                triples = [tuple(map(self.clean_field, triple)) for triple in operation.triples]
                 update["triples"] = tuple(triple for triple in triples if all(triple))
-                update["kind"] = self._field(operation.kind) or "lesson"
+                update["kind"] = self.clean_field(operation.kind) or "lesson"
             kept.append(operation.model_copy(update=update))
         parsed = distillation.parsed.model_copy(update={"operations": tuple(kept)})
         return distillation.model_copy(update={"parsed": parsed})
 
-    def _field(self, text: str, name: str = "") -> str:
+    def clean_field(self, text: str, name: str = "") -> str:
+        """Return a cleaned text of any length, maybe empty, that stands in a field ``name``."""
         cleaned, secrets = clean(text)
         self.redacted += secrets
         if not name:
@@ -374,11 +356,13 @@ class Gate:
     def _value(self, value: Any, name: str = "") -> Any:
         """Clean every string inside metadata; remove the values of fields named like secrets."""
         if isinstance(value, str):
-            return self._field(value, name)
+            return self.clean_field(value, name)
         if isinstance(value, Mapping):
             fields = cast("Mapping[Any, Any]", value)
             return {
-                (self._field(key) if isinstance(key, str) else key): self._value(field, str(key))
+                (self.clean_field(key) if isinstance(key, str) else key): self._value(
+                    field, str(key)
+                )
                 for key, field in fields.items()
             }
         if isinstance(value, list | tuple):

@@ -303,7 +303,7 @@ def merge(
         return None
     family = (survivor, *merged)
     task = common_task(family)
-    lives = [draft.live(entry.id) for entry in family]
+    lives = [draft.entries.get(entry.id) for entry in family]
     origins = frozenset[str]().union(*(live.origins for live in lives if live is not None))
     vector = vectors.get(EntryKey(survivor.text, task))
     if vector is None:
@@ -337,5 +337,4 @@ def vectors_needed(found: Iterable[Duplicates], embed: Embed) -> dict[EntryKey, 
         for group in found
         if common_task((group.survivor, *group.merged)) != group.survivor.task
     ]
-    keys = [EntryKey(text) for text in dict.fromkeys(lost)]
-    return dict(zip(keys, embed_entries(embed, keys), strict=True)) if keys else {}
+    return embed_entries(embed, [EntryKey(text) for text in dict.fromkeys(lost)])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from experiential.bank.records import Policy
-from experiential.bank.state import Draft
 from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Uplift
 
@@ -95,11 +94,3 @@ def evictable(
         recent = [max(used.get(one.id, 0), one.provenance.commit or 0) for one in entries]
         doomed = sorted(places, key=recent.__getitem__)[:surplus]
     return [entries[i] for i in sorted(doomed)]
-
-
-def take_out(draft: Draft, doomed: Sequence[Experience]) -> list[Experience]:
-    """Remove entries in one commit, but none rewritten since; return those removed."""
-    unchanged = [entry for entry in doomed if draft.has(entry)]
-    for entry in unchanged:
-        draft.remove(entry.id)
-    return unchanged

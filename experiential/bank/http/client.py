@@ -256,11 +256,11 @@ class RemoteBank(RemoteView, Bank):
         return answer
 
     @property
-    def head(self) -> int:
+    def head(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._now.send("info").head if self._view is None else self._view.commit
 
     @property
-    def text_limit(self) -> int:
+    def text_limit(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._now.send("info").text_limit
 
     @property
@@ -268,7 +268,7 @@ class RemoteBank(RemoteView, Bank):
         return self._connection.closed
 
     @property
-    def redacted(self) -> Counter[str]:
+    def redacted(self) -> Counter[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Counter(self._now.send("info").redacted)
 
     def close(self) -> None:

@@ -249,11 +249,16 @@ def texts_to_embed(keys: Sequence[EntryKey]) -> list[str]:
     return [key.text for key in keys] + [key.task or key.text for key in keys]
 
 
-def embed_entries(embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]) -> Vector:
-    """Return one vector per entry, shape (n, d): 2 x its task's plus its text's, normalised.
+def embed_entries(
+    embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]
+) -> dict[EntryKey, Vector]:
+    """Return a vector per entry, shape (d,): 2 x its task's plus its text's, normalised.
 
     A query that is the task itself is thus nearer to the entries of that task than to those of a
     task that reads much the same, and a query about the content still meets the text.
     """
+    if not keys:
+        return {}
     vectors = embedder(texts_to_embed(keys))
-    return normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])
+    mixed = normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])
+    return dict(zip(keys, mixed, strict=True))

@@ -26,7 +26,7 @@ from experiential.types import Experience, Hit, Statistics
 
 _MOST = 512
 """Queries of one batch, when so many wait because all workers are busy."""
-_CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
+CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
 Rows = list[list[Hit]]
 
 
@@ -209,4 +209,4 @@ class Searcher:
 
     def close(self) -> None:
         """Let the callers that still wait go, with an error, and end the threads."""
-        self._batcher.close(BankError(_CLOSED), self._settings.timeout)
+        self._batcher.close(BankError(CLOSED), self._settings.timeout)

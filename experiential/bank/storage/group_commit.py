@@ -28,11 +28,9 @@ class Group(StagedState):
     """
 
     def __init__(self, base: State, journal: Journal, history: History, ledger: Ledger) -> None:
-        super().__init__(base)
+        super().__init__(base, history, ledger)
         self.drafts: list[Draft] = []
         self._journal = journal
-        self._history = history
-        self._ledger = ledger
         self._member: list[Draft] = []
 
     @contextmanager
