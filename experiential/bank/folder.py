@@ -132,12 +132,9 @@ class FolderBank(StateReader, Bank):
             site = None if read_only else chosen_site(self.path, namespace, self._history, store)
             self._follower = None if site is None else IndexFollower(self._history, site)
             # A bank that nobody closes is shut when it is collected, without waiting for the index.
-            self._finalizer = weakref.finalize(
-                self, _shut, self._follower, self._journal, lock, False
-            )
+            self._finalizer = weakref.finalize(self, _shut, self._follower, self._journal, lock)
             undo.pop_all()
             undo.callback(self._finalizer)
-            self._close_arguments = (self._follower, self._journal, lock, True)
             self._load(embedder)
             undo.pop_all()
 
@@ -193,8 +190,8 @@ class FolderBank(StateReader, Bank):
                 if not self.read_only:
                     self.save_counters()
             finally:
-                self._finalizer.detach()
-                _shut(*self._close_arguments)
+                if (held := self._finalizer.detach()) is not None:
+                    _shut(*held[2], catch_up=True)
 
     # Reading
 
@@ -331,12 +328,10 @@ class FolderBank(StateReader, Bank):
         if not entries:
             return []
         keys = [EntryKey(entry.text, entry.task) for entry in entries]
-        vectors, both = embed_entries(self._embed, keys), list(zip(entries, keys, strict=True))
+        vectors = embed_entries(self._embed, keys)
+        pairs = [(entry, vectors[key]) for entry, key in zip(entries, keys, strict=True)]
         return self._commit(
-            "human",
-            "add",
-            lambda draft: [draft.put(one, vectors[key]) for one, key in both],
-            gate=gate,
+            "human", "add", lambda draft: [draft.put(*pair) for pair in pairs], gate=gate
         )
 
     def update(self, id: str, text: str) -> Experience:
@@ -348,11 +343,10 @@ class FolderBank(StateReader, Bank):
             raise unknown_entry(id)
         key, source = EntryKey(text, known.task), Provenance(cause="update")
         vector = embed_entries(self._embed, [key])[key]
-        return self.read(
-            self._commit(
-                "human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate
-            )
+        entry = self._commit(
+            "human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate
         )
+        return self.read(entry)
 
     def remove(self, id: str) -> None:
         checked_text(id, "id")
@@ -741,7 +735,10 @@ def _checked_folder(path: object) -> Path:
 
 
 def _shut(
-    follower: IndexFollower | None, journal: Journal, lock: WriterLock | None, catch_up: bool
+    follower: IndexFollower | None,
+    journal: Journal,
+    lock: WriterLock | None,
+    catch_up: bool = False,
 ) -> None:
     try:
         if follower is not None:

@@ -164,8 +164,8 @@ class ExperienceManager:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._ready: asyncio.Queue[str] = asyncio.Queue()
-        is_distilled = extractor is not None and not bank.read_only
-        self._open: set[str] = set(left := bank.queue.waiting() if is_distilled else ())
+        left = bank.queue.waiting() if extractor is not None and not bank.read_only else []
+        self._open: set[str] = set(left)
         self._running: set[str] = set()
         self._reserved = 0
         self._workers: set[asyncio.Task[None]] = set()
