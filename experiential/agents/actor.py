@@ -8,13 +8,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from experiential.agents.dialogue import Dialogue, MessageDialogue, SpanKind
+from experiential.agents.dialogue import ChatTemplate, Dialogue, MessageDialogue, SpanKind
 from experiential.agents.prompts import derived_seed, prompt_set
 from experiential.bank.text import escape_control
 from experiential.config import Advice
 from experiential.llm.base import LLM, SamplingParams
 from experiential.sync import EventLoopThread, shared_loop
-from experiential.types import FinishReason, Generation
+from experiential.types import FinishReason, Generation, Message
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -208,17 +208,14 @@ class ActorAgent:
         Raises:
             ValueError: the backend does not show its tokenizer.
         """
-        self.reset()
-        if not isinstance(self.dialogue, Dialogue):
+        if self.llm.tokenizer is None:
             raise ValueError(
                 "Expected a backend that shows its tokenizer, to make a prompt of token ids, got"
                 " one that does not"
             )
         system = self.prompts.actor_system(self.instruction, advice)
-        self.dialogue.add({"role": "system", "content": system})
-        self.dialogue.add({"role": "user", "content": escape_control(observation)})
-        _, tokens, kinds = self.dialogue.stage()
-        return tokens, kinds
+        user: Message = {"role": "user", "content": escape_control(observation)}
+        return ChatTemplate(self.llm.tokenizer).opening(system, user)
 
     def _observe(self, observation: str, advice: str | None, constrained: bool) -> str | None:
         """Add the observation, and advice that is new; return the advice in force.

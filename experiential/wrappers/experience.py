@@ -18,12 +18,11 @@ from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.search.where import Filter, Where
 from experiential.envs.text_env import UnicodeText
 from experiential.errors import BackendError, BankError
-from experiential.types import Answer, Condition, Hit, Trajectory, Turn, Use, new_id
+from experiential.types import Answer, Condition, Hit, How, Trajectory, Turn, Use, new_id
 
 FAILURES = (BackendError, BankError, TimeoutError)
 """Errors of a bank or its manager at run time; an episode goes on without advice."""
 
-How = Literal["episode_start", "turn", "search_and_ask"]
 When = Literal["episode", "turn", "both"]
 Inject = Literal["observation", "system", "none"]
 

@@ -186,6 +186,10 @@ class SearchAndAskWrapper(BankWrapper):
             return None
         return str(_fields(call.get("arguments", {})).get("query") or "").strip()
 
+    def call(self, query: str) -> str:
+        """Return the action that asks ``query``."""
+        return f"<{self.tag}>{query}</{self.tag}>"
+
     def _seen(self, observation: str, info: dict[str, Any]) -> dict[str, Any]:
         """Keep the observation and context, as a call gives no new ones; return info to show.
 
@@ -196,8 +200,7 @@ class SearchAndAskWrapper(BankWrapper):
         episode = self.log.episode if self._offers and self._calls < self.max_calls else None
         if episode is None or not episode.guided or "admissible" not in info:
             return info
-        call = f"<{self.tag}>{episode.task}</{self.tag}>"
-        return {**info, "admissible": [*info["admissible"], call]}
+        return {**info, "admissible": [*info["admissible"], self.call(episode.task)]}
 
     def _answer(self, query: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         episode = self.log.episode

@@ -86,7 +86,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             raise ValueError(f"Expected max_turns to be positive, got {max_turns}")
         self._render, self._instruction = render, instruction
         self._actions = action_table(env.action_space, actions)
-        self._lookup = {_folded(name): name for name in self._actions or ()}
+        self._lookup = {" ".join(name.casefold().split()): name for name in self._actions or ()}
         if self._actions is not None and len(self._lookup) < len(self._actions):
             raise ValueError(
                 f"Expected action names that differ by more than case, got {list(self._actions)}"
@@ -122,7 +122,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
                 "Expected reset() before this step: the episode is over or was never begun"
             )
         said = spoken_action(action)
-        folded = _folded(said)
+        folded = " ".join(said.casefold().split())
         self._turns += 1
         late = self._max_turns is not None and self._turns >= self._max_turns
         named = self._lookup.get(folded) or self._lookup.get(folded.strip("`'\"*.,;:!?()[] "))
@@ -253,7 +253,3 @@ def _scalar(value: Any) -> str:
         return str(value)
     plain: Any = cast("Any", value).item() if isinstance(value, np.number) else value
     return str(plain) if isinstance(plain, int) else f"{plain:.4g}"
-
-
-def _folded(text: str) -> str:
-    return " ".join(text.casefold().split())

@@ -15,13 +15,12 @@ from experiential.bank.extractor import Extractor
 from experiential.bank.search.where import Filter
 from experiential.envs.text_env import UnicodeText
 from experiential.sync import shared_loop
-from experiential.types import Hit, Trajectory
+from experiential.types import Hit, How, Trajectory
 from experiential.wrappers.experience import (
     FAILURES,
     BankOrManager,
     Episode,
     EpisodeLog,
-    How,
     Inject,
     LiveArguments,
     When,
