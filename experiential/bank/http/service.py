@@ -95,7 +95,7 @@ def create_app(
     return app
 
 
-@dataclass
+@dataclass(repr=False)  # the token stays out of logs
 class RequestGuard:
     """Refuse, as ASGI middleware, requests without the token or with too long a body."""
 
