@@ -12,10 +12,6 @@ def cache_folder(part: str) -> Path:
     It lies in ``EXPERIENTIAL_CACHE``, else in ``experiential`` below ``XDG_CACHE_HOME`` or
     ``~/.cache``.
     """
-    own = os.environ.get("EXPERIENTIAL_CACHE")
-    base = (
-        Path(own)
-        if own
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "experiential"
-    )
-    return base / part
+    if own := os.environ.get("EXPERIENTIAL_CACHE"):
+        return Path(own) / part
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "experiential" / part

@@ -7,8 +7,9 @@ each border. Nothing in this module imports another module of the package.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +30,15 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+
+
+Prompt = Sequence[Message] | Sequence[int]
+"""Chat messages, or the token ids of a conversation that the caller keeps as tokens."""
+
+
+def is_token_prompt(prompt: Prompt) -> TypeGuard[Sequence[int]]:
+    """Return whether ``prompt`` is a sequence of token ids."""
+    return len(prompt) > 0 and isinstance(prompt[0], int)
 
 
 class Condition(StrEnum):

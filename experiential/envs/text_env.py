@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -138,6 +139,8 @@ class TextEnv(gym.Env[str, str], ABC):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
+    _shares: Sequence[float] = ()
+    """The sums of the worlds' weights, where they are not drawn evenly."""
 
     def __init__(
         self,
@@ -181,7 +184,12 @@ class TextEnv(gym.Env[str, str], ABC):
         Raise ConfigError where there is no such world, EnvError where what plays it failed.
         """
         super().reset(seed=seed)
-        drawn = self._drawn()  # in any case, so that the option leaves the later draws alone
+        # in any case, so that the option leaves the later draws alone
+        if self._shares:
+            drawn = bisect_right(self._shares, self.np_random.random() * self._shares[-1])
+            drawn = min(drawn, self._count - 1)
+        else:
+            drawn = int(self.np_random.integers(self._count))
         self._reset_seed, self._reset_options = seed, dict(options or {})
         world = int(self._reset_options.get("world", drawn))
         if not 0 <= world < self._count:
@@ -204,9 +212,6 @@ class TextEnv(gym.Env[str, str], ABC):
     def render(self) -> str | None:  # type: ignore[override]  # Gymnasium types frames; text is one
         """Return the last observation."""
         return self._observation if self.render_mode == "ansi" else None
-
-    def _drawn(self) -> int:
-        return int(self.np_random.integers(self._count))
 
     def _report(
         self,

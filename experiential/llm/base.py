@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import yaml
 from pydantic import Field
 
 from experiential.errors import ConfigError
 from experiential.plugins import resolve
-from experiential.types import Generation, Message, Record
-
-Prompt = Sequence[Message] | Sequence[int]
-"""Chat messages, or the token ids of a conversation that the caller keeps as tokens."""
+from experiential.types import Generation, Prompt, Record
+from experiential.types import is_token_prompt as is_token_prompt
 
 
 class SamplingParams(Record):
@@ -109,8 +107,3 @@ def read_options(pairs: Iterable[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise ConfigError(f"Expected a YAML value in the option {pair!r}") from error
     return options
-
-
-def is_token_prompt(prompt: Prompt) -> TypeGuard[Sequence[int]]:
-    """Return whether ``prompt`` is a sequence of token ids."""
-    return len(prompt) > 0 and isinstance(prompt[0], int)

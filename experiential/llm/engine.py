@@ -52,10 +52,11 @@ class _Track:
     overdue: float = 0.0  # then they start in any case
 
 
+@dataclass(eq=False)
 class Engine:
     """Decode the requests of each priority in a batch of their own, one forward at a time.
 
-    Args:
+    Attributes:
         forward: the model.
         executor: the thread that runs it.
         max_batch: rows of a batch.
@@ -64,25 +65,15 @@ class Engine:
         version: gives the version of the weights, and the epoch that counts their changes.
     """
 
-    def __init__(
-        self,
-        forward: ForwardPass,
-        executor: DeviceExecutor,
-        *,
-        max_batch: int,
-        batch_wait: float,
-        cache: PrefixCache,
-        version: Callable[[], tuple[int, int]],
-    ) -> None:
-        self._forward = forward
-        self._executor = executor
-        self._max_batch = max_batch
-        self._batch_wait = batch_wait
-        self._cache = cache
-        self._cache_epoch = 0
-        self._version = version
-        self._tracks: dict[int, _Track] = {}
-        self._lock = threading.Lock()
+    forward: ForwardPass
+    executor: DeviceExecutor
+    max_batch: int
+    batch_wait: float
+    cache: PrefixCache
+    version: Callable[[], tuple[int, int]]
+    _cache_epoch: int = 0
+    _tracks: dict[int, _Track] = field(default_factory=dict[int, _Track])
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its future is resolved on its own event loop."""
@@ -90,8 +81,8 @@ class Engine:
         with self._lock:
             track = self._tracks.setdefault(priority, _Track(priority))
             if not track.waiting:
-                track.overdue = now + _LONGEST_WAIT * self._batch_wait
-            track.due = min(now + self._batch_wait, track.overdue)
+                track.overdue = now + _LONGEST_WAIT * self.batch_wait
+            track.due = min(now + self.batch_wait, track.overdue)
             track.waiting.append(request)
             start, track.scheduled = not track.scheduled, True
         if start:
@@ -116,13 +107,13 @@ class Engine:
             resolve_futures((request.future for request in failed), failure)
         with self._lock:
             track.scheduled = bool(track.rows or track.waiting)
-            idle = not track.rows and len(track.waiting) < self._max_batch
+            idle = not track.rows and len(track.waiting) < self.max_batch
             delay = max(0.0, track.due - time.monotonic()) if idle else 0.0
         if not track.scheduled:
             return
         try:
             work = partial(self._step, track)
-            step = self._executor.submit(work, priority=track.priority, delay=delay)
+            step = self.executor.submit(work, priority=track.priority, delay=delay)
         except BackendError as error:
             return self._fail_all(track, error)
         step.add_done_callback(partial(self._plan, track))
@@ -140,15 +131,15 @@ class Engine:
         Decoding feeds every row what it has not seen, draws its next token, and lets finished rows
         leave.
         """
-        version, epoch = self._version()
+        version, epoch = self.version()
         if epoch != self._cache_epoch:
-            self._cache.clear()
+            self.cache.clear()
             self._cache_epoch = epoch
         start = time.perf_counter()
         with torch.inference_mode():
             self._leave(track)
             with self._lock:
-                room, waiting = self._max_batch - len(track.rows), len(track.waiting)
+                room, waiting = self.max_batch - len(track.rows), len(track.waiting)
                 if waiting < room and time.monotonic() < track.due:
                     room = 0  # more requests may come, to be started together
                 taken = [track.waiting.popleft() for _ in range(min(room, waiting))]
@@ -160,13 +151,13 @@ class Engine:
             elif track.block is not None:
                 rows = track.rows
                 pending, seen = [row.pending for row in rows], [row.seen for row in rows]
-                logits = self._forward.extend(track.block, pending, seen)
+                logits = self.forward.extend(track.block, pending, seen)
                 for row in rows:
                     row.seen += len(row.pending)
                 _advance(rows, logits, range(len(rows)))
                 resolve_futures(row.future for row in rows if row.finish is not None)
                 self._leave(track)
-        self._forward.stats.seconds += time.perf_counter() - start
+        self.forward.stats.seconds += time.perf_counter() - start
 
     def _prefill(self, track: _Track) -> None:
         """Forward each distinct prompt once, draw a token for each request, join the unfinished."""
@@ -188,9 +179,9 @@ class Engine:
                 widest = new[i]
         for chunk in chunks:
             known = [matches[i] for i in chunk]
-            block, logits = self._forward.prefill([prompts[i] for i in chunk], known)
+            block, logits = self.forward.prefill([prompts[i] for i in chunk], known)
             for row, i in enumerate(chunk):
-                self._cache.put(prompts[i], partial(block.row, row, len(prompts[i])))
+                self.cache.put(prompts[i], partial(block.row, row, len(prompts[i])))
             requests = [request for i in chunk for request in members[i]]
             source = [row for row, i in enumerate(chunk) for _ in members[i]]
             for request in requests:
@@ -212,7 +203,7 @@ class Engine:
         (its first observation). The latter are runs of neighbours in sorted order, cut at the
         length that saves most tokens.
         """
-        matches = [self._cache.match(ids) for ids in prompts]
+        matches = [self.cache.match(ids) for ids in prompts]
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
         joints: list[int] = []  # length of the beginning that neighbours share
         for left, right in pairwise(order):
@@ -237,7 +228,7 @@ class Engine:
             if saved > most:
                 tasks, most = groups, saved
         for groups in ([(order, base)], tasks):
-            kept = [group for group in groups if group[1] <= self._cache.max_tokens]
+            kept = [group for group in groups if group[1] <= self.cache.max_tokens]
             saved = 0
             for group, length in kept:
                 held = [matches[i][0] for i in group]
@@ -245,10 +236,10 @@ class Engine:
                 saved += apart - max(0, length - max(held))
             if saved >= _SHARING:
                 wanted = [prompts[group[0]][:length] for group, length in kept]
-                block, _ = self._forward.prefill(wanted, [self._cache.match(ids) for ids in wanted])
+                block, _ = self.forward.prefill(wanted, [self.cache.match(ids) for ids in wanted])
                 for row, ids in enumerate(wanted):
-                    self._cache.put(ids, partial(block.row, row, len(ids)))
-                matches = [self._cache.match(ids) for ids in prompts]
+                    self.cache.put(ids, partial(block.row, row, len(ids)))
+                matches = [self.cache.match(ids) for ids in prompts]
         return matches
 
     def _leave(self, track: _Track) -> None:
@@ -263,7 +254,7 @@ class Engine:
             assert track.block is not None
             if request.epoch == self._cache_epoch:
                 ids = np.array([*request.prompt, *request.response][: request.seen], dtype=np.int64)
-                self._cache.put(ids, partial(track.block.row, place, len(ids)))
+                self.cache.put(ids, partial(track.block.row, place, len(ids)))
             track.block.drop(place)  # the last row moves into its slot, here as there
             track.rows[place] = track.rows[-1]
             track.rows.pop()

@@ -11,21 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from experiential.errors import BackendError
 
 T = TypeVar("T")
 
 
-@dataclass(order=True)
-class _Job:
+class _Job(NamedTuple):
     due: float
-    order: int
-    priority: int = field(compare=False)
-    call: Callable[[], Any] = field(compare=False)
-    future: Future[Any] = field(compare=False)
+    order: int  # unique, so that no two jobs are compared beyond it
+    priority: int
+    call: Callable[[], Any]
+    future: Future[Any]
 
 
 class DeviceExecutor:

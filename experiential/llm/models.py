@@ -62,12 +62,7 @@ def resolve_model(name: str) -> Path | str:
 
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a model; pads on the left, with eos where it has no pad token."""
-    transformers = _transformers()
-    where = resolve_model(name)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(where))
-    except (OSError, ValueError) as error:
-        raise _not_found(name, error) from error
+    tokenizer = _load("AutoTokenizer", name)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -80,22 +75,17 @@ def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tupl
     With ``lora`` set the base is frozen and gets one adapter per name in ``adapters``, by default
     "default".
     """
-    transformers = _transformers()
+    tokenizer = load_tokenizer(settings.name)
     import torch
 
-    tokenizer = load_tokenizer(settings.name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    where = str(resolve_model(settings.name))
-    log = transformers.utils.logging  # a library does not draw on the user's terminal unasked
+    log = _transformers().utils.logging  # a library does not draw on the user's terminal unasked
     bars = log.is_progress_bar_enabled()
     log.disable_progress_bar()
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            where, dtype=getattr(torch, settings.dtype)
-        )
-    except (OSError, ValueError) as error:
-        raise _not_found(settings.name, error) from error
+        dtype = getattr(torch, settings.dtype)
+        model = _load("AutoModelForCausalLM", settings.name, dtype=dtype)
     finally:
         if bars:
             log.enable_progress_bar()
@@ -144,11 +134,15 @@ def _transformers() -> Any:
     return transformers
 
 
-def _not_found(name: str, error: Exception) -> ModelNotFoundError:
-    first = str(error).strip().split("\n", 1)[0]
-    return ModelNotFoundError(
-        f"Expected a loadable model folder or a hub name within reach, got {name!r}: {first}"
-    )
+def _load(kind: str, name: str, **options: Any) -> Any:
+    transformers, where = _transformers(), str(resolve_model(name))
+    try:
+        return getattr(transformers, kind).from_pretrained(where, **options)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().split("\n", 1)[0]
+        raise ModelNotFoundError(
+            f"Expected a loadable model folder or a hub name within reach, got {name!r}: {first}"
+        ) from error
 
 
 def convert_gguf(source: Path, target: Path) -> None:

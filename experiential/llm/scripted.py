@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from experiential.errors import BackendError
-from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
-from experiential.types import FinishReason, Generation, Message
+from experiential.llm.base import LLM, SamplingParams
+from experiential.types import FinishReason, Generation, Message, Prompt, is_token_prompt
 
 Reply = Callable[[list[Message]], str | Awaitable[str]]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from experiential.config import ModelSettings
 from experiential.errors import BackendError, require
-from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
+from experiential.llm.base import LLM, SamplingParams
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.request import ChoiceTrie, Request, Schemas, StopFinder, canonical
-from experiential.types import Generation, Message
+from experiential.types import Generation, Message, Prompt, is_token_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,7 +104,6 @@ class TransformersLLM(LLM):
         self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=self.tokenizer))
         self._random = torch.Generator()
         self._random.seed()
-        self._cache = PrefixCache(prefix_cache_tokens)
         forward = ForwardPass(self.model, pad=pad, adapter=adapter, stats=self.stats)
         self._context, self._vocabulary = forward.context, forward.vocabulary
         self._engine = Engine(
@@ -112,7 +111,7 @@ class TransformersLLM(LLM):
             self.executor,
             max_batch=max_batch,
             batch_wait=batch_wait,
-            cache=self._cache,
+            cache=PrefixCache(prefix_cache_tokens),
             version=lambda: (self.version, self._epoch),
         )
 
@@ -204,10 +203,10 @@ class TransformersLLM(LLM):
         self._closed = True
         if self._owns_executor:
             self.executor.close()
-            self._cache.clear()
+            self._engine.cache.clear()
         else:
             with contextlib.suppress(BackendError):  # a shared executor that is closed already
-                self.executor.submit(self._cache.clear)
+                self.executor.submit(self._engine.cache.clear)
 
     def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
         if not messages:

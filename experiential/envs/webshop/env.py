@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -117,6 +116,7 @@ class WebShopEnv(TextEnv):
 
     def _open(self) -> None:
         self._shop, self._goals = open_shop(self.split, self._source, self.generation)
+        # rare attributes weigh more
         self._shares = list(accumulate(goal.weight for goal in self._goals))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,11 +132,6 @@ class WebShopEnv(TextEnv):
     def task(self) -> str:
         """Return the instruction."""
         return self._text
-
-    def _drawn(self) -> int:
-        """Draw a goal by its weight; rare attributes weigh more."""
-        drawn = bisect_right(self._shares, self.np_random.random() * self._shares[-1])
-        return min(drawn, len(self._goals) - 1)
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self._goal: Goal = self._goals[world]
