@@ -102,13 +102,12 @@ async def awaited(work: Awaitable[T]) -> T | Exception:
 
 
 def resolve_futures(
-    futures: Iterable[asyncio.Future[None] | None], error: Exception | None = None
+    futures: Iterable[asyncio.Future[None]], error: Exception | None = None
 ) -> None:
     """Resolve futures of any event loops from any thread, with one wake-up for each loop."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
     for future in futures:
-        if future is not None:
-            by_loop[future.get_loop()].append(future)
+        by_loop[future.get_loop()].append(future)
     for loop, waiting in by_loop.items():
         with contextlib.suppress(RuntimeError):  # a loop that has closed has nobody waiting
             loop.call_soon_threadsafe(_resolve, waiting, error)

@@ -15,7 +15,6 @@ import pytest
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
 from experiential.errors import BackendError, EnvError, ExperientialError, MissingExtraError
-from experiential.llm.base import Message
 from experiential.llm.scripted import ScriptedLLM
 from experiential.rollout import (
     AwaitedEnv,
@@ -28,7 +27,7 @@ from experiential.rollout import (
     failures,
     refuse_broken,
 )
-from experiential.types import Condition, Trajectory
+from experiential.types import Condition, Message, Trajectory
 from tests.wrapper_worlds import CorridorEnv, CountingManager
 
 
