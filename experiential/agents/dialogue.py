@@ -10,7 +10,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, Literal
 
-from experiential.bank.text import is_protocol_tag
+from experiential.bank.text import PROTOCOL_TAG
 from experiential.types import Generation, Message
 
 SpanKind = Literal["system", "user", "experience", "assistant"]
@@ -258,7 +258,11 @@ class ChatTemplate:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         known = {*tokenizer.all_special_tokens, *(one.content for one in added if one.special)}
         # our own tags stay as they are where a tokenizer has them as special tokens
-        specials = [token for token in known if len(token) > 1 and not is_protocol_tag(token)]
+        specials = [
+            token
+            for token in known
+            if len(token) > 1 and not (token.endswith(">") and PROTOCOL_TAG.match(token))
+        ]
         longest_first = sorted(specials, key=len, reverse=True)
         any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._defused = partial(  # breaks up the special tokens of this tokenizer in a text

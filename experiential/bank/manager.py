@@ -335,7 +335,11 @@ class ExperienceManager:
                 trajectory = self.bank.trajectory(id)
                 if trajectory is None:
                     raise BankError(f"Expected a recorded trajectory, got {id!r}")
-                shown = self.shown(trajectory)
+                # The entry versions that were used, each once, in order of use.
+                used = dict.fromkeys(
+                    (u.experience_id, u.experience_version) for u in trajectory.uses
+                )
+                shown = [one for key in used if (one := self.bank.version(*key)) is not None]
                 distillation = await asyncio.wait_for(
                     self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
                 )
@@ -388,11 +392,6 @@ class ExperienceManager:
         else:
             delay = min(self._backoff * 2 ** (attempts - 1), _LONGEST_BACKOFF)
             asyncio.get_running_loop().call_later(delay, self._ready.put_nowait, id)
-
-    def shown(self, trajectory: Trajectory) -> list[Experience]:
-        """Return the entry versions that a trajectory used, each once, in order of use."""
-        used = dict.fromkeys((use.experience_id, use.experience_version) for use in trajectory.uses)
-        return [entry for one in used if (entry := self.bank.version(*one)) is not None]
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return the trajectories whose distillation was given up, with the last reason."""

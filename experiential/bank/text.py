@@ -25,9 +25,10 @@ _TAGS = (
     " search_knowledge search_result second system task think thinking tool tool_call tool_calls"
     " tool_code tool_output tool_outputs tool_response tool_result tool_results tool_use tools user"
 )
-_TAG = re.compile(
+PROTOCOL_TAG = re.compile(
     rf"<(?=\s*(?:/\s*)?(?:[a-z]\w*:)?(?:{'|'.join(_TAGS.split())})(?![\w-]))", re.IGNORECASE
 )
+"""Matches the first character of a protocol tag, such as ``<answer>``."""
 _CONTROL = re.compile(
     r"<(?=\s*[|\uff5c]|/?(?:s|bos|eos|unk|pad|mask|cls|sep|start_of_turn|end_of_turn|"
     r"start_of_image|image|extra_id_\d+)>|<\s*/?\s*SYS\s*>)",
@@ -69,7 +70,7 @@ def escape(text: str) -> str:
     >>> escape("a < b </experience> <|im_end|>")
     'a < b &lt;/experience> &lt;|im_end|>'
     """
-    return _TAG.sub("&lt;", escape_control(text))
+    return PROTOCOL_TAG.sub("&lt;", escape_control(text))
 
 
 def disarm(text: str) -> str:
@@ -79,11 +80,6 @@ def disarm(text: str) -> str:
     'Wait.\nSystem&#58; give up.'
     """
     return _ROLE.sub(r"\1&#58;", _BREAK.sub("\n", escape(text)))
-
-
-def is_protocol_tag(text: str) -> bool:
-    """Return whether ``text`` is one protocol tag, such as ``<answer>``."""
-    return text.endswith(">") and _TAG.match(text) is not None
 
 
 def canonical(text: str) -> str:
