@@ -160,7 +160,7 @@ def test_vectors_go_to_the_server_and_the_journal_stays(server: Server, folder: 
     with LargeBank(folder, store=server.url) as bank:
         entries = bank.add_many(TEXTS)
         bank.flush_index()
-        assert bank._state.nearest.is_large and len(bank._state.nearest._tail) == 0, (
+        assert bank._state.nearest.is_large and len(bank._state.nearest._index.rows) == 0, (
             "the server answers, and nothing is held here"
         )
         assert found(bank, TEXTS[31]) == [TEXTS[31]]
@@ -261,7 +261,7 @@ def test_rebuild_makes_the_collection_again(server: Server, folder: Path) -> Non
     with LargeBank(folder, store=server.url) as bank:
         bank.add_many(TEXTS)
         bank.flush_index()
-        bank._follower.opened()._store._collection.delete(ids=[next(iter(bank)).id])
+        bank._follower.opened().store._collection.delete(ids=[next(iter(bank)).id])
         assert found(bank, TEXTS[0]) != [TEXTS[0]]
         assert bank.rebuild() == 60 and found(bank, TEXTS[0]) == [TEXTS[0]]
     assert list(server.collections().values()) == [60]
@@ -318,7 +318,7 @@ def test_a_large_bank_answers_from_memory_until_the_server_is_back(
         assert found(bank, "new meanwhile") == ["new meanwhile"] and found(bank, TEXTS[31]) == [
             TEXTS[31]
         ]
-        assert len(bank._state.nearest._tail) == 0
+        assert len(bank._state.nearest._index.rows) == 0
     assert list(server.collections().values()) == [60]
 
 

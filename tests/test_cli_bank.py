@@ -360,27 +360,27 @@ def index_of(folder: Path) -> Any:
 
 def drop_one(folder: Path) -> None:
     index = index_of(folder)
-    index._store._collection.delete(ids=index._store._collection.get()["ids"][:1])
+    index.store._collection.delete(ids=index.store._collection.get()["ids"][:1])
     index.close()
 
 
 def turn_one(folder: Path) -> None:
     index = index_of(folder)
-    id = index._store._collection.get()["ids"][0]
-    index._store._collection.update(ids=[id], embeddings=[[1.0] + [0.0] * 255])
+    id = index.store._collection.get()["ids"][0]
+    index.store._collection.update(ids=[id], embeddings=[[1.0] + [0.0] * 255])
     index.close()
 
 
 def age_one(folder: Path) -> None:
     index = index_of(folder)
-    id = index._store._collection.get()["ids"][0]
-    index._store._collection.update(ids=[id], metadatas=[{"version": 9}])
+    id = index.store._collection.get()["ids"][0]
+    index.store._collection.update(ids=[id], metadatas=[{"version": 9}])
     index.close()
 
 
 def put_behind(folder: Path) -> None:
     index = index_of(folder)
-    index._store._collection.modify(metadata={"mark": "1 of another journal"})
+    index.store._collection.modify(metadata={"mark": "1 of another journal"})
     index.close()
 
 

@@ -21,7 +21,7 @@ import experiential as xp
 from experiential.bank.folder import FolderBank
 from experiential.bank.http.connection import Connection
 from experiential.bank.index import indexed
-from experiential.bank.index.nearest import Members, Nearest
+from experiential.bank.index.nearest import Nearest
 from experiential.bank.protocol import Bank
 from experiential.bank.search.where import Scope, Where
 from experiential.bank.storage.tables import Live, Stored
@@ -115,7 +115,7 @@ def test_filters_that_ask_for_the_same_are_equal_and_true_is_not_one() -> None:
 
 def test_a_filter_survives_json() -> None:
     where = Where({"kind": "lesson", "tags": ["a", None, 3, True]})
-    assert Where(json.loads(json.dumps(where.to_json()))) == where
+    assert Where(json.loads(json.dumps(where.fields))) == where
 
 
 def test_text_is_found_in_the_form_in_which_it_was_given_and_in_the_one_that_is_kept(
@@ -290,7 +290,7 @@ def test_filters_stay_true_while_entries_come_change_and_go(
 ) -> None:
     """The filter is asked after some of the writes, so that its memory is of different ages."""
     nearest, live = Nearest((), limit=1000), dict[str, Live]()
-    members, vectors = Members(), dict[str, Any]()
+    vectors = dict[str, Any]()
     for seq, (number, kind, ask) in enumerate(steps):
         id = str(number)
         if kind is None:
@@ -300,14 +300,13 @@ def test_filters_stay_true_while_entries_come_change_and_go(
             stored = Stored(Experience(id=id, text="-", kind=kind), unit(seq), frozenset())
             live[id], vectors[id] = Live(stored.experience, stored.origins), stored.vector
             nearest.publish([(id, stored, seq)])
-        members.change(id, live.get(id))
         if ask:
             query = unit(12345)
             passing = {id for id, one in live.items() if where.matches(one.experience)}
             best = sorted(passing, key=lambda id: -float(vectors[id] @ query))[:3]
             found = nearest.search(query[None], 3, lambda: live, [Scope(where=where)])[0]
             assert [hit.item.id for hit in found] == best
-            assert set(members.of(where, live.values)) == passing
+            assert set(nearest.passing(lambda: live, where)) == passing
 
 
 # Every way in

@@ -52,7 +52,7 @@ def bank(tmp_path: Path) -> Iterator[FolderBank]:
 
 def found(bank: Any, query: str = "what is QX77ZP?", n: int = 1, **options: Any) -> list[str]:
     """The texts that share words with a query."""
-    rows = bank.nearest([query], n, [options.get("exclude")], words=True)
+    rows = bank.nearest([query], n, [Scope(options.get("exclude"))], words=True)
     return [hit.item.text for hit in rows[0] if hit.words > 0.0]
 
 
@@ -154,7 +154,7 @@ def test_words_only_ever_let_more_entries_in(
 def test_the_score_of_a_hit_is_what_it_was_ranked_by(bank: FolderBank) -> None:
     cosine, words = next(
         (hit.score, hit.words)
-        for hit in bank.nearest(["QX77ZP"], 9, [None], words=True)[0]
+        for hit in bank.nearest(["QX77ZP"], 9, [Scope()], words=True)[0]
         if hit.words
     )
     assert words == 1.0
@@ -374,7 +374,9 @@ def test_words_find_what_chroma_holds_and_what_it_does_not_hold_yet(tmp_path: Pa
         assert found(bank) == [CODE]
         exact = bank.embedder(["what is QX77ZP?", CODE])
         hit = next(
-            hit for hit in bank.nearest(["what is QX77ZP?"], 1, [None], words=True)[0] if hit.words
+            hit
+            for hit in bank.nearest(["what is QX77ZP?"], 1, [Scope()], words=True)[0]
+            if hit.words
         )
         assert hit.score == pytest.approx(float(exact[0] @ exact[1]), abs=1e-4)
         fresh = bank.add("KM12 is the code of the gate.")
@@ -393,11 +395,11 @@ def test_a_server_finds_by_words_for_its_clients(bank: FolderBank, read_only: bo
     with serving(bank) as url, xp.ExperienceBank(url, read_only=read_only) as client:
         wanted = [
             (hit.item.id, hit.score, hit.words)
-            for hit in bank.nearest(["the QX77ZP door"], 3, [None], words=True)[0]
+            for hit in bank.nearest(["the QX77ZP door"], 3, [Scope()], words=True)[0]
         ]
         got = [
             (hit.item.id, hit.score, hit.words)
-            for hit in client.nearest(["the QX77ZP door"], 3, [None], words=True)[0]
+            for hit in client.nearest(["the QX77ZP door"], 3, [Scope()], words=True)[0]
         ]
         assert sorted(got) == sorted(wanted)
         assert found(client.snapshot()) == [CODE]

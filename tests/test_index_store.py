@@ -102,7 +102,7 @@ def fill(folder: Path, check: Callable[[LargeBank], None] = lambda bank: None) -
     with LargeBank(folder, embedder="hashing", store=FLAT) as bank:
         bank.add_many(TEXTS)
         bank.flush_index()
-        assert bank._state.nearest.is_large and not bank._state.nearest._tail
+        assert bank._state.nearest.is_large and not bank._state.nearest._index.rows
         check(bank)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.consolidation.consolidate import merge_group, recent_groups, related_groups
+from experiential.bank.consolidation.consolidate import merge_group, recent_groups
 from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.manager import ExperienceManager
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
@@ -416,7 +416,7 @@ def test_entries_alone_in_their_task_form_the_last_group():
         Experience(text=text, task=task)
         for text, task in [("a", "x"), ("b", "y"), ("c", "x"), ("d", None)]
     ]
-    assert [[e.text for e in group] for group in related_groups(entries)] == [
+    assert [[e.text for e in group] for group in recent_groups(entries, since=-1, size=9)] == [
         ["a", "c"],
         ["b", "d"],
     ]

@@ -12,7 +12,6 @@ from experiential.bank.search.strategies import (
     STRATEGIES,
     Candidate,
     Retrievals,
-    cut_pool,
     diversity_score,
     draw,
     select,
@@ -111,7 +110,9 @@ def test_only_entries_above_the_floor_are_in_the_pool():
 def test_pool_is_cut_to_its_size_and_border_ties_prefer_the_least_retrieved():
     seen = Retrievals(8)
     seen.note("m1")
-    assert [c.id for c in cut_pool(candidates(0.9, 0.5, 0.5, 0.4), seen, 2, 0.0)] == ["m0", "m2"]
+    settings = RetrievalOptions(floor=0.0, pool=1)
+    picks = select(candidates(0.9, 0.5, 0.5, 0.4), seen, settings, rng(), k=2)
+    assert [candidate.id for candidate, _ in picks] == ["m0", "m2"]
 
 
 def test_deterministic_draw_has_propensity_one_and_takes_the_best():

@@ -11,6 +11,7 @@ import gymnasium as gym
 import pytest
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.evidence import trust
 from experiential.bank.evidence.trust import Standing, judge, may_try
 from experiential.bank.manager import ExperienceManager
 from experiential.cli import main
@@ -263,8 +264,7 @@ def test_a_book_that_reads_on_says_what_a_new_one_says(bank):
 def test_a_refresh_judges_only_what_is_new(bank, monkeypatch):
     a, b = bank.add(TEXT), bank.add("take the brass key")
     book, judged = bank.trust_book(2), []
-    standing = book.standing
-    monkeypatch.setattr(book, "standing", lambda *one: judged.append(one) or standing(*one))
+    monkeypatch.setattr(trust, "judge", lambda *one: judged.append(one[:2]) or judge(*one))
     help_on(bank, 4, a, b)
     book.refresh()
     assert sorted(judged) == sorted([(a.id, 1), (b.id, 1)])
@@ -280,7 +280,7 @@ def test_a_refresh_judges_only_what_is_new(bank, monkeypatch):
 def test_a_refresh_that_fails_leaves_its_work_to_the_next(bank, monkeypatch):
     entry, book = bank.add(TEXT), bank.trust_book(3)
     help_on(bank, 4, entry)
-    monkeypatch.setattr(book, "standing", lambda *_: 1 / 0)
+    monkeypatch.setattr(trust, "judge", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         book.refresh()
     monkeypatch.undo()

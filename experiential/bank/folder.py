@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from experiential.bank.consolidation import dedupe, forget
 from experiential.bank.evidence import credit
-from experiential.bank.evidence.explain import explain
 from experiential.bank.evidence.trust import Book, judge
 from experiential.bank.evidence.uplift import ALWAYS, Evidence
 from experiential.bank.index.embed import (
@@ -32,10 +31,11 @@ from experiential.bank.index.embed import (
     recorded_embedder,
     resolve_embedder,
 )
-from experiential.bank.index.follower import IndexFollower
+from experiential.bank.index.follower import BATCH, IndexFollower
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.index.site import CHROMA, chosen_site
-from experiential.bank.operations import consolidate, distil, keys_to_embed
+from experiential.bank.index.store import IndexLostError
+from experiential.bank.operations import common_task, consolidate, distil, keys_to_embed
 from experiential.bank.protocol import Bank, Queue, TextEmbedder
 from experiential.bank.records import (
     Commit,
@@ -44,9 +44,10 @@ from experiential.bank.records import (
     Judge,
     LogEntry,
     Policy,
+    Shown,
     Standing,
 )
-from experiential.bank.search.where import Scored, Where, scopes_of
+from experiential.bank.search.where import Scope, Scored
 from experiential.bank.state import BankView, Draft, State, StateReader, unknown_entry
 from experiential.bank.storage.group_commit import Group, GroupCommit
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
@@ -165,7 +166,6 @@ class FolderBank(StateReader, Bank):
                 entries,
                 limit=self.RESIDENT_LIMIT,
                 replica=follower.searchable,
-                lost=weakly(self._reside),
                 behind=self._history.last_seq() if follower.is_behind() else None,
             )
         self._state = State(entries, self._ledger.statistics(), nearest)
@@ -203,23 +203,21 @@ class FolderBank(StateReader, Bank):
         return None if stored is None else self.read(stored.experience)
 
     def nearest(
-        self,
-        queries: Sequence[str],
-        n: int,
-        exclude: Sequence[str | None],
-        where: Sequence[Where | None] = (),
-        words: bool = False,
+        self, queries: Sequence[str], n: int, scopes: Sequence[Scope], words: bool = False
     ) -> list[list[Scored[Experience]]]:
-        state, scopes = self._state, scopes_of(queries, exclude, where)
+        state, texts = self._state, queries if words else ()
         if not self._finalizer.alive:
             raise BankError(_CLOSED)
         if words:
             state.nearest.index_words(lambda: state.entries)
         if not state.entries or not queries:
             return [[] for _ in queries]
-        return state.nearest.search(
-            self._embed(queries), n, lambda: state.entries, scopes, queries if words else ()
-        )
+        vectors = self._embed(queries)
+        try:
+            return state.nearest.search(vectors, n, lambda: state.entries, scopes, texts)
+        except IndexLostError:
+            self._reside()  # from now on all entries are in memory
+            return state.nearest.search(vectors, n, lambda: state.entries, scopes, texts)
 
     def counters(self, experience: Experience) -> Statistics:
         return self._state.counted(experience.id) or Statistics()
@@ -279,8 +277,29 @@ class FolderBank(StateReader, Bank):
                 f"Expected the id of a recorded trajectory, got {trajectory!r}; bank.history()"
                 " lists them as refs"
             )
-        written = self._history.written_from(known.id)
-        return explain(known, written, self.version, self.generation, self._evidence.uplift)
+        shown: list[Shown] = []
+        for use in known.uses:
+            id, at = use.experience_id, use.experience_version
+            entry = self.version(id, at)
+            refined = self.generation(use.refinement) if use.refinement else None
+            shown.append(
+                Shown(
+                    id=id,
+                    version=at,
+                    text=None if entry is None else entry.text,
+                    refined=None if refined is None else refined.text,
+                    statistics=Statistics() if entry is None else entry.statistics,
+                    uplift=self._evidence.uplift(id, at),
+                    **use.model_dump(include={"rank", "score", "propensity", "how", "turn"}),
+                )
+            )
+        written = [self.version(*one) for one in self._history.written_from(known.id)]
+        return Explanation(
+            trajectory=known.id,
+            shown=tuple(shown),
+            written=tuple(entry for entry in written if entry is not None),
+            **known.model_dump(include={"task", "condition", "success", "reward", "error"}),
+        )
 
     @property
     def trust_after(self) -> int:
@@ -385,13 +404,12 @@ class FolderBank(StateReader, Bank):
         )
 
     def _submitted(self, trajectory: Trajectory, distil: bool, group: Group) -> bool:
-        is_recorded = self._ledger.is_recorded(trajectory.id)
+        is_recorded = self._ledger.trajectory(trajectory.id) is not None
         if not self._queue.put(trajectory.id) if distil else is_recorded:
             return False
         with group.draft("run", "record", trajectory.id) as draft:
             if not is_recorded:
-                self._ledger.record(trajectory, draft.commit)
-                for use in credit.counted_uses(trajectory):
+                for use in self._ledger.record(trajectory, draft.commit):
                     known = draft.statistics.get(use.experience_id) or Statistics()
                     successes = known.successes + trajectory.success
                     update = {"uses": known.uses + 1, "successes": successes}
@@ -537,9 +555,11 @@ class FolderBank(StateReader, Bank):
     ) -> list[Duplicates]:
         if not dry_run:
             self._check_writable(" for deduplicate()", ", or pass dry_run=True")
-        return dedupe.deduplicate(
-            self, threshold, judge, across_tasks=across_tasks, among=among, dry_run=dry_run
+        entries = list(self.entries())
+        found = dedupe.find(
+            entries, self.embedder, threshold, judge, across_tasks=across_tasks, among=among
         )
+        return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
 
     def merge_duplicates(
         self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"
@@ -547,7 +567,12 @@ class FolderBank(StateReader, Bank):
         self._check_writable(" for merge_duplicates()", "")
         if not found:
             return []
-        vectors = dedupe.vectors_needed(found, self.embedder)
+        lost = [
+            EntryKey(group.survivor.text)
+            for group in found
+            if common_task((group.survivor, *group.merged)) != group.survivor.task
+        ]
+        vectors = embed_entries(self._embed, list(dict.fromkeys(lost)))
         with self._draft(author, "dedupe", ref) as draft:
             merge = partial(dedupe.merge, draft, self._state, self._history, vectors)
             return [merged for group in found if (merged := merge(group)) is not None]
@@ -667,7 +692,9 @@ class FolderBank(StateReader, Bank):
                 self.refused.update(draft.refused)
                 self.redacted.update(draft.redacted)
                 if self._follower is not None:
-                    self._follower.wake(len(draft.changes))
+                    self._follower.pending += len(draft.changes)
+            if self._follower is not None and self._follower.pending >= BATCH:
+                self._follower.wake()
 
     def _reside(self) -> None:
         """Search a large bank in memory until the index store holds the whole journal."""
@@ -676,7 +703,7 @@ class FolderBank(StateReader, Bank):
                 self._state.nearest.hold_all(
                     self._history.live(self.head), self._history.last_seq()
                 )
-                self._follower.lose()
+                self._follower.wake(reopen=True)
 
     def _settle(self, seq: int) -> None:
         with self._lock:

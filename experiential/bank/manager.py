@@ -13,18 +13,19 @@ import numpy as np
 
 from experiential.bank.consolidation.consolidate import merge_group, recent_groups
 from experiential.bank.consolidation.dedupe import Passes
-from experiential.bank.evidence.trust import Episodes, probation_of
+from experiential.bank.evidence.trust import Episodes, Probation
 from experiential.bank.extractor import Extractor
 from experiential.bank.folder import FolderBank
-from experiential.bank.index.embed import texts_to_embed
+from experiential.bank.index.embed import EntryKey, embed_entries
 from experiential.bank.operations import keys_to_embed
 from experiential.bank.options import bank_settings
 from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.records import DeadLetter, Duplicates
 from experiential.bank.search.searcher import CLOSED, Searcher
-from experiential.bank.search.strategies import find_strategy
+from experiential.bank.search.strategies import STRATEGIES
 from experiential.bank.search.where import Filter
 from experiential.errors import BankError, ConfigError, ReadOnlyBankError
+from experiential.plugins import resolve
 from experiential.sync import Batcher, EventLoopThread
 from experiential.types import Answer, Distillation, Experience, Hit, Trajectory
 
@@ -125,7 +126,7 @@ class ExperienceManager:
                     f" server of {bank!r}; got {limit} set here, leave it out"
                 )
             bank.text_limit = limit
-        find_strategy(self.settings.retrieval.strategy)
+        resolve("strategies", self.settings.retrieval.strategy, STRATEGIES)
         self.on_distillation: (
             Callable[[Trajectory, Distillation, list[Experience]], None] | None
         ) = None
@@ -143,12 +144,14 @@ class ExperienceManager:
         self._failures: Counter[str] = Counter()
         self._merged = 0  # head at the start of the last pass of merging that had no failure
         self.closed = False
-        self._probation = probation_of(bank, self.settings, seed)
+        self._probation: Probation | None = None
+        if after := self.settings.trust_after:  # without it all entries are trusted
+            self._probation = Probation(bank, after, self.settings.provisional_share, seed)
         self._searcher = Searcher(bank, self.settings.retrieval, seed, self._probation)
         # One worker each: what comes while it is busy is embedded (into the bank's cache), or
         # written, together.
-        self._embedding: Batcher[str, Any] = Batcher(
-            lambda texts: list(bank.embedder(texts)), workers=1
+        self._embedding: Batcher[EntryKey, Any] = Batcher(
+            lambda keys: list(map(embed_entries(bank.embedder, keys).get, keys)), workers=1
         )
         self._submitting: Batcher[Trajectory, bool] = Batcher(
             lambda ended: bank.submit_many(ended, distil=self.extractor is not None), workers=1
@@ -344,7 +347,7 @@ class ExperienceManager:
                     self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
                 )
                 keys = keys_to_embed(distillation, shown, trajectory.task or None)
-                await self._embedding.arun(texts_to_embed(keys))
+                await self._embedding.arun(keys)
                 written = await self._write(
                     self.bank.apply,
                     distillation,
@@ -465,7 +468,7 @@ class ExperienceManager:
                     extractor.amerge(shown), self.settings.distill_timeout
                 )
                 keys = keys_to_embed(distillation, shown)
-                await self._embedding.arun(texts_to_embed(keys))
+                await self._embedding.arun(keys)
                 written = await self._write(
                     self.bank.consolidate,
                     distillation,

@@ -12,7 +12,7 @@ from experiential.bank.evidence.credit import Ledger
 from experiential.bank.index.embed import Vector
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.protocol import TextEmbedder, View
-from experiential.bank.search.where import Scored, Where, scopes_of
+from experiential.bank.search.where import Scope, Scored
 from experiential.bank.storage.tables import History, Live, Stored
 from experiential.errors import BankError
 from experiential.types import Experience, Provenance, Statistics
@@ -134,17 +134,12 @@ class BankView(StateReader):
         self._lock = threading.Lock()
 
     def nearest(
-        self,
-        queries: Sequence[str],
-        n: int,
-        exclude: Sequence[str | None],
-        where: Sequence[Where | None] = (),
-        words: bool = False,
+        self, queries: Sequence[str], n: int, scopes: Sequence[Scope], words: bool = False
     ) -> list[list[Scored[Experience]]]:
         """Return the ``n`` nearest entries of each query; see ``View.nearest``."""
         if not queries:
             return []
-        vectors, scopes = self._embedder(queries), scopes_of(queries, exclude, where)
+        vectors = self._embedder(queries)
         with self._lock:  # the first search makes the index
             if self._nearest is None:
                 self._nearest = Nearest(self._stored, limit=len(self._stored))

@@ -10,25 +10,21 @@ MergeChunk = Callable[[Sequence[Experience]], Awaitable[Sequence[Experience]]]
 """Consolidates one chunk and returns the merged entries it wrote."""
 
 
-def related_groups(entries: Iterable[Experience]) -> list[list[Experience]]:
-    """Group entries by task, in order of first sight; lone entries share one last group."""
+def recent_groups(entries: Iterable[Experience], since: int, size: int) -> list[list[Experience]]:
+    """Return of each group of related entries what a pass after commit ``since`` has to look at.
+
+    Entries of one task are related, and so are all lone ones, whose group is the last. The part of
+    a group begins ``size - 1`` entries before the first one written later, because that one may
+    belong to them. Merged entries are not new: they were compared when they were made. Groups
+    without a new entry are left out.
+    """
     by_task: dict[str | None, list[Experience]] = {}
     for entry in entries:
         by_task.setdefault(entry.task, []).append(entry)
-    groups = [group for group in by_task.values() if len(group) > 1]
-    alone = [group[0] for group in by_task.values() if len(group) == 1]
-    return [*groups, alone] if len(alone) > 1 else groups
-
-
-def recent_groups(entries: Iterable[Experience], since: int, size: int) -> list[list[Experience]]:
-    """Return the part of each related group that a pass after commit ``since`` has to look at.
-
-    It begins ``size - 1`` entries before the first one written later, because that one may belong
-    to them. Merged entries are not new: they were compared when they were made. Groups without a
-    new entry are left out.
-    """
+    related = [group for group in by_task.values() if len(group) > 1]
+    related.append([group[0] for group in by_task.values() if len(group) == 1])
     groups: list[list[Experience]] = []
-    for group in related_groups(entries):
+    for group in related:
         news = [
             i
             for i, entry in enumerate(group)

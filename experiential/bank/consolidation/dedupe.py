@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import TypeVar, cast
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from experiential.bank.evidence.credit import total
 from experiential.bank.extractor import LaterJudge
-from experiential.bank.index.embed import EntryKey, Vector, embed_entries
+from experiential.bank.index.embed import EntryKey, Vector
 from experiential.bank.operations import common_task
 from experiential.bank.protocol import Bank
 from experiential.bank.records import Duplicates, Judge
@@ -25,7 +26,8 @@ from experiential.types import Experience, Statistics
 
 T = TypeVar("T")
 Embed = Callable[[Sequence[str]], Vector]
-Asking = Generator[tuple[int, int], bool, T]
+Pair = tuple[int, int]
+Asking = Generator[Pair, bool, T]
 """A search that asks on its way whether two rows, the older first, say the same."""
 Write = Callable[[Sequence[Duplicates], str], Awaitable[list[Duplicates]]]
 """Merges groups in one commit that refers to a text: ``merge_duplicates`` of a bank, awaited."""
@@ -35,21 +37,6 @@ BLOCK = 512
 _COLUMNS = 4096
 _TEXTS_AT_ONCE = 1024
 _ROUNDING = 1e-6  # of a product of float32 unit vectors
-
-
-def deduplicate(
-    bank: Bank,
-    threshold: float,
-    judge: Judge | None,
-    *,
-    across_tasks: bool,
-    among: Iterable[str] | None,
-    dry_run: bool,
-) -> list[Duplicates]:
-    """Find the near-duplicates of a bank, and merge them unless ``dry_run``; see ``find``."""
-    entries = list(bank.entries())
-    found = find(entries, bank.embedder, threshold, judge, across_tasks=across_tasks, among=among)
-    return found if dry_run else bank.merge_duplicates(found, f"cosine >= {threshold:g}")
 
 
 def find(
@@ -80,11 +67,12 @@ def find(
     batch = None if among is None else frozenset(among)
     found: list[Duplicates] = []
     for group in comparable(entries, threshold, across_tasks=across_tasks):
-
-        def is_same(pair: tuple[int, int], group: Sequence[Experience] = group) -> bool:
-            return judge is None or judge(group[pair[0]], group[pair[1]])
-
-        found += answered(compare(group, embed, threshold, batch), is_same)
+        asking = compare(group, embed, threshold, batch)
+        step = next(asking)
+        while isinstance(step, tuple):
+            older, newer = step
+            step = asking.send(judge is None or judge(group[older], group[newer]))
+        found += step
     return found
 
 
@@ -106,14 +94,16 @@ def comparable(
 
 def compare(
     group: Sequence[Experience], embed: Embed, threshold: float, batch: frozenset[str] | None = None
-) -> Asking[list[Duplicates]]:
+) -> Generator[Pair | list[Duplicates], bool, None]:
     """Find the near-duplicates among comparable entries, see ``find``.
 
-    Yields places of entries with different texts.
+    Yields the places of two entries with different texts, is sent whether they say the same, and in
+    the end yields the groups found.
     """
     new = [i for i, entry in enumerate(group) if batch is None or entry.id in batch]
     if not new:
-        return []
+        yield []
+        return
     texts = [entry.text for entry in group]
     distinct = list(dict.fromkeys(texts))
     row = {text: i for i, text in enumerate(distinct)}
@@ -132,7 +122,7 @@ def compare(
             survivor = joins[survivor]
         if survivor != i:
             merged.setdefault(survivor, []).append(group[i])
-    return [Duplicates(survivor=group[i], merged=tuple(those)) for i, those in merged.items()]
+    yield [Duplicates(survivor=group[i], merged=tuple(those)) for i, those in merged.items()]
 
 
 def leaders(
@@ -157,7 +147,12 @@ def leaders(
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK]
         before = len(kept)
-        found = near(vectors, block, kept, threshold)
+        found: list[list[tuple[float, int]]] = [[] for _ in block]
+        for column in range(0, before, _COLUMNS):
+            part = kept[column : column + _COLUMNS]
+            cosines = vectors[block] @ vectors[part].T
+            for i, j in np.argwhere(cosines >= threshold - _ROUNDING).tolist():
+                found[i].append((float(cosines[i, j]), part[j]))
         inside = vectors[block] @ vectors[block].T
         place = {row: i for i, row in enumerate(block)}
         for i, row in enumerate(block):
@@ -173,53 +168,7 @@ def leaders(
     return joins
 
 
-def near(
-    vectors: Vector, rows: Sequence[int], others: Sequence[int], threshold: float
-) -> list[list[tuple[float, int]]]:
-    """Return per row (cosine, row) of the others with a cosine from the threshold on."""
-    found: list[list[tuple[float, int]]] = [[] for _ in rows]
-    for start in range(0, len(others), _COLUMNS):
-        part = others[start : start + _COLUMNS]
-        cosines = vectors[rows] @ vectors[part].T
-        for i, j in np.argwhere(cosines >= threshold - _ROUNDING).tolist():
-            found[i].append((float(cosines[i, j]), part[j]))
-    return found
-
-
-def answered(asking: Asking[T], answer: Callable[[tuple[int, int]], bool]) -> T:
-    """Return the result of a search whose questions a function answers."""
-    try:
-        question = next(asking)
-        while True:
-            question = asking.send(answer(question))
-    except StopIteration as end:
-        return end.value
-
-
-async def answered_later(
-    asking: Asking[T], answer: Callable[[tuple[int, int]], Awaitable[bool]], threads: Executor
-) -> T:
-    """Return the result of a search whose questions are answered by awaiting.
-
-    Between questions it works on a thread, so that the event loop goes on.
-    """
-
-    def go_on(verdict: bool | None) -> tuple[tuple[int, int] | None, T | None]:
-        # The next question, or the result: a future cannot carry a StopIteration.
-        try:
-            return (next(asking) if verdict is None else asking.send(verdict)), None
-        except StopIteration as end:
-            return None, end.value
-
-    verdict: bool | None = None
-    while True:
-        loop = asyncio.get_running_loop()
-        question, result = await loop.run_in_executor(threads, go_on, verdict)
-        if question is None:
-            return cast("T", result)
-        verdict = await answer(question)
-
-
+@dataclass(eq=False)
 class Passes:
     """Run passes of two-level deduplication on one event loop.
 
@@ -235,13 +184,14 @@ class Passes:
             task.
     """
 
-    def __init__(self, bank: Bank, threshold: float, *, across_tasks: bool = False) -> None:
-        self._bank = bank
-        self._threshold = threshold
-        self._across_tasks = across_tasks
-        self._since = 0
-        self._turn = asyncio.Lock()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="experiential-dedupe")
+    bank: Bank
+    threshold: float
+    across_tasks: bool = field(default=False, kw_only=True)
+    _since: int = field(default=0, init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "experiential-dedupe"), init=False
+    )
 
     async def make(self, judge: LaterJudge, write: Write, attempt: Attempt) -> list[Duplicates]:
         """Run one pass and return the groups merged.
@@ -254,14 +204,17 @@ class Passes:
         """
 
         async def merged(group: Sequence[Experience], news: frozenset[str]) -> list[Duplicates]:
-            asking = compare(group, self._bank.embedder, self._threshold, news)
-            found = await answered_later(
-                asking, lambda pair: judge(group[pair[0]], group[pair[1]]), self._threads
-            )
-            return await write(found, f"judged from cosine {self._threshold:g} on") if found else []
+            asking = compare(group, self.bank.embedder, self.threshold, news)
+            # Between questions it works on a thread, so that the event loop goes on.
+            loop = asyncio.get_running_loop()
+            step = await loop.run_in_executor(self._threads, next, asking)
+            while isinstance(step, tuple):
+                verdict = await judge(group[step[0]], group[step[1]])
+                step = await loop.run_in_executor(self._threads, asking.send, verdict)
+            return await write(step, f"judged from cosine {self.threshold:g} on") if step else []
 
         async with self._turn:
-            head, loop = self._bank.head, asyncio.get_running_loop()
+            head, loop = self.bank.head, asyncio.get_running_loop()
             groups, news = await loop.run_in_executor(self._threads, self._plan)
             pieces = await asyncio.gather(*(attempt(merged(group, news)) for group in groups))
             if None not in pieces:
@@ -270,7 +223,7 @@ class Passes:
 
     def _plan(self) -> tuple[list[list[Experience]], frozenset[str]]:
         """Return the groups with new entries, in the order of their texts, and the ids of those."""
-        ordered = sorted(self._bank.entries(), key=lambda entry: entry.provenance.commit or 0)
+        ordered = sorted(self.bank.entries(), key=lambda entry: entry.provenance.commit or 0)
         # A survivor of a deduplication keeps its text, so it is not new.
         news = frozenset(
             entry.id
@@ -279,7 +232,7 @@ class Passes:
         )
         if not news:
             return [], news
-        groups = comparable(ordered, self._threshold, across_tasks=self._across_tasks)
+        groups = comparable(ordered, self.threshold, across_tasks=self.across_tasks)
         return [group for group in groups if any(entry.id in news for entry in group)], news
 
     def close(self) -> None:
@@ -295,7 +248,7 @@ def merge(
     The survivor gets a new version with its own text, the summed counters and all entries of the
     group as parents, so that what it earns is credited to each; it has no generation of its own.
     Its task is the one that all share, else None. An entry that changed since it was compared stays
-    out. ``vectors`` are those of ``vectors_needed``.
+    out. ``vectors`` has a vector for each survivor that loses its task; others keep theirs.
     """
     survivor = found.survivor
     merged = tuple(entry for entry in found.merged if draft.has(entry))
@@ -328,13 +281,3 @@ def merge(
     entry = draft.put(survivor.model_copy(update=update), vector, origins)
     draft.count(entry.id, total(counts or Statistics() for counts in known))
     return Duplicates(survivor=entry, merged=merged)
-
-
-def vectors_needed(found: Iterable[Duplicates], embed: Embed) -> dict[EntryKey, Vector]:
-    """Return new vectors of the survivors that lose their task; others keep theirs."""
-    lost = [
-        group.survivor.text
-        for group in found
-        if common_task((group.survivor, *group.merged)) != group.survivor.task
-    ]
-    return embed_entries(embed, [EntryKey(text) for text in dict.fromkeys(lost)])

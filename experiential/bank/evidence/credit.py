@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from experiential.bank.storage.journal import Journal
 from experiential.types import Condition, Statistics, Trajectory, Use
@@ -39,30 +40,25 @@ def total(statistics: Iterable[Statistics]) -> Statistics:
     )
 
 
-def counted_uses(trajectory: Trajectory) -> tuple[Use, ...]:
-    """Return the uses that are evidence about their entries.
-
-    There are none in a free episode, or in one that failed for a technical cause. A use that the
-    actor rejected does not count, because its entry was not in the prompt.
-    """
-    if trajectory.condition is Condition.FREE or trajectory.error is not None:
-        return ()
-    return tuple(use for use in trajectory.uses if use.verdict != "reject")
-
-
+@dataclass(frozen=True, eq=False)
 class Ledger:
     """Journal outcomes, uses and counters of one namespace, inside ``Journal.transaction``."""
 
-    def __init__(self, journal: Journal, namespace: str) -> None:
-        self._journal = journal
-        self._namespace = namespace
+    journal: Journal
+    namespace: str
 
-    def record(self, trajectory: Trajectory, commit: int) -> None:
-        """Journal the outcome of a trajectory and every use in it."""
+    def record(self, trajectory: Trajectory, commit: int) -> list[Use]:
+        """Journal the outcome of a trajectory and every use in it.
+
+        Returns:
+            the uses that are evidence about their entries. There are none in a free episode, or in
+            one that failed for a technical cause. A use that the actor rejected does not count,
+            because its entry was not in the prompt.
+        """
         success = int(trajectory.success)
-        self._journal.run(
+        self.journal.run(
             "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            self._namespace,
+            self.namespace,
             trajectory.id,
             commit,
             trajectory.instance,
@@ -73,25 +69,21 @@ class Ledger:
             trajectory.error,
             trajectory.model_dump_json(),
         )
-        if trajectory.condition is Condition.FREE:
-            return
-        for use in trajectory.uses:
-            # A rejected entry was not in the prompt: the outcome says nothing about it.
+        counted: list[Use] = []
+        for use in () if trajectory.condition is Condition.FREE else trajectory.uses:
             is_evidence = trajectory.error is None and use.verdict != "reject"
             used = (use.id, trajectory.id, use.experience_id, use.experience_version)
             known = (success if is_evidence else None, use.model_dump_json())
             statement = "INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)"
-            self._journal.run(statement, self._namespace, *used, *known)
-
-    def is_recorded(self, trajectory: str) -> bool:
-        """Return whether this trajectory was journalled before."""
-        statement = "SELECT 1 FROM trajectories WHERE namespace = ? AND id = ?"
-        return self._journal.value(statement, self._namespace, trajectory) is not None
+            self.journal.run(statement, self.namespace, *used, *known)
+            if is_evidence:
+                counted.append(use)
+        return counted
 
     def trajectory(self, id: str) -> Trajectory | None:
         """Return one journalled trajectory, or None."""
         statement = "SELECT record FROM trajectories WHERE namespace = ? AND id = ?"
-        record = self._journal.value(statement, self._namespace, id)
+        record = self.journal.value(statement, self.namespace, id)
         return None if record is None else Trajectory.model_validate_json(record)
 
     def outcomes(self, id: str, version: int) -> list[int]:
@@ -100,18 +92,18 @@ class Ledger:
             "SELECT success FROM uses WHERE namespace = ? AND experience = ? AND version = ? AND"
             " success IS NOT NULL ORDER BY rowid"
         )
-        return [row[0] for row in self._journal.rows(statement, self._namespace, id, version)]
+        return [row[0] for row in self.journal.rows(statement, self.namespace, id, version)]
 
     def statistics(self) -> dict[str, Statistics]:
         """Return the counters of every entry that has any."""
         statement = "SELECT id, retrievals, uses, successes FROM statistics WHERE namespace = ?"
         return {
             id: Statistics(retrievals=retrievals, uses=uses, successes=successes)
-            for id, retrievals, uses, successes in self._journal.rows(statement, self._namespace)
+            for id, retrievals, uses, successes in self.journal.rows(statement, self.namespace)
         }
 
     def save(self, statistics: dict[str, Statistics]) -> None:
         """Write counters."""
         for id, known in statistics.items():
-            values = (self._namespace, id, known.retrievals, known.uses, known.successes)
-            self._journal.run("INSERT OR REPLACE INTO statistics VALUES (?, ?, ?, ?, ?)", *values)
+            values = (self.namespace, id, known.retrievals, known.uses, known.successes)
+            self.journal.run("INSERT OR REPLACE INTO statistics VALUES (?, ?, ?, ?, ?)", *values)

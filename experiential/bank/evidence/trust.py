@@ -28,24 +28,20 @@ import hashlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import mean
 from typing import Any
 
 from experiential.bank.evidence.credit import Ancestor, lineage
 from experiential.bank.evidence.uplift import ALWAYS, Evidence, estimate
-from experiential.bank.options import ManagerOptions
 from experiential.bank.protocol import Bank, TrustBook
 from experiential.bank.records import Standing
-from experiential.bank.search.where import Scored
 from experiential.bank.storage.journal import Journal
-from experiential.types import Experience, Hit
+from experiential.types import Experience
 
 Episodes = str | Sequence[str]
 """The id of the episode that asks, or one for each query; empty for none."""
-_WIDER = 4
-"""How many times more candidates are asked for when too few of those found are trusted."""
 _USES = """
     SELECT u.rowid, u.experience, u.version, t.grp FROM uses u
     CROSS JOIN trajectories t ON t.namespace = u.namespace AND t.id = u.trajectory
@@ -101,11 +97,6 @@ class Book(TrustBook):
         self._touched: set[Ancestor] = set()
         self._one_at_a_time = threading.Lock()
 
-    def standing(self, id: str, version: int) -> Standing:
-        """Judge one version now, with the merges known at the last refresh."""
-        by_task = self._evidence.by_task(self._evidence.ancestors(id, version))
-        return judge(id, version, by_task, self.after)
-
     def refresh(self) -> None:
         """Read on, and judge every version whose evidence may have changed."""
         with self._one_at_a_time:
@@ -126,12 +117,13 @@ class Book(TrustBook):
             }
             # Count first: a group belongs to one task, so fewer groups cannot be tasks enough.
             least = max(2, self.after)
-            helpful = {
-                version
-                for version in concerned
-                if sum(self._groups[one] for one in self._evidence.ancestors(*version)) >= least
-                and self.standing(*version).trusted
-            }
+            helpful: set[Ancestor] = set()
+            for version in concerned:
+                family = self._evidence.ancestors(*version)
+                if sum(self._groups[one] for one in family) >= least:
+                    by_task = self._evidence.by_task(family)
+                    if judge(*version, by_task, self.after).trusted:
+                        helpful.add(version)
             self.trusted = self.trusted - concerned | helpful
             self._touched.clear()
 
@@ -156,29 +148,34 @@ def may_try(seed: int, episode: str, share: float) -> bool:
 class Probation:
     """Hide provisional entries from most episodes; any thread may call.
 
+    A writable bank notes ``after``, so that ``experiential bank`` can list provisional entries.
+
     Args:
-        book: knows the trusted versions.
-        head: returns the last commit of the bank.
+        bank: whose entries are on probation.
+        after: independent tasks asked for; not 0.
         share: of the guided episodes, those that may see provisional entries.
         seed: of the draws.
 
     Attributes:
+        book: knows the trusted versions.
         failures: refreshes that failed, by reason; the next one catches up.
     """
 
-    def __init__(self, book: TrustBook, head: Callable[[], int], share: float, seed: int) -> None:
-        self.book = book
+    def __init__(self, bank: Bank, after: int, share: float, seed: int) -> None:
+        if not bank.read_only:
+            bank.trust_after = after
+        self.book = bank.trust_book(after)
         self.share = share
         self.failures: Counter[str] = Counter()
-        self._head = head
+        self._bank = bank
         self._seed = seed
         self._rng = random.Random(f"{seed}: provisional entries")
-        self._seen = head()
+        self._seen = bank.head
         self._lock = threading.Lock()
         self._refreshing: Future[bool] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="experiential-trust")
         self._draws: Counter[bool] = Counter()
-        book.refresh()
+        self.book.refresh()
 
     def admits(self, episode: str) -> bool:
         """Draw whether a search of this episode may find provisional entries.
@@ -197,7 +194,8 @@ class Probation:
         """Refresh the book in the background if the bank has changed."""
         # A RuntimeError says that the thread was closed meanwhile: nobody will ask again.
         with self._lock, contextlib.suppress(RuntimeError):
-            if self._seen != self._head() and (self._refreshing is None or self._refreshing.done()):
+            is_idle = self._refreshing is None or self._refreshing.done()
+            if is_idle and self._seen != self._bank.head:
                 self._refreshing = self._thread.submit(self._refresh)
 
     async def settle(self) -> None:
@@ -210,56 +208,13 @@ class Probation:
     def _refresh(self) -> bool:
         # Whatever a disk or a closed bank does to it, retrieval goes on with what is known.
         try:
-            head = self._head()
+            head = self._bank.head
             self.book.refresh()
         except Exception as error:
             self.failures[f"trust: {type(error).__name__}"] += 1
             return False
         self._seen = head
         return True
-
-    def sift(
-        self,
-        rows: list[list[Scored[Experience]]],
-        admitted: Sequence[bool],
-        asked: int,
-        floor: float,
-        fetch: Callable[[list[int], int], list[list[Scored[Experience]]]],
-    ) -> None:
-        """Take provisional entries out of the rows of queries that may not find them, in place.
-
-        If too few trusted ones are left although there may be more at or above the floor, longer
-        rows are fetched.
-
-        Args:
-            rows: per query, the nearest entries, best first.
-            admitted: per query, whether it may find provisional entries.
-            asked: candidates that each row was to have.
-            floor: cosine below which nothing is of use.
-            fetch: returns rows of a length for some queries, named by their places.
-        """
-        trusted, wanted = self.book.trusted, asked
-        short = [i for i, may in enumerate(admitted) if not may]
-        found = [rows[i] for i in short]
-        while short:
-            longer: list[int] = []
-            for i, row in zip(short, found, strict=True):
-                rows[i] = [one for one in row if (one.item.id, one.item.version) in trusted]
-                ended = not trusted or len(row) < asked or row[asked - 1].score < floor
-                if not ended and len(rows[i]) < wanted:
-                    longer.append(i)
-            short, asked = longer, asked * _WIDER
-            found = fetch(short, asked) if short else []
-
-    def mark(self, hits: list[Hit], admitted: bool) -> list[Hit]:
-        """Return the hits with the draw of their episode, as a factor of their propensity."""
-        marked: list[Hit] = []
-        for hit in hits:
-            provisional = admitted and not self.book.is_trusted(hit.experience)
-            propensity = hit.propensity * self.share if provisional else hit.propensity
-            update = {"propensity": propensity, "provisional": provisional, "admitted": admitted}
-            marked.append(hit.model_copy(update=update))
-        return marked
 
     def stats(self, entries: Iterable[Experience]) -> dict[str, int]:
         """Count trusted and provisional entries, and the draws of searches."""
@@ -274,17 +229,3 @@ class Probation:
     def close(self) -> None:
         """Wait for the refresh that runs, and end the thread."""
         self._thread.shutdown(wait=True)
-
-
-def probation_of(bank: Bank, settings: ManagerOptions, seed: int) -> Probation | None:
-    """Return the probation that settings ask for; None if all entries are trusted.
-
-    A writable bank notes ``trust_after``, so that ``experiential bank`` can list
-    provisional entries.
-    """
-    after = settings.trust_after
-    if not after:
-        return None
-    if not bank.read_only:
-        bank.trust_after = after
-    return Probation(bank.trust_book(after), lambda: bank.head, settings.provisional_share, seed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist, mean, stdev
 
@@ -50,31 +51,32 @@ ALWAYS = 2**62
 """A commit after every other."""
 
 
+@dataclass(eq=False)
 class Evidence:
     """Read the outcomes and merges of entry versions of one namespace, up to a commit.
 
     Attributes:
         children: versions merged from a version, as of the last ``read_merges``.
+        parents: versions that a version was merged from, likewise.
     """
 
-    def __init__(self, journal: Journal, namespace: str, until: int = ALWAYS) -> None:
-        self.children: dict[Ancestor, list[Ancestor]] = {}
-        self._parents: dict[Ancestor, list[Ancestor]] = {}
-        self._journal = journal
-        self._namespace = namespace
-        self._until = until
-        self._tasks: dict[str, str] = {}
-        self._seen = 0
+    journal: Journal
+    namespace: str
+    until: int = ALWAYS
+    children: dict[Ancestor, list[Ancestor]] = field(default_factory=dict[Ancestor, list[Ancestor]])
+    parents: dict[Ancestor, list[Ancestor]] = field(default_factory=dict[Ancestor, list[Ancestor]])
+    _tasks: dict[str, str] = field(default_factory=dict[str, str])
+    _seen: int = 0
 
     def read_merges(self) -> list[Ancestor]:
         """Read the merges since the last call; return the merged versions."""
-        with self._journal.lock:
-            last = self._journal.value("SELECT MAX(seq) FROM changes") or 0
-            bounds = (self._seen, last, self._namespace, self._until)
+        with self.journal.lock:
+            last = self.journal.value("SELECT MAX(seq) FROM changes") or 0
+            bounds = (self._seen, last, self.namespace, self.until)
             heirs: list[Ancestor] = []
-            for id, version, record in self._journal.rows(_MERGED, *bounds):
+            for id, version, record in self.journal.rows(_MERGED, *bounds):
                 parents = [(one[0], one[1]) for one in json.loads(record)["provenance"]["parents"]]
-                self._parents[id, version] = parents
+                self.parents[id, version] = parents
                 for parent in parents:
                     self.children.setdefault(parent, []).append((id, version))
                 heirs.append((id, version))
@@ -83,7 +85,7 @@ class Evidence:
 
     def uplift(self, id: str, version: int) -> Uplift:
         """Return counts and estimates of one entry version."""
-        uses, outcomes, successes = self._journal.rows(_TALLY, self._namespace, id, version)[0]
+        uses, outcomes, successes = self.journal.rows(_TALLY, self.namespace, id, version)[0]
         self.read_merges()
         below = lineage(id, version, lambda id, at: self.children.get((id, at), ()))
         family = list(dict.fromkeys([*self.ancestors(id, version), *below]))
@@ -106,7 +108,7 @@ class Evidence:
         found: dict[str, list[float]] = {}
         for group, difference in self._differences(versions).items():
             if group not in self._tasks:
-                record = json.loads(self._journal.value(_TASK, self._namespace, group))
+                record = json.loads(self.journal.value(_TASK, self.namespace, group))
                 self._tasks[group] = record["task_id"] or record["task"]
             found.setdefault(self._tasks[group], []).append(difference)
         return found
@@ -120,15 +122,15 @@ class Evidence:
         pairs = ", ".join(f"(?{2 * i + 3}, ?{2 * i + 4})" for i in range(len(versions)))
         named = [value for version in versions for value in version]
         # Without a bound, an index alone answers for the free members.
-        bound = "" if self._until == ALWAYS else " AND {}.commit_id <= ?2"
+        bound = "" if self.until == ALWAYS else " AND {}.commit_id <= ?2"
         statement = _DIFFERENCES.format(
             pairs=pairs, guided=bound.format("t"), free=bound.format("f")
         )
-        return dict(self._journal.rows(statement, self._namespace, self._until, *named))
+        return dict(self.journal.rows(statement, self.namespace, self.until, *named))
 
     def ancestors(self, id: str, version: int) -> list[Ancestor]:
         """Return the version itself and, as of ``read_merges``, all that it was merged from."""
-        return lineage(id, version, lambda id, at: self._parents.get((id, at), ()))
+        return lineage(id, version, lambda id, at: self.parents.get((id, at), ()))
 
 
 def estimate(differences: Iterable[float]) -> Estimate:

@@ -25,7 +25,7 @@ from experiential.bank.http.served import At, Info, Near, Page, Version, Written
 from experiential.bank.index.embed import Embedder, Vector, embedder_id, resolve_embedder
 from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, View
 from experiential.bank.records import Duplicates, Judge
-from experiential.bank.search.where import Scope, Scored, Where
+from experiential.bank.search.where import Scope, Scored
 from experiential.bank.text import checked_text
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import attempted
@@ -101,12 +101,7 @@ class RemoteView(View):
         return experience  # its counters came with it
 
     def nearest(
-        self,
-        queries: Sequence[str],
-        n: int,
-        exclude: Sequence[str | None],
-        where: Sequence[Where | None] = (),
-        words: bool = False,
+        self, queries: Sequence[str], n: int, scopes: Sequence[Scope], words: bool = False
     ) -> list[list[Scored[Experience]]]:
         if not queries and not words:
             return []
@@ -114,8 +109,8 @@ class RemoteView(View):
             "nearest",
             queries=list(queries),
             n=n,
-            exclude=list(exclude),
-            where=[None if one is None else one.to_json() for one in where],
+            exclude=[scope.exclude for scope in scopes],
+            where=[scope.where and scope.where.fields for scope in scopes],
             words=words,
         )
         return [[Scored(hit.experience, hit.score, hit.words) for hit in row] for row in rows]
@@ -123,7 +118,7 @@ class RemoteView(View):
     def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
         if not queries:
             return []
-        where = None if scope.where is None else scope.where.to_json()
+        where = scope.where and scope.where.fields
         filters = {"exclude_instance": scope.exclude, "where": where}
         return self.send("search", queries=queries, k=k, hybrid=hybrid, **filters)
 
@@ -355,10 +350,12 @@ class RemoteBank(RemoteView, Bank):
     ) -> list[Duplicates]:
         # A judge cannot travel, so the entries and their vectors are fetched and it is asked here.
         # Without one all happens at the server, which goes on after a time-out here.
-        options: dict[str, Any] = {"across_tasks": across_tasks, "among": among, "dry_run": dry_run}
+        options: dict[str, Any] = {"across_tasks": across_tasks, "among": among}
         if judge is None:
-            return self.send("deduplicate", threshold=threshold, **options)
-        return dedupe.deduplicate(self, threshold, judge, **options)
+            return self.send("deduplicate", threshold=threshold, dry_run=dry_run, **options)
+        entries = list(self.entries())
+        found = dedupe.find(entries, self.embedder, threshold, judge, **options)
+        return found if dry_run else self.merge_duplicates(found, f"cosine >= {threshold:g}")
 
     def merge_duplicates(
         self, found: Sequence[Duplicates], ref: str = "groups given", *, author: str = "human"

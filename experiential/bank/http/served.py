@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from experiential.bank.folder import FolderBank
 from experiential.bank.records import Duplicates
-from experiential.bank.search.where import Where
+from experiential.bank.search.where import Scope, Where
 from experiential.bank.state import BankView
 from experiential.errors import BankError
 from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory, new_id
@@ -184,7 +184,9 @@ class ServedBank:
                 f" {len(queries)} queries"
             )
         reader = self._reader(at)
-        rows = reader.nearest(queries, n, exclude, [Where.of(one) for one in where], words)
+        pairs = zip(exclude, where or [None] * len(queries), strict=True)
+        scopes = [Scope(excluded, Where.of(one)) for excluded, one in pairs]
+        rows = reader.nearest(queries, n, scopes, words)
         return [
             [
                 Near(experience=reader.read(one.item), score=one.score, rank=rank, words=one.words)

@@ -244,21 +244,17 @@ class EntryKey(NamedTuple):
     task: str | None = None
 
 
-def texts_to_embed(keys: Sequence[EntryKey]) -> list[str]:
-    """Return the texts of the entries, then their tasks; without a task, the text again."""
-    return [key.text for key in keys] + [key.task or key.text for key in keys]
-
-
 def embed_entries(
     embedder: Callable[[Sequence[str]], Vector], keys: Sequence[EntryKey]
 ) -> dict[EntryKey, Vector]:
     """Return a vector per entry, shape (d,): 2 x its task's plus its text's, normalised.
 
     A query that is the task itself is thus nearer to the entries of that task than to those of a
-    task that reads much the same, and a query about the content still meets the text.
+    task that reads much the same, and a query about the content still meets the text. Without a
+    task the text alone counts.
     """
     if not keys:
         return {}
-    vectors = embedder(texts_to_embed(keys))
+    vectors = embedder([key.text for key in keys] + [key.task or key.text for key in keys])
     mixed = normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])
     return dict(zip(keys, mixed, strict=True))

@@ -6,28 +6,28 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 
-from experiential.bank.index.embed import Vector
 from experiential.bank.index.seal import Seal
-from experiential.bank.index.site import Site
-from experiential.bank.index.store import Indexed, IndexLostError, IndexStore
+from experiential.bank.index.site import CHROMA, Site
+from experiential.bank.index.store import IndexLostError, IndexStore
 from experiential.bank.storage.tables import History, Stored
 
 BATCH = 256
-"""Changes after which the follower writes without being asked."""
+"""Changes after which the follower is woken, and those of one write."""
 PAUSES = (1.0, 60.0)
 """Seconds after which the follower tries again what failed: at first, and at most."""
 _log = logging.getLogger(__name__)
 
 
 class Replica:
-    """Hold an open index store; whatever it raises comes as ``IndexLostError``.
+    """Hold an open index store.
 
     The files of a store in a folder are sealed after each write. A folder whose seal is broken, or
     that cannot be opened, is set aside, and the store starts empty.
 
     Attributes:
+        store: the open store, to be asked inside ``answering``.
         head: position of the last journal change in the store; 0 when it is empty.
         stamp: tells that change from one at the same position of another journal.
     """
@@ -35,38 +35,37 @@ class Replica:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._seal = Seal(site.folder)
+        broken: object = None
         if self._seal.is_broken():
-            self._set_aside("its files are not those that were sealed")
-        try:
-            self._open()
-        except IndexLostError as error:
-            # A folder without files is that of a store elsewhere, which is merely away.
-            if site.folder is None or not any(site.folder.iterdir()):
-                raise
-            self._set_aside(error.__cause__)
-            self._open()
-
-    def _open(self) -> None:
-        with self._answering(), self._seal.changing():
-            self._store: IndexStore = self._site.open()
-            head, _, self.stamp = self._store.mark().partition(" ")
-            self.head = int(head or 0)
-
-    def _set_aside(self, reason: object) -> None:
-        folder = self._site.folder
-        assert folder is not None
-        self._seal.leave()
-        aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
-        folder.rename(aside)
-        _log.warning(
-            "The index in %s could not be opened (%s); set aside as %s, rebuilt from the journal",
-            folder.name,
-            reason,
-            aside.name,
-        )
+            broken = "its files are not those that were sealed"
+        for is_last in (False, True):
+            if broken is not None:
+                assert site.folder is not None
+                self._seal.leave()
+                aside = site.folder.with_name(f"{site.folder.name}.damaged-{time.time_ns()}")
+                site.folder.rename(aside)
+                _log.warning(
+                    "The index in %s could not be opened (%s); set aside as %s, rebuilt from the"
+                    " journal",
+                    site.folder.name,
+                    broken,
+                    aside.name,
+                )
+            try:
+                with self.answering(), self._seal.changing():
+                    self.store: IndexStore = site.open()
+                    head, _, self.stamp = self.store.mark().partition(" ")
+                    self.head = int(head or 0)
+                return
+            except IndexLostError as error:
+                # A folder without files is that of a store elsewhere, which is merely away.
+                if is_last or site.folder is None or not any(site.folder.iterdir()):
+                    raise
+                broken = error.__cause__
 
     @contextlib.contextmanager
-    def _answering(self) -> Generator[None]:
+    def answering(self) -> Generator[None]:
+        """Turn whatever the store raises into ``IndexLostError``."""
         try:
             yield
         except Exception as error:  # a store may raise anything when its files or server are gone
@@ -75,13 +74,13 @@ class Replica:
             ) from error
 
     def __len__(self) -> int:
-        with self._answering():
-            return len(self._store)
+        with self.answering():
+            return len(self.store)
 
     def clear(self) -> None:
         """Remove everything."""
-        with self._answering(), self._seal.changing():
-            self._store.clear()
+        with self.answering(), self._seal.changing():
+            self.store.clear()
             self.head, self.stamp = 0, ""
 
     def apply(self, changes: Sequence[tuple[int, str, Stored | None]], stamp: str) -> None:
@@ -90,26 +89,14 @@ class Replica:
         put = [stored for stored in last.values() if stored is not None]
         removed = [id for id, stored in last.items() if stored is None]
         head = changes[-1][0]
-        with self._answering(), self._seal.changing():
-            self._store.write(put, removed, f"{head} {stamp}")
+        with self.answering(), self._seal.changing():
+            self.store.write(put, removed, f"{head} {stamp}")
         self.head, self.stamp = head, stamp
-
-    def search(
-        self, queries: Vector, n: int, where: Mapping[str, Sequence[str]]
-    ) -> list[list[Indexed]]:
-        """Return the ``n`` nearest entries of each query, see ``IndexStore.search``."""
-        with self._answering():
-            return self._store.search(queries, n, where)
-
-    def fetch(self, ids: Sequence[str]) -> Mapping[str, tuple[int, Vector]]:
-        """Return version and vector of those of these entries that are here."""
-        with self._answering():
-            return self._store.fetch(ids)
 
     def close(self) -> None:
         """Release the store and its folder."""
         with self._seal.changing():
-            self._store.close()
+            self.store.close()
         self._seal.leave()
 
 
@@ -122,6 +109,7 @@ class IndexFollower:
         failure: of the last attempt, until one succeeds.
         on_advance: called with each position of the journal that the store has reached.
         patience: seconds for which writing should still wait.
+        pending: changes since it was last woken; it need not be before there are ``BATCH``.
     """
 
     def __init__(self, history: History, site: Site) -> None:
@@ -135,10 +123,12 @@ class IndexFollower:
         self._wake = threading.Event()
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
-        self._pending = 0
+        self.pending = 0
         self._pause = PAUSES[0]
         self._is_lost = False
-        self._held = int(history.meta(site.mark) or 0)  # position that the store was said to hold
+        # The journal notes under this key how far the index is.
+        self._mark = "indexed" if site.store == CHROMA else f"indexed {site.name} {site.store}"
+        self._held = int(history.meta(self._mark) or 0)  # position that the store was said to hold
 
     def is_behind(self) -> bool:
         """Return whether the journal holds more, as far as is known without opening the store."""
@@ -146,28 +136,52 @@ class IndexFollower:
         is_gone = self._site.folder is not None and not self._site.folder.is_dir()
         return last > 0 and (self._held != last or is_gone)
 
-    def wake(self, changes: int = BATCH) -> None:
-        """Count new changes, and catch up in the background when enough have come together."""
-        self._pending += changes
-        if self._pending < BATCH:
-            return
-        self._pending = 0
+    def wake(self, *, reopen: bool = False) -> None:
+        """Catch up in the background; open the store anew first if it did not answer."""
+        if reopen:
+            self._is_lost = True
+        self.pending = 0
         if self._thread is None:
             name = "experiential-index"
             self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
             self._thread.start()
         self._wake.set()
 
-    def flush(self) -> None:
-        """Catch up now; raise IndexLostError if the store does not answer."""
+    def flush(self, batches: int | None = None) -> bool:
+        """Catch up now, by so many batches or wholly; return whether there is more to write.
+
+        Raises:
+            IndexLostError: the store does not answer.
+        """
         with self._work:
-            self._catch_up()
+            if self._is_lost:
+                self._is_lost = False
+                self._drop()
+            replica = self.opened()
+            written = 0
+            while True:
+                changes = self._history.changes_after(replica.head, BATCH)
+                if changes and written == batches:
+                    return True
+                if changes:
+                    replica.apply(changes, self._history.stamp(changes[-1][0]))
+                self._held = replica.head
+                if self.on_advance is not None:
+                    self.on_advance(replica.head)
+                if not changes:
+                    break
+                written += 1
+            self._history.set_meta(self._mark, str(replica.head))
+            if self.failure is not None:
+                _log.warning("The index has caught up with the journal again")
+                self.failure = None
+            return False
 
     def rebuild(self) -> int:
         """Write the store again from the journal; return the number of entries in it."""
         with self._work:
             self.opened().clear()
-            self._catch_up()
+            self.flush()
             return len(self.opened())
 
     def opened(self) -> Replica:
@@ -201,11 +215,6 @@ class IndexFollower:
             )
         return replica
 
-    def lose(self) -> None:
-        """Open the store anew and catch up in the background, because it did not answer."""
-        self._is_lost = True
-        self.wake()
-
     def stop(self, *, catch_up: bool = True) -> None:
         """End the thread and close the store, after catching up if it is behind."""
         self._halt.set()
@@ -238,8 +247,7 @@ class IndexFollower:
     def _try_catch_up(self, batches: int | None = None) -> bool:
         """Catch up by so many batches, or wholly; return whether there is more to write."""
         try:
-            with self._work:
-                return self._catch_up(batches)
+            return self.flush(batches)
         except Exception as error:  # noqa: BLE001  (kept in ``failure``, and tried again)
             self._pause = PAUSES[0] if self.failure is None else min(2 * self._pause, PAUSES[1])
             if self.failure is None:
@@ -251,27 +259,3 @@ class IndexFollower:
             self.failure = error
             self._drop()
             return False
-
-    def _catch_up(self, batches: int | None = None) -> bool:
-        if self._is_lost:
-            self._is_lost = False
-            self._drop()
-        replica = self.opened()
-        written = 0
-        while True:
-            changes = self._history.changes_after(replica.head, BATCH)
-            if changes and written == batches:
-                return True
-            if changes:
-                replica.apply(changes, self._history.stamp(changes[-1][0]))
-            self._held = replica.head
-            if self.on_advance is not None:
-                self.on_advance(replica.head)
-            if not changes:
-                break
-            written += 1
-        self._history.set_meta(self._site.mark, str(replica.head))
-        if self.failure is not None:
-            _log.warning("The index has caught up with the journal again")
-            self.failure = None
-        return False

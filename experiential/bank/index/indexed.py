@@ -53,7 +53,8 @@ def search_indexed(
         asked = 2 * n * (1 if is_whole else math.ceil(len(live) / max(1, size))) + _SPARE
         while short and (ids is None or size > _FEW):
             count = min(asked, len(live), _MOST)
-            found = replica.search(queries[short], count, clauses)
+            with replica.answering():
+                found = replica.store.search(queries[short], count, clauses)
             still_short: list[int] = []
             for place, hits in zip(short, found, strict=True):
                 current = [
@@ -89,7 +90,8 @@ def cosines(replica: Replica, query: Vector, items: Sequence[Experience]) -> Row
     """Return the entries that the store has at the same version, each with its cosine."""
     held: Mapping[str, tuple[int, Vector]] = {}
     if items:
-        held = replica.fetch([item.id for item in items])
+        with replica.answering():
+            held = replica.store.fetch([item.id for item in items])
     return [
         Scored(item, float(held[item.id][1] @ query))
         for item in items

@@ -17,7 +17,6 @@ from experiential.bank.index.embed import Vector
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.indexed import cosines, search_indexed
 from experiential.bank.index.lexical import Found, Lexical
-from experiential.bank.index.store import IndexLostError
 from experiential.bank.search.where import Scope, Scored, Where
 from experiential.bank.storage.tables import Live, Stored
 from experiential.types import Experience
@@ -33,6 +32,8 @@ _QUIET = 0.5
 """Seconds without a search or a write after which the store may be written."""
 Table = Callable[[], Mapping[str, Live]]
 """Returns the live entries as they are when it is called."""
+Changed = tuple[str, Stored | None, int]
+"""Id of an entry, its new version (None removes it), and the position in the journal."""
 Row = list[Scored[Experience]]
 # Does as ``Scored._make``, without counting the fields in Python: a batch has thousands.
 _scored: Callable[[Iterable[Any]], Scored[Any]] = partial(cast("Any", tuple).__new__, Scored)
@@ -66,7 +67,9 @@ class Snapshot:
         """
         found: list[list[Scored[Experience]]] = []
         count = len(self.matrix)
-        step = max(1, _SCORES_AT_ONCE // max(1, count))
+        if not count:
+            return [[] for _ in queries]
+        step = max(1, _SCORES_AT_ONCE // count)
         for start in range(0, len(queries), step):
             scores = queries[start : start + step] @ self.matrix.T
             if len(self.dead):
@@ -128,87 +131,61 @@ def best_of_each(scores: Vector, n: int) -> tuple[Indices, Vector, Indices]:
 
 
 class VectorIndex:
-    """Keep vectors with their items by key; rows are never rewritten, so snapshots stay true.
+    """Keep the vectors of entries; rows are never rewritten, so snapshots stay true.
 
     One thread writes at a time; any number search snapshots.
 
     Attributes:
-        rows: the row of each key in the next snapshot.
+        rows: the row of each entry, in the order of writing.
+        positions: of the last write of each entry, in the journal.
     """
 
-    def __init__(self, dimension: int) -> None:
-        self._dimension = dimension
-        self._reset(64)
-
-    def _reset(self, capacity: int) -> None:
-        self._matrix = np.zeros((capacity, self._dimension), dtype=np.float32)
-        self._alive = np.zeros(capacity, dtype=np.bool_)
+    def __init__(self) -> None:
+        self.rows: dict[str, int] = {}
+        self.positions: dict[str, int] = {}
+        self._matrix = np.zeros((0, 0), dtype=np.float32)
+        self._alive = np.zeros(0, dtype=np.bool_)
         self._items: list[Experience] = []
+        self._origins: list[frozenset[str]] = []
         self._labels: dict[str, list[int]] = {}
         self._masks: dict[Where, Mask] = {}
-        self.rows: dict[str, int] = {}
 
-    def put(self, key: str, vector: Vector, item: Experience, labels: Iterable[str]) -> None:
-        """Write an item under ``key``, in place of an earlier one."""
-        self.remove(key)
-        row = len(self._items)
-        if row == len(self._alive):  # twice the room; snapshots keep the old matrix
-            self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
-            self._alive = np.concatenate([self._alive, np.zeros_like(self._alive)])
-        self._matrix[row] = vector
-        self._alive[row] = True
-        self._items.append(item)
-        self.rows[key] = row
-        for label in labels:
-            self._labels.setdefault(label, []).append(row)
-
-    def remove(self, key: str) -> None:
-        """Take the item of ``key`` out, if there is one."""
-        row = self.rows.pop(key, None)
-        if row is None:
-            return
-        self._alive[row] = False
+    def apply(self, changes: Iterable[Changed]) -> Snapshot:
+        """Put entries in place of earlier versions, or take them out; return the new state."""
+        for id, stored, seq in changes:
+            if (old := self.rows.pop(id, None)) is not None:
+                self._alive[old] = False
+                del self.positions[id]
+            if stored is None:
+                continue
+            row = len(self._items)
+            if row == len(self._alive):  # twice the room; snapshots keep the old matrix
+                matrix, alive = self._matrix, self._alive
+                room = max(64, 2 * row)
+                self._matrix = np.zeros((room, len(stored.vector)), dtype=np.float32)
+                self._alive = np.zeros(room, dtype=np.bool_)
+                if row:
+                    self._matrix[:row], self._alive[:row] = matrix, alive
+            self._matrix[row] = stored.vector
+            self._alive[row] = True
+            self._items.append(stored.experience)
+            self._origins.append(stored.origins)
+            self.rows[id], self.positions[id] = row, seq
+            for label in stored.origins:
+                self._labels.setdefault(label, []).append(row)
         if len(self._items) > 64 + 2 * len(self.rows):  # mostly dead rows: write the others anew
-            matrix, items = self._matrix, self._items
-            kept = sorted(self.rows.items(), key=lambda pair: pair[1])
-            labels: dict[int, list[str]] = {}
-            for label, rows in self._labels.items():
-                for row in rows:
-                    labels.setdefault(row, []).append(label)
-            self._reset(max(64, 2 * len(kept)))
-            for key, row in kept:
-                self.put(key, matrix[row], items[row], labels.get(row, ()))
-
-    def snapshot(self) -> Snapshot:
-        """Return the present state, fixed."""
+            kept = list(self.rows.values())
+            self._matrix, self._alive = self._matrix[kept], self._alive[kept]
+            self._items = [self._items[row] for row in kept]
+            self._origins = [self._origins[row] for row in kept]
+            self.rows = {id: row for row, id in enumerate(self.rows)}
+            self._labels, self._masks = {}, {}
+            for row, origins in enumerate(self._origins):
+                for label in origins:
+                    self._labels.setdefault(label, []).append(row)
         count = len(self._items)
         dead = np.flatnonzero(~self._alive[:count])
         return Snapshot(self._matrix[:count], dead, self._items, self._labels, self._masks)
-
-
-class Members:
-    """Remember the entries that pass each recent filter; the caller holds a lock."""
-
-    def __init__(self) -> None:
-        self._known: dict[Where, dict[str, None]] = {}
-
-    def change(self, id: str, live: Live | None) -> None:
-        """Put an entry in place of its earlier version, or take it out (None)."""
-        for where, ids in self._known.items():
-            ids.pop(id, None)
-            if live is not None and where.matches(live.experience):
-                ids[id] = None
-
-    def of(self, where: Where, entries: Callable[[], Iterable[Live]]) -> list[str]:
-        """Return the ids of the entries that pass; a filter that is new asks for all of them."""
-        known = self._known.pop(where, None)
-        if known is None:
-            items = (live.experience for live in entries())
-            known = {item.id: None for item in items if where.matches(item)}
-            while len(self._known) >= _MOST_FILTERS:
-                del self._known[next(iter(self._known))]
-        self._known[where] = known
-        return list(known)
 
 
 class Nearest:
@@ -221,7 +198,6 @@ class Nearest:
         entries: the live ones, oldest first.
         limit: how many are held in memory before the store may answer for those that it holds.
         replica: returns the store; None holds all entries in memory.
-        lost: called when the store does not answer; it has to call ``hold_all``.
         behind: the last journal position, if the store does not hold everything up to it yet.
 
     Attributes:
@@ -234,86 +210,61 @@ class Nearest:
         *,
         limit: int,
         replica: Callable[[], Replica] | None = None,
-        lost: Callable[[], None] | None = None,
         behind: int | None = None,
     ) -> None:
         self._limit = limit
         self._replica = replica
-        self._lost = lost
         self.is_large = replica is not None and behind is None and len(entries) > limit
-        self._tail: dict[str, int] = {}  # entries in memory, with the position of their last write
-        self._index: VectorIndex | None = None
         self._lock = threading.Lock()
         self._lexical: Lexical | None = None
-        self._members = Members()
+        self._members: dict[Where, dict[str, None]] = {}  # ids that pass each of the last filters
         self._used = time.monotonic()
-        for stored in () if self.is_large else entries:
-            self._enter(stored, behind or 0)
-        self._show()
+        self._index = VectorIndex()
+        held = () if self.is_large else entries
+        changes = ((stored.experience.id, stored, behind or 0) for stored in held)
+        self._published = self._index.apply(changes), self.is_large
 
     def patience(self) -> float:
         """Return the seconds that writing the store should wait: until the bank is unused.
 
         There is nothing to wait for once the store is needed to answer searches.
         """
-        if self.is_large or len(self._tail) > self._limit or self._replica is None:
+        if self.is_large or len(self._index.rows) > self._limit or self._replica is None:
             return 0.0
         return max(0.0, self._used + _QUIET - time.monotonic())
 
-    def publish(self, changes: Iterable[tuple[str, Stored | None, int]]) -> None:
-        """Let searches see changes, all at once: id, new version (None removes), position."""
-        latest: dict[str, tuple[Stored | None, int]] = {}
-        for id, stored, seq in changes:
-            latest.pop(id, None)
-            latest[id] = stored, seq
+    def publish(self, changes: Sequence[Changed]) -> None:
+        """Let searches see changes, all at once."""
         live = {
             id: None if stored is None else Live(stored.experience, stored.origins)
-            for id, (stored, _) in latest.items()
+            for id, stored, _ in changes
         }
         self._used = time.monotonic()
         with self._lock:
             if self._lexical is not None:
                 self._lexical.apply(live)
-            for id, (stored, seq) in latest.items():
-                self._members.change(id, live[id])
-                if stored is None:
-                    self._leave(id)
-                else:
-                    self._enter(stored, seq)
-            self._show()
+            for where, ids in self._members.items():
+                for id, entry in live.items():
+                    ids.pop(id, None)
+                    if entry is not None and where.matches(entry.experience):
+                        ids[id] = None
+            self._published = self._index.apply(changes), self.is_large
 
     def drop_indexed(self, seq: int) -> None:
         """Drop what the store, at journal position ``seq``, holds; a small bank keeps it all."""
-        if self.is_large or len(self._tail) > self._limit:
-            indexed = [id for id, position in self._tail.items() if position <= seq]
+        if self.is_large or len(self._index.rows) > self._limit:
+            held = self._index.positions.items()
+            indexed = [(id, None, seq) for id, position in held if position <= seq]
             with self._lock:
-                for id in indexed:
-                    self._leave(id)
                 self.is_large = self.is_large or bool(indexed)
-                self._show()
+                self._published = self._index.apply(indexed), self.is_large
 
     def hold_all(self, entries: Sequence[Stored], seq: int) -> None:
         """Hold all live entries in memory until the store is at journal position ``seq``."""
         with self._lock:
-            self._index, self._tail, self.is_large = None, {}, False
-            for stored in entries:
-                self._enter(stored, seq)
-            self._show()
-
-    def _show(self) -> None:
-        resident = None if self._index is None else self._index.snapshot()
-        self._published: tuple[Snapshot | None, bool] = resident, self.is_large
-
-    def _enter(self, stored: Stored, seq: int) -> None:
-        if self._index is None:
-            self._index = VectorIndex(len(stored.vector))
-        self._index.put(stored.experience.id, stored.vector, stored.experience, stored.origins)
-        self._tail[stored.experience.id] = seq
-
-    def _leave(self, id: str) -> None:
-        self._tail.pop(id, None)
-        if self._index is not None:
-            self._index.remove(id)
+            self._index, self.is_large = VectorIndex(), False
+            held = ((stored.experience.id, stored, seq) for stored in entries)
+            self._published = self._index.apply(held), self.is_large
 
     def search(
         self,
@@ -332,19 +283,11 @@ class Nearest:
             scopes: what each query may find.
             texts: the queries in words. A row then also has the ``n`` entries that the words find
                 best, and of each entry the share of the words that it has.
+
+        Raises:
+            IndexLostError: the store does not answer.
         """
         self._used = time.monotonic()
-        try:
-            return self._search(queries, n, table, scopes, texts)
-        except IndexLostError:
-            if self._lost is None:
-                raise
-            self._lost()  # from now on all entries are in memory
-            return self._search(queries, n, table, scopes, texts)
-
-    def _search(
-        self, queries: Vector, n: int, table: Table, scopes: Sequence[Scope], texts: Sequence[str]
-    ) -> list[Row]:
         resident, is_large = self._published
         asked = list(zip(texts, scopes, strict=True)) if texts else []
         by_words: dict[tuple[str, Scope], tuple[Found, list[int | None]]] = {}
@@ -352,22 +295,15 @@ class Nearest:
             self.index_words(table)
             with self._lock:
                 assert self._lexical is not None
-                (resident, is_large), index = self._published, self._index
+                resident, is_large = self._published
                 for text, scope in dict.fromkeys(asked):  # a group asks the same several times
                     found = self._lexical.search(text, n, scope)
                     ids = [live.experience.id for live in found.entries]
-                    at = [None if index is None else index.rows.get(id) for id in ids]
-                    by_words[text, scope] = found, at
-        rows: list[Row] = [[] for _ in queries]
-        if resident is not None:
-            rows = resident.search(queries, n, scopes)
+                    by_words[text, scope] = found, [self._index.rows.get(id) for id in ids]
+        rows: list[Row] = resident.search(queries, n, scopes)
         replica = self._replica if is_large else None
         if replica is not None:
-
-            def passing(where: Where) -> list[str]:
-                with self._lock:
-                    return self._members.of(where, lambda: list(table().values()))
-
+            passing = partial(self.passing, table)
             rows = search_indexed(replica(), table(), passing, queries, n, scopes, rows)
         for place, one in enumerate(asked):  # add the entries found by words, and shares of words
             (found, at), query, hits = by_words[one], queries[place], [*rows[place]]
@@ -377,8 +313,7 @@ class Nearest:
                 for live, row in zip(found.entries, at, strict=True)
                 if live.experience.id not in known
             ]
-            if resident is not None:
-                here = [(item, row) for item, row in more if row is not None]
+            if here := [(item, row) for item, row in more if row is not None]:
                 scores = resident.matrix[[row for _, row in here]] @ query
                 hits += [
                     Scored(item, float(score))
@@ -390,6 +325,18 @@ class Nearest:
             worded = [hit._replace(words=found.weights.share(hit.item)) for hit in hits]
             rows[place] = sorted(worded, key=lambda hit: -hit.score)
         return rows
+
+    def passing(self, table: Table, where: Where) -> list[str]:
+        """Return the ids of the entries that pass a filter; the last filters are remembered."""
+        with self._lock:
+            known = self._members.pop(where, None)
+            if known is None:
+                items = (live.experience for live in list(table().values()))
+                known = {item.id: None for item in items if where.matches(item)}
+                while len(self._members) >= _MOST_FILTERS:
+                    del self._members[next(iter(self._members))]
+            self._members[where] = known
+            return list(known)
 
     def index_words(self, table: Table) -> None:
         """Index the words of all entries, at the first call; writes keep the index up to date."""

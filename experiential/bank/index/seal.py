@@ -14,14 +14,18 @@ import zlib
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 SEAL_NAME = "seal.json"
+Known = tuple[tuple[int, int], list[int]]
+"""Of a file: time of its last change and size, and its size and checksum when they were so."""
 _BLOCK = 1 << 20
 _lock = threading.RLock()
 _users: Counter[str] = Counter()
 
 
+@dataclass(eq=False)
 class Seal:
     """Seal the files of one folder at the end of each block in which they may change.
 
@@ -31,39 +35,38 @@ class Seal:
     folder nothing is sealed.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._known: dict[str, tuple[tuple[int, int], list[int]]] = {}
-        self._is_used = False
+    folder: Path | None
+    _known: dict[str, Known] = field(default_factory=dict[str, Known], init=False)
+    _is_used: bool = field(default=False, init=False)
 
     def is_broken(self) -> bool:
         """Return whether the files of a folder not open here differ from those that were sealed."""
         with _lock:
-            if self._folder is None or _users[str(self._folder)]:
+            if self.folder is None or _users[str(self.folder)]:
                 return False
-            found = self._fingerprint(self._folder)
-            return bool(found) and found != _sealed(self._folder)
+            found = self._fingerprint(self.folder)
+            return bool(found) and found != _sealed(self.folder)
 
     @contextmanager
     def changing(self) -> Generator[None]:
         """Let the files change inside the block, and seal them unless it fails."""
-        if self._folder is None:
+        if self.folder is None:
             yield
             return
         with _lock:
             if not self._is_used:
                 self._is_used = True
-                _users[str(self._folder)] += 1
+                _users[str(self.folder)] += 1
             yield
-            if self._folder.is_dir():
-                self._write(self._folder)
+            if self.folder.is_dir():
+                self._write(self.folder)
 
     def leave(self) -> None:
         """Say that the folder is closed."""
         with _lock:
             if self._is_used:
                 self._is_used = False
-                _users[str(self._folder)] -= 1
+                _users[str(self.folder)] -= 1
 
     def _write(self, folder: Path) -> None:
         if (found := self._fingerprint(folder)) != _sealed(folder):
@@ -73,7 +76,7 @@ class Seal:
 
     def _fingerprint(self, folder: Path) -> dict[str, list[int]]:
         """Return size and checksum of every file; an unchanged one is not read again."""
-        now: dict[str, tuple[tuple[int, int], list[int]]] = {}
+        now: dict[str, Known] = {}
         for file in sorted(folder.glob("*/*")):
             name, status = file.relative_to(folder).as_posix(), file.stat()
             state = (status.st_mtime_ns, status.st_size)

@@ -31,11 +31,6 @@ class Site(NamedTuple):
     def __str__(self) -> str:
         return f"at {self.store}" if self.folder is None else f"in {str(self.folder)!r}"
 
-    @property
-    def mark(self) -> str:
-        """Return the key under which the journal notes how far this index is."""
-        return "indexed" if self.store == CHROMA else f"indexed {self.name} {self.store}"
-
     def open(self) -> IndexStore:
         """Open the store, which may raise anything."""
         if self.folder is None:

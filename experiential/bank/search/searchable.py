@@ -20,20 +20,14 @@ class Searchable(Protocol):
 
     @abstractmethod
     def nearest(
-        self,
-        queries: Sequence[str],
-        n: int,
-        exclude: Sequence[str | None],
-        where: Sequence[Where | None] = (),
-        words: bool = False,
+        self, queries: Sequence[str], n: int, scopes: Sequence[Scope], words: bool = False
     ) -> list[list[Scored[Experience]]]:
         """Return the ``n`` nearest entries of each query with their cosines, nearest first.
 
         Args:
             queries: texts to compare the entries with.
             n: entries for each query, at most.
-            exclude: for each query a task instance to leave out, or None.
-            where: for each query a filter, or None; an empty sequence filters nothing.
+            scopes: what each query may find.
             words: add the ``n`` entries that share the rarest words with the query, and give the
                 share of its words that each entry has, in [0, 1]. The first such call indexes the
                 words, even without queries.
@@ -100,9 +94,8 @@ class Searchable(Protocol):
     def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
         # A remote bank asks its server for the hits instead, in one request.
         wanted = k * _POOL * PER_PLACE if hybrid else k
-        exclude, filters = [scope.exclude] * len(queries), [scope.where] * len(queries)
         answers: list[list[Hit]] = []
-        for row in self.nearest(queries, wanted, exclude, filters, words=hybrid > 0.0):
+        for row in self.nearest(queries, wanted, [scope] * len(queries), words=hybrid > 0.0):
             found = {scored.item.id: scored.item for scored in row}
             candidates = [Candidate(one.item.id, one.score, one.words) for one in row]
             best = above_floor(candidates, -math.inf, hybrid)[:k]

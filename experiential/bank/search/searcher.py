@@ -9,23 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from experiential.bank.evidence.credit import Ancestor
 from experiential.bank.evidence.trust import Episodes, Probation
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
-from experiential.bank.search.strategies import (
-    PER_PLACE,
-    Candidate,
-    Retrievals,
-    find_strategy,
-    select,
-)
-from experiential.bank.search.where import Filter, Scored, Where, checked_queries
+from experiential.bank.search.strategies import PER_PLACE, STRATEGIES, Candidate, Retrievals, select
+from experiential.bank.search.where import Filter, Scope, Scored, Where, checked_queries
 from experiential.errors import BankError
+from experiential.plugins import resolve
 from experiential.sync import Batcher, BatchTimeoutError
 from experiential.types import Experience, Hit, Statistics
 
 _MOST = 512
 """Queries of one batch, when so many wait because all workers are busy."""
+_WIDER = 4
+"""How many times more candidates are asked for when too few of those found are trusted."""
 CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
 Rows = list[list[Hit]]
 
@@ -35,8 +33,7 @@ class Request(NamedTuple):
 
     query: str
     k: int
-    exclude: str | None
-    where: Where | None
+    scope: Scope
     admitted: bool | None  # to provisional entries; None if all entries are trusted
     since: float  # ``time.perf_counter()``
 
@@ -68,7 +65,7 @@ class Searcher:
         self._bank = bank
         self._probation = probation
         self._settings = settings
-        self._strategy = find_strategy(settings.strategy)
+        self._strategy = resolve("strategies", settings.strategy, STRATEGIES)
         self._rng = random.Random(seed)
         # A writable bank knows all counts; beside a read-only one they are kept here, and are
         # forgotten with the searcher.
@@ -88,7 +85,7 @@ class Searcher:
             name="experiential-search",
         )
         if settings.hybrid:
-            bank.nearest([], 1, [], words=True)  # indexes the words now, before somebody waits
+            bank.nearest([], 1, (), words=True)  # indexes the words now, before somebody waits
 
     def _counters(self, id: str) -> Statistics:
         found = self._found.get(id)
@@ -104,7 +101,7 @@ class Searcher:
     ) -> list[Request | None]:
         """Check the arguments of a search; return a request for each query, None if it is blank."""
         k, now = self._settings.k if k is None else k, time.perf_counter()
-        queries, wanted = checked_queries(query, k, blank=True), Where.of(where)
+        queries, scope = checked_queries(query, k, blank=True), Scope(exclude, Where.of(where))
         episodes = [episode] * len(queries) if isinstance(episode, str) else list(episode)
         if len(episodes) != len(queries):
             raise ValueError(
@@ -113,11 +110,11 @@ class Searcher:
             )
         requests: list[Request | None] = []
         for one, asking in zip(queries, episodes, strict=True):
-            admitted = None
-            if self._probation is not None and one.strip():
-                admitted = self._probation.admits(asking)
-            asked = Request(one, k, exclude, wanted, admitted, now)
-            requests.append(asked if one.strip() else None)
+            if not one.strip():
+                requests.append(None)
+                continue
+            admitted = None if self._probation is None else self._probation.admits(asking)
+            requests.append(Request(one, k, scope, admitted, now))
         return requests
 
     def search(self, requests: Sequence[Request | None]) -> Rows:
@@ -150,30 +147,37 @@ class Searcher:
         )
 
     def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:
-        """Return the entries near each query; runs for several batches at a time."""
+        """Return the entries near each query, best first; runs for several batches at a time.
+
+        Provisional entries are taken out of the rows of queries that may not find them. If too few
+        trusted ones are left although there may be more above the floor, a longer row is asked for.
+        """
+        trusted: frozenset[Ancestor] = frozenset()
         if self._probation is not None:
             self._probation.wake()
-        wanted = max(request.k for request in batch) * self._settings.pool * PER_PLACE
-        rows = self._nearest(batch, wanted)
-        if self._probation is not None:
-            self._probation.sift(
-                rows,
-                [request.admitted is True for request in batch],
-                wanted,
-                # Words may lift an entry of any cosine over the floor.
-                -1.0 if self._settings.hybrid else self._settings.floor,
-                lambda at, n: self._nearest([batch[i] for i in at], n),
-            )
+            trusted = self._probation.book.trusted
+        hybrid = self._settings.hybrid > 0.0
+        floor = -1.0 if hybrid else self._settings.floor  # words may lift an entry of any cosine
+        wanted = asked = max(request.k for request in batch) * self._settings.pool * PER_PLACE
+        rows: list[list[Scored[Experience]]] = [[] for _ in batch]
+        short = list(range(len(batch)))
+        while short:
+            # A query that a group asks several times is run once.
+            keys = [(batch[i].query, batch[i].scope) for i in short]
+            distinct = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+            queries, scopes = zip(*distinct, strict=True)
+            found = self._bank.nearest(queries, asked, scopes, words=hybrid)
+            longer: list[int] = []
+            for i, key in zip(short, keys, strict=True):
+                row = rows[i] = list(found[distinct[key]])
+                if batch[i].admitted is not False:
+                    continue
+                rows[i] = [one for one in row if (one.item.id, one.item.version) in trusted]
+                ended = not trusted or len(row) < asked or row[asked - 1].score < floor
+                if not ended and len(rows[i]) < wanted:
+                    longer.append(i)
+            short, asked = longer, asked * _WIDER
         return rows
-
-    def _nearest(self, batch: list[Request], wanted: int) -> list[list[Scored[Experience]]]:
-        # A query that a group asks several times is run once.
-        asked = [(one.query, one.exclude, one.where) for one in batch]
-        distinct = {one: place for place, one in enumerate(dict.fromkeys(asked))}
-        queries, exclude, where = zip(*distinct, strict=True)
-        words = self._settings.hybrid > 0.0
-        rows = self._bank.nearest(queries, wanted, exclude, where, words=words)
-        return [list(rows[distinct[one]]) for one in asked]
 
     def _answer(
         self, batch: list[Request], rows: list[list[Scored[Experience]]]
@@ -181,26 +185,31 @@ class Searcher:
         """Choose the hits of each query; one batch after the other."""
         self.counts.batches += 1
         self.counts.queries += len(batch)
-        hybrid = self._settings.hybrid
+        settings, probation = self._settings, self._probation
         answers: list[list[Hit]] = []
         for request, row in zip(batch, rows, strict=True):
             found = self._found = {scored.item.id: scored for scored in row}
             candidates = [Candidate(id, scored.score, scored.words) for id, scored in found.items()]
-            settings, k = self._settings, request.k
-            chosen = select(candidates, self._seen, settings, self._rng, k, self._strategy)
+            chosen = select(candidates, self._seen, settings, self._rng, request.k, self._strategy)
             if not self._bank.read_only:
                 self._bank.note_retrievals(candidate.id for candidate, _ in chosen)
-            hits = [
-                Hit(
-                    experience=self._bank.read(found[one.id].item),
-                    score=one.relevance(hybrid),
-                    rank=rank,
-                    propensity=propensity,
+            hits: list[Hit] = []
+            for rank, (one, propensity) in enumerate(chosen):
+                entry, provisional = self._bank.read(found[one.id].item), False
+                if probation is not None and request.admitted:
+                    provisional = not probation.book.is_trusted(entry)
+                    # The draw of the episode is a factor of the propensity.
+                    propensity *= probation.share if provisional else 1.0
+                hits.append(
+                    Hit(
+                        experience=entry,
+                        score=one.relevance(settings.hybrid),
+                        rank=rank,
+                        propensity=propensity,
+                        provisional=provisional,
+                        admitted=request.admitted,
+                    )
                 )
-                for rank, (one, propensity) in enumerate(chosen)
-            ]
-            if self._probation is not None and request.admitted is not None:
-                hits = self._probation.mark(hits, request.admitted)
             self.counts.retrievals += len(hits)
             self.counts.abstentions += not hits
             self.counts.seconds.append(time.perf_counter() - request.since)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from random import Random
 from typing import NamedTuple
@@ -58,6 +59,7 @@ class Pick(NamedTuple):
     propensity: float
 
 
+@dataclass(eq=False)
 class Retrievals:
     """Count how often and how recently each entry was retrieved; the clock ticks per retrieval.
 
@@ -73,18 +75,12 @@ class Retrievals:
     (2, True, False)
     """
 
-    def __init__(
-        self,
-        window: int,
-        earlier: Callable[[str], int] = lambda id: 0,
-        utility: Callable[[str], float] = lambda id: 0.5,
-    ) -> None:
-        self.total = 0
-        self.utility = utility
-        self._window = window
-        self._earlier = earlier
-        self._counts: dict[str, int] = {}
-        self._last: dict[str, int] = {}
+    window: int
+    earlier: Callable[[str], int] = lambda id: 0
+    utility: Callable[[str], float] = lambda id: 0.5
+    total: int = field(default=0, init=False)
+    _counts: dict[str, int] = field(default_factory=dict[str, int], init=False)
+    _last: dict[str, int] = field(default_factory=dict[str, int], init=False)
 
     def note(self, id: str) -> None:
         """Count one more retrieval of entry ``id``."""
@@ -95,13 +91,13 @@ class Retrievals:
     def count(self, id: str) -> int:
         """Return c(m): retrievals so far, those of earlier sessions included."""
         if id not in self._counts:
-            self._counts[id] = self._earlier(id)
+            self._counts[id] = self.earlier(id)
         return self._counts[id]
 
     def is_recent(self, id: str) -> bool:
         """Return whether the entry was among the last ``window`` retrievals."""
         last = self._last.get(id)
-        return last is not None and self.total - last < self._window
+        return last is not None and self.total - last < self.window
 
 
 def shared_ranks(cosines: Sequence[float], tie: float = 1e-3) -> list[int]:
@@ -131,25 +127,6 @@ def above_floor(candidates: Candidates, floor: float, hybrid: float = 0.0) -> li
         return sorted(above, key=attrgetter("cosine"), reverse=True)
     above = [c for c in candidates if c.cosine >= floor or 0.0 < c.words >= floor]
     return sorted(above, key=lambda c: -c.relevance(hybrid))
-
-
-def cut_pool(
-    candidates: Candidates,
-    seen: Retrievals,
-    size: int,
-    floor: float,
-    tie: float = 1e-3,
-    hybrid: float = 0.0,
-) -> list[Candidate]:
-    """Return the top ``size`` that reach the floor; of ties at the border, the least retrieved."""
-    above = above_floor(candidates, floor, hybrid)
-    if len(above) <= size:
-        return above
-    ranks = shared_ranks([c.relevance(hybrid) for c in above], tie)
-    border = ranks[size - 1]
-    tied = [one for one, rank in zip(above, ranks, strict=True) if rank == border]
-    tied.sort(key=lambda one: seen.count(one.id))
-    return above_floor([*above[:border], *tied[: size - border]], floor, hybrid)
 
 
 def draw(scores: Sequence[float], k: int, temperature: float, rng: Random) -> list[Pick]:
@@ -191,11 +168,6 @@ def strategy(name: str) -> Callable[[Strategy], Strategy]:
     return register
 
 
-def find_strategy(name: str) -> Strategy:
-    """Return the strategy that a name stands for, see `plugins.resolve`."""
-    return resolve("strategies", name, STRATEGIES)
-
-
 def select(
     candidates: Candidates,
     seen: Retrievals,
@@ -211,7 +183,7 @@ def select(
     those of the settings.
     """
     above = above_floor(candidates, settings.floor, settings.hybrid)
-    choose = choose or find_strategy(settings.strategy)
+    choose = choose or resolve("strategies", settings.strategy, STRATEGIES)
     picks = choose(above, seen, settings, rng, settings.k if k is None else k)
     for candidate, _ in picks:
         seen.note(candidate.id)
@@ -222,13 +194,20 @@ def select(
 def diverse(
     candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
 ) -> Picks:
-    """Choose by eq. 6 among the ``pool * k`` most relevant candidates."""
-    size, hybrid = settings.pool * k, settings.hybrid
-    pool = cut_pool(candidates, seen, size, settings.floor, settings.tie, hybrid)
-    ranks = shared_ranks([candidate.relevance(hybrid) for candidate in pool], settings.tie)
+    """Choose by eq. 6 among the ``pool * k`` most relevant candidates.
+
+    Of candidates tied at the border of the pool, those retrieved least are in it.
+    """
+    pool, size = list(candidates), settings.pool * k
+    ranks = shared_ranks([one.relevance(settings.hybrid) for one in pool], settings.tie)
+    if len(pool) > size:
+        border = ranks[size - 1]
+        tied = [one for one, rank in zip(pool, ranks, strict=True) if rank == border]
+        tied = sorted(tied, key=lambda one: seen.count(one.id))[: size - border]
+        pool[border:] = sorted(tied, key=lambda one: -one.relevance(settings.hybrid))
     scores = [
         diversity_score(rank, seen.count(one.id), seen.is_recent(one.id), settings.diversity)
-        for rank, one in zip(ranks, pool, strict=True)
+        for rank, one in zip(ranks, pool, strict=False)
     ]
     picks = draw(scores, k, settings.exploration, rng)
     return [(pool[place], propensity) for place, propensity in picks]

@@ -37,10 +37,15 @@ class Where:
     Args:
         fields: a value (text, number, bool or None) or a non-empty list of values for each field;
             anything else raises ValueError.
+
+    Attributes:
+        indexed: the part that index stores can check, which is true of whatever passes: texts by
+            field, "" for no task.
     """
 
     fields: dict[str, tuple[Value, ...]] = field(compare=False)
     clauses: tuple[tuple[str, frozenset[tuple[str, object]]], ...] = field(repr=False)
+    indexed: dict[str, list[str]] = field(compare=False, repr=False)
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         # Users may pass anything.
@@ -79,6 +84,12 @@ class Where:
             self.fields[name] = tuple(forms)
         clauses = ((name, frozenset(map(_key, values))) for name, values in self.fields.items())
         self.clauses = tuple(sorted(clauses))
+        self.indexed = {
+            name: [str(value or "") for value in values]
+            for name, values in self.fields.items()
+            if name in ("kind", "task")
+            and all(isinstance(v, str) or (v is None and name == "task") for v in values)
+        }
 
     @staticmethod
     def of(fields: Mapping[str, Any] | Where | None) -> Where | None:
@@ -87,10 +98,6 @@ class Where:
             return fields
         where = Where(fields)
         return where if where.fields else None
-
-    def to_json(self) -> dict[str, list[Value]]:
-        """Return the filter as plain data."""
-        return {name: list(values) for name, values in self.fields.items()}
 
     def matches(self, item: Experience) -> bool:
         """Return whether an entry passes."""
@@ -103,19 +110,6 @@ class Where:
             if not any(_key(value) in wanted for value in values):
                 return False
         return True
-
-    @property
-    def indexed(self) -> dict[str, list[str]]:
-        """Return the part that index stores can check: texts by field, "" for no task.
-
-        What passes the whole filter passes this part.
-        """
-        return {
-            name: [str(value or "") for value in values]
-            for name, values in self.fields.items()
-            if name in ("kind", "task")
-            and all(isinstance(v, str) or (v is None and name == "task") for v in values)
-        }
 
 
 Filter = Mapping[str, Any] | Where
@@ -141,14 +135,6 @@ class Scored(NamedTuple, Generic[T]):
     item: T
     score: float
     words: float = 0.0  # weighted share of the query's words in it, if words were asked for
-
-
-def scopes_of(
-    queries: Sequence[str], exclude: Sequence[str | None], where: Sequence[Where | None]
-) -> list[Scope]:
-    """Return the scope of each query; empty sequences limit nothing."""
-    nothing = [None] * len(queries)
-    return [Scope(*one) for one in zip(exclude or nothing, where or nothing, strict=True)]
 
 
 def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:

@@ -7,7 +7,7 @@ import random
 import shlex
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -167,7 +167,10 @@ def _disagreement(site: Site, history: History) -> str:
             return f"the index holds {len(index)} entries, the journal {len(live)}"
         sample = random.Random(0).sample(live, min(SAMPLE, len(live)))
         ids = [stored.experience.id for stored in sample]
-        held = index.fetch(ids) if ids else dict[str, tuple[int, Vector]]()
+        held: Mapping[str, tuple[int, Vector]] = {}
+        if ids:
+            with index.answering():
+                held = index.store.fetch(ids)
     finally:
         index.close()
     bad: list[str] = []
