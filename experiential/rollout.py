@@ -69,6 +69,11 @@ class Episode:
     asked: tuple[bool, ...] = ()
     job: Job | None = None
 
+    @property
+    def attempt(self) -> int:
+        """Return which try at its instance it is, from 1."""
+        return 1 if self.job is None else self.job.attempt
+
     def acts(self) -> list[Generation]:
         """Return the responses that stepped the environment, one per turn of the trajectory."""
         asked = self.asked or (False,) * len(self.generations)

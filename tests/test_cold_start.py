@@ -19,7 +19,6 @@ from experiential.errors import ConfigError
 from experiential.llm.models import load_model
 from experiential.recipe import load_experiment
 from experiential.training.local import LocalRuntime, build_runtimes
-from experiential.training.methods.build import build_methods
 from experiential.training.methods.cold_start import (
     ColdStart,
     Demonstration,
@@ -27,7 +26,7 @@ from experiential.training.methods.cold_start import (
     demonstration_samples,
     read_demonstrations,
 )
-from experiential.training.trainer import Trainer
+from experiential.training.trainer import Trainer, build_methods
 
 CHAT = [
     {"role": "system", "content": "Play. Answer with one action."},

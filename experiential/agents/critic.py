@@ -6,13 +6,18 @@ import re
 from typing import cast, get_args
 
 from experiential.agents.actor import blocking
-from experiential.agents.operations import TEXT_LIMIT, clean
-from experiential.agents.prompts import Asker, EntryLike, cut_middle, entry_text, prompt_set
+from experiential.agents.prompts import (
+    THINKING,
+    Asker,
+    EntryLike,
+    entry_text,
+    prompt_set,
+    rewritten_text,
+)
 from experiential.llm.base import LLM, SamplingParams
 from experiential.types import Record, Verdict
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-_THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
 _WORD = re.compile(r"\b(accept|refine|reject)", re.IGNORECASE)
 
 
@@ -69,7 +74,7 @@ class CriticAgent:
             success_rate: of the actor at this task so far, in [0, 1].
         """
         asked = self.prompts.critic_messages(task, entry, success_rate)
-        answer = _THINKING.sub("", (await self._asker.ask(asked, choices=VERDICTS)).text)
+        answer = THINKING.sub("", (await self._asker.ask(asked, choices=VERDICTS)).text)
         named = _WORD.search(answer)
         verdict = cast("Verdict", named[1].lower()) if named else None
         if verdict == "reject":
@@ -77,7 +82,6 @@ class CriticAgent:
         if verdict != "refine":
             return Critique(verdict=verdict, text=entry_text(entry))
         adapted = await self._asker.ask(self.prompts.critic_messages(task, entry, None))
-        written = cut_middle(clean(_THINKING.sub("", adapted.text)), TEXT_LIMIT - 40)
-        return Critique(verdict=verdict, text=written or entry_text(entry))
+        return Critique(verdict=verdict, text=rewritten_text(adapted.text, entry))
 
     judge = blocking(ajudge)

@@ -12,7 +12,6 @@ from experiential.agents.operations import (
     DISTILLATION,
     PRINCIPLES,
     TEXT_LIMIT,
-    clean,
     operations_schema,
     parse_operations,
 )
@@ -20,11 +19,11 @@ from experiential.agents.prompts import (
     CAUTIONARY,
     DISTILL_BUDGET,
     GUIDING,
+    THINKING,
     Asker,
     EntryLike,
-    cut_middle,
-    entry_text,
     prompt_set,
+    rewritten_text,
 )
 from experiential.bank.extractor import Extractor
 from experiential.errors import ConfigError
@@ -36,7 +35,6 @@ _STOP = ("</answer>",)
 _FRAME_TOKENS = 16  # of an operation beside its text, at most
 _CHARS_PER_TOKEN = 3
 _SHORTEST_TEXT = 80
-_THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
 _VERDICT = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
@@ -181,8 +179,7 @@ class ExtractorAgent:
         messages = self.prompts.refine_messages(query, experience)
         priority = min(self._sampling.priority, 0)
         generation = await self._asker.ask(messages, priority=priority)
-        text = clean(_THINKING.sub("", generation.text))
-        return (cut_middle(text, TEXT_LIMIT - 40) or entry_text(experience)), generation
+        return rewritten_text(generation.text, experience), generation
 
     async def amerge(self, experiences: Sequence[EntryLike]) -> Distillation:
         """Return operations that make entries fewer: keep, merge and discard, by their numbers."""
@@ -194,7 +191,7 @@ class ExtractorAgent:
     async def ajudge(self, a: EntryLike, b: EntryLike) -> bool:
         """Return whether two entries teach the same lesson; an unclear answer counts as no."""
         generation = await self._asker.ask(self.prompts.judge_messages(a, b))
-        verdict = _VERDICT.search(_THINKING.sub("", generation.text))
+        verdict = _VERDICT.search(THINKING.sub("", generation.text))
         return verdict is not None and verdict[1].lower() == "yes"
 
     judge = blocking(ajudge)

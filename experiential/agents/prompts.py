@@ -19,8 +19,8 @@ from types import MappingProxyType
 from typing import Any
 
 from experiential.agents.dialogue import ChatTemplate
-from experiential.agents.operations import read_triples
-from experiential.bank.text import disarm
+from experiential.agents.operations import clean, read_triples
+from experiential.bank.text import TEXT_LIMIT, disarm
 from experiential.llm.base import LLM, Prompt, SamplingParams
 from experiential.types import Experience, Generation, Hit, Message, Trajectory
 
@@ -30,6 +30,7 @@ DISTILL_BUDGET = 24_000  # characters of play that a distillation prompt holds b
 GUIDING = "guiding"  # kind of a principle that a success taught
 CAUTIONARY = "cautionary"  # kind of a principle that a failure taught
 
+THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
 _LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
 _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
 
@@ -56,6 +57,11 @@ def entry_text(entry: EntryLike) -> str:
     if isinstance(entry, Hit):
         return entry.experience.text
     return entry.text if isinstance(entry, Experience) else entry
+
+
+def rewritten_text(answer: str, entry: EntryLike) -> str:
+    """Return the text of an answer that rewrites an entry; the entry's own for an empty one."""
+    return cut_middle(clean(THINKING.sub("", answer)), TEXT_LIMIT - 40) or entry_text(entry)
 
 
 def principle_text(entry: Experience) -> str:

@@ -8,13 +8,13 @@ import sys
 from typing import Annotated, Any
 
 import typer
-import yaml
 from typer import Argument
 
 from experiential.cli.errors import new_app
 from experiential.cli.options import AsJson
 from experiential.cli.rows import show_json, show_rows
 from experiential.errors import ConfigError
+from experiential.llm.base import read_options
 
 Name = Annotated[
     str,
@@ -103,13 +103,7 @@ def check(name: Name, arguments: Arguments = None, seed: int = 0, as_json: AsJso
     from experiential.envs import check_text_env
     from experiential.envs.make import make
 
-    given: dict[str, Any] = {}
-    for pair in arguments or ():
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"Expected arguments as key=value, got {pair!r}")
-        given[key] = yaml.safe_load(value)
-    env_id = full_id(name)
+    given, env_id = read_options(arguments or ()), full_id(name)
     try:
         env = make(env_id, **given)
     except TypeError as error:

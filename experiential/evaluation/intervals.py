@@ -21,7 +21,7 @@ class Interval(Record):
     high: float
 
 
-def wilson(successes: int, episodes: int, *, z: float = 1.959964) -> Interval:
+def wilson(successes: int, episodes: int) -> Interval:
     """Return the Wilson score interval of a success rate.
 
     With p = s/n: centre (p + z²/2n) / (1 + z²/n), half width
@@ -34,6 +34,7 @@ def wilson(successes: int, episodes: int, *, z: float = 1.959964) -> Interval:
         raise ValueError(f"Expected successes between 0 and {episodes}, got {successes}")
     if episodes == 0:
         return Interval(mean=0.0, low=0.0, high=1.0)
+    z = 1.959964  # of the normal distribution, for 95 %
     p, scale = successes / episodes, 1 + z * z / episodes
     centre = (p + z * z / (2 * episodes)) / scale
     half = z * math.sqrt(p * (1 - p) / episodes + z * z / (4 * episodes**2)) / scale

@@ -108,7 +108,6 @@ def turn_advantages(
     *,
     discount: float = 1.0,
     estimator: str | Estimator = "grpo",
-    eps: float = 1e-6,
 ) -> list[Floats]:
     """Compare each turn with the same turn of the other members of its (group, condition) cell.
 
@@ -134,7 +133,7 @@ def turn_advantages(
     turns = np.concatenate([np.arange(n) for n in lengths])
     cell = np.repeat(member, lengths) * max(lengths) + turns
     alike = np.zeros(len(cell), dtype=bool)
-    values = cell_advantages(returns, cell, alike, estimator=estimator, eps=eps)
+    values = cell_advantages(returns, cell, alike, estimator=estimator)
     return np.split(values, np.cumsum(lengths)[:-1])
 
 

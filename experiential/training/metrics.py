@@ -78,7 +78,7 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
     Success rates are those of first attempts.
     """
     finished = [e for e in episodes if e.trajectory.error is None]
-    first = [e.trajectory for e in finished if e.job is None or e.job.attempt == 1]
+    first = [e.trajectory for e in finished if e.attempt == 1]
     guided = [t for t in first if t.condition is Condition.GUIDED]
     free = [t for t in first if t.condition is Condition.FREE]
     advised = [t for t in first if any(use.verdict != "reject" for use in t.uses)]
@@ -117,7 +117,7 @@ def episode_row(episode: Episode) -> dict[str, Any]:
         "group": t.group,
         "condition": t.condition.value,
         "seed": t.seed,
-        "attempt": episode.job.attempt if episode.job else 1,
+        "attempt": episode.attempt,
         "success": t.success,
         "reward": t.reward,
         "turns": len(t.turns),

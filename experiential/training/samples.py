@@ -123,7 +123,7 @@ def _cells(
     played: Sequence[Episode], settings: ActorSettings
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Return the group and half of each episode; second attempts form groups of their own."""
-    keys = [(e.trajectory.group, e.job.attempt if e.job else 1) for e in played]
+    keys = [(e.trajectory.group, e.attempt) for e in played]
     names = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     group = np.array([names[key] for key in keys], dtype=np.int64)
     guided = np.array([e.trajectory.condition is Condition.GUIDED for e in played])

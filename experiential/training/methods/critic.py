@@ -60,7 +60,7 @@ class Critic(Method):
 
     async def after_step(self, episodes: Sequence[Episode], step: int) -> None:
         """Count the successes of first attempts."""
-        self.rates.add(e.trajectory for e in episodes if e.job is None or e.job.attempt == 1)
+        self.rates.add(e.trajectory for e in episodes if e.attempt == 1)
 
     def event(self, episodes: Sequence[Episode]) -> dict[str, Any]:
         """Return the number of times each verdict occurred so far."""

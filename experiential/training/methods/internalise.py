@@ -117,7 +117,7 @@ class SelfDistillation(Method):
 
     async def samples(self, episodes: Sequence[Episode], step: int) -> list[Sample]:
         """Return the imitation samples of these episodes."""
-        firsts = [e for e in episodes if e.job is None or e.job.attempt == 1]
+        firsts = [e for e in episodes if e.attempt == 1]
         free = [
             e.trajectory.success
             for e in firsts

@@ -28,7 +28,7 @@ class PolicyGradient(Method):
 
         The metrics are their age in updates, and how many episodes taught nothing.
         """
-        firsts = [e for e in episodes if e.job is None or e.job.attempt == 1]
+        firsts = [e for e in episodes if e.attempt == 1]
         samples = actor_samples(firsts, self._settings, self.reward)
         age = sum(self._actor.version - sample.policy_version for sample in samples)
         self.metrics = {"actor_staleness": age / max(1, len(samples))} | {
