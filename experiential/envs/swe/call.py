@@ -46,7 +46,18 @@ def read_call(action: str) -> Call | None:
         return None
     last, place = None, 0
     while opening := _OPEN.search(action, place):
-        parameters, place = _parameters(action, opening.end())
+        parameters: dict[str, Any] = {}
+        place = opening.end()
+        while parameter := _PARAMETER.match(action, place):
+            start = parameter.end()
+            if ending := _VALUE_END.search(action, start):
+                stop, place = ending.span()
+            else:  # left open: up to the end of the function, or of the text
+                stop = action.find("</function>", start)
+                stop = place = stop if stop >= 0 else len(action)
+            parameters[parameter[1].lower()] = _OUTER_BREAKS.sub("", action[start:stop])
+            if ending is None:
+                break
         closed = _SHUT.match(action, place)
         if parameters or closed or not action[place:].strip():
             last = Call(opening[1].lower(), parameters)
@@ -64,18 +75,3 @@ def read_call(action: str) -> Call | None:
             known = cast("dict[str, Any]", given)
             return Call(tool.lower(), {key.lower(): entry for key, entry in known.items()})
     return None
-
-
-def _parameters(text: str, place: int) -> tuple[dict[str, Any], int]:
-    """Return the parameters that begin at ``place``, and where they end."""
-    found: dict[str, Any] = {}
-    while opening := _PARAMETER.match(text, place):
-        start = opening.end()
-        ending = _VALUE_END.search(text, start)
-        if ending is None:  # left open: up to the end of the function, or of the text
-            stop = text.find("</function>", start)
-            stop = len(text) if stop < 0 else stop
-            return found | {opening[1].lower(): _OUTER_BREAKS.sub("", text[start:stop])}, stop
-        found[opening[1].lower()] = _OUTER_BREAKS.sub("", text[start : ending.start()])
-        place = ending.end()
-    return found, place

@@ -91,10 +91,14 @@ class Editor:
         except UnicodeDecodeError as error:
             raise RefusedError(f"{self._name(path)} is not in UTF-8; use execute_bash.") from error
 
-    def _write(self, path: Path, text: str, before: str | None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def _edit(self, path: Path, before: str, text: str, line: int, count: int) -> str:
+        """Write a text and keep the one before; return ``count`` lines from ``line`` on."""
         path.write_bytes(text.encode("utf-8", "replace"))
         self._before.setdefault(path, []).append(before)
+        lines = _lines(self._read(path))
+        last = min(len(lines), line + count - 1 + _AROUND)
+        around = _numbered(lines, max(1, line - _AROUND), last)
+        return f"{self._name(path)} was edited:\n{around}"
 
     def _view(self, path: Path, call: Call) -> str:
         if not path.is_dir():
@@ -132,7 +136,10 @@ class Editor:
         if path.exists():
             raise RefusedError(f"{self._name(path)} exists already; use str_replace or insert.")
         text = call.text("file_text") or ""
-        self._write(path, text if text.endswith("\n") or not text else f"{text}\n", None)
+        text = text if text.endswith("\n") or not text else f"{text}\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("utf-8", "replace"))
+        self._before.setdefault(path, []).append(None)
         return f"{self._name(path)} was created."
 
     def _str_replace(self, path: Path, call: Call) -> str:
@@ -153,8 +160,7 @@ class Editor:
                 f"old_str stands {count} times in {self._name(path)} (lines"
                 f" {', '.join(map(str, places))}); give more of the lines around it."
             )
-        self._write(path, text.replace(old, new), text)
-        return self._edited(path, places[0], new.count("\n") + 1)
+        return self._edit(path, text, text.replace(old, new), places[0], new.count("\n") + 1)
 
     def _insert(self, path: Path, call: Call) -> str:
         text = self._read(path)
@@ -171,8 +177,8 @@ class Editor:
         new = "".join(f"{one}{ending}" for one in (call.text("new_str") or "").splitlines() or [""])
         if line and not lines[line - 1].endswith(("\n", "\r")):
             lines[line - 1] += ending
-        self._write(path, "".join([*lines[:line], new, *lines[line:]]), text)
-        return self._edited(path, line + 1, new.count("\n"))
+        changed = "".join([*lines[:line], new, *lines[line:]])
+        return self._edit(path, text, changed, line + 1, new.count("\n"))
 
     def _undo(self, path: Path, call: Call) -> str:
         history = self._before.get(path)
@@ -184,12 +190,6 @@ class Editor:
             return f"{self._name(path)} was removed again."
         path.write_bytes(before.encode())
         return f"The last edit of {self._name(path)} was undone."
-
-    def _edited(self, path: Path, line: int, count: int) -> str:
-        lines = _lines(self._read(path))
-        last = min(len(lines), line + count - 1 + _AROUND)
-        around = _numbered(lines, max(1, line - _AROUND), last)
-        return f"{self._name(path)} was edited:\n{around}"
 
 
 def _lines(text: str) -> list[str]:

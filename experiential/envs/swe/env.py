@@ -38,7 +38,6 @@ insert (insert_line, new_str), undo.
 <function=submit></function>
   Ends the episode."""
 _LEGAL = f"Reply with one call, {_FORM}, where NAME is one of {', '.join(TOOLS)}."
-_PASS, _FAIL = "The hidden tests pass.", "The hidden tests do not pass."
 
 
 class SWEEnv(TextEnv):
@@ -125,11 +124,12 @@ class SWEEnv(TextEnv):
         if call is not None and call.tool == "submit":
             try:
                 success = space.passes(self._test_limits)
-                feedback = _PASS if success else _FAIL
+                feedback = "The hidden tests pass." if success else "The hidden tests do not pass."
             except GitError:
                 success = False
                 feedback = "What was submitted cannot be read as a change of the repository."
-            self._leave()
+            self._patch = space.patch()
+            self.close()
             return feedback, float(success), True, False, self._info(feedback, success=success)
         feedback, invalid = "", False
         try:
@@ -141,7 +141,8 @@ class SWEEnv(TextEnv):
             shown = feedback = escape(str(error))
         over = self._left == 0
         if over:
-            self._leave()
+            self._patch = space.patch()
+            self.close()
         tail = "No turns are left." if over else f"Turns left: {self._left}."
         return f"{shown}\n{tail}", 0.0, False, over, self._info(feedback, invalid=invalid)
 
@@ -165,7 +166,8 @@ class SWEEnv(TextEnv):
 
     def prediction(self, model: str) -> Prediction:
         """Return the change of this episode in the form that SWE-bench's harness reads."""
-        name, patch = self._task.instance_id, self._changed()
+        patch = self._patch if self._space is None else self._space.patch()
+        name = self._task.instance_id
         return {"instance_id": name, "model_name_or_path": model, "model_patch": patch}
 
     def _open(self) -> Workspace:
@@ -174,19 +176,6 @@ class SWEEnv(TextEnv):
                 "Expected reset() before this: the episode is over or was never begun"
             )
         return self._space
-
-    def _changed(self) -> str:
-        """Return the change so far; empty if the files cannot be read."""
-        if self._space is None:
-            return self._patch
-        try:
-            return self._space.patch()
-        except GitError:
-            return ""
-
-    def _leave(self) -> None:
-        self._patch = self._changed()
-        self.close()
 
     def _called(self, call: Call | None, space: Workspace) -> str:
         """Run a call; return the text to show."""

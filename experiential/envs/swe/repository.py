@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from experiential.envs.swe.sandbox import assure_folder
 from experiential.errors import ExperientialError
 
 _SECONDS = 120
@@ -137,6 +138,7 @@ class WorkTree:
 
     def _look(self) -> None:
         """Read all files into a new index."""
+        assure_folder(self.folder)
         self._own.mkdir(exist_ok=True)
         # of repositories made inside, git is to read the files and no settings
         for inside, folders, files in os.walk(self.folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -47,22 +48,18 @@ class Task(BaseModel):
     )  # the files of the tests come after it
     split: Literal["train", "eval", ""] = ""  # by default by a hash of its name
 
-    @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
+    @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="wrap")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
-        """Parse a list written as JSON inside a text, as in SWE-bench."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return json.loads(value)
-        except ValueError as error:
-            raise ValueError(
-                f"Input should be a list of names, or one as JSON, not {value[:60]!r}"
-            ) from error
-
-    @field_validator("FAIL_TO_PASS", "PASS_TO_PASS")
-    @classmethod
-    def _named(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _named(cls, value: Any, check: Callable[[Any], tuple[str, ...]]) -> tuple[str, ...]:
+        """Check names of tests; the list may be JSON inside a text, as in SWE-bench."""
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"Input should be a list of names, or one as JSON, not {value[:60]!r}"
+                ) from error
+        names = check(value)
         for name in names:
             file = name.partition("::")[0]
             if "::" not in name or file.startswith(("/", "-")) or ".." in Path(file).parts:

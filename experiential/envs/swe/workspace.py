@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiential.envs.swe.repository import GitError, WorkTree, apply, commit_all
-from experiential.envs.swe.sandbox import Limits, Place, Result, assure_folder
+from experiential.envs.swe.sandbox import Limits, Place, Result
 from experiential.envs.swe.task import Task, touched
 from experiential.errors import ConfigError
 
@@ -141,15 +141,16 @@ class Workspace:
         self._finalizer = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def patch(self) -> str:
-        """Return the change so far as a git diff."""
-        assure_folder(self.repo)
-        return self._tree.changes()[0]
+        """Return the change so far as a git diff; empty if the files cannot be read."""
+        try:
+            return self._tree.changes()[0]
+        except GitError:
+            return ""
 
     def solved(self) -> bool:
         """Return whether the right change is in the files: whether it can be undone."""
         trial = self._folder / "trial"
         shutil.rmtree(trial, ignore_errors=True)
-        assure_folder(self.repo)
         try:
             self._tree.write(trial, ())
             apply(trial, self._task.patch, undo=True)
@@ -172,7 +173,6 @@ class Workspace:
 
     def passed(self, limits: Limits) -> frozenset[str]:
         """Return the names of the deciding tests that pass."""
-        assure_folder(self.repo)
         task, copy = self._task, self._shop.place(self._task, self._folder / "judged")
         shutil.rmtree(copy.folder, ignore_errors=True)
         copy.folder.mkdir()

@@ -105,7 +105,8 @@ def read_products(folder: str | Path) -> list[Product]:
             or has a wrong one, or something is asked of a product that is not there; file and field
             are named.
     """
-    files: list[Path] = []
+    rows: list[Any] = []
+    files: list[str] = []
     for name in (PRODUCTS, INSTRUCTIONS):
         paths = [Path(folder).expanduser() / f"{name}{end}" for end in ("", ".xz")]
         found = next((path for path in paths if path.is_file()), None)
@@ -114,8 +115,15 @@ def read_products(folder: str | Path) -> list[Product]:
                 f"Expected {name} (or {name}.xz) in {paths[0].parent}, got no such file; WebShop's"
                 " repository tells where to download its small data set"
             )
-        files.append(found)
-    return make_products(*map(_read, files), *map(str, files))
+        try:
+            raw = found.read_bytes()
+            rows.append(json.loads(lzma.decompress(raw) if found.suffix == ".xz" else raw))
+        except (OSError, EOFError, lzma.LZMAError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"Expected JSON in {found}, got a file that cannot be read: {error}"
+            ) from error
+        files.append(str(found))
+    return make_products(*rows, *files)
 
 
 def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Product]:
@@ -176,13 +184,3 @@ def _product(row: _Row, wish: _Asked) -> Product:
         wish=wish.instruction,
         wished=tuple(wish.instruction_attributes or ()),
     )
-
-
-def _read(path: Path) -> Any:
-    try:
-        raw = path.read_bytes()
-        return json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
-    except (OSError, EOFError, lzma.LZMAError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"Expected JSON in {path}, got a file that cannot be read: {error}"
-        ) from error

@@ -14,9 +14,9 @@ from experiential.bank.text import escape
 from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.envs.webshop.catalogue import Product
-from experiential.envs.webshop.score import fuzzy_ratio, score
+from experiential.envs.webshop.score import score
 from experiential.envs.webshop.shop import PARTS, Goal, Split, open_shop
-from experiential.errors import ConfigError
+from experiential.errors import ConfigError, require
 
 WINDOW = 10  # products on one page of results
 BACK, PREVIOUS, NEXT, BUY = "Back to Search", "< Prev", "Next >", "Buy Now"
@@ -31,6 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {"complementary": {"binary": True}}
 """Settings of papers: Complementary RL, C.1."""
 _OPENING = re.compile(r"(?<![\w<])(search|click)\[", re.IGNORECASE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_UNSEARCHABLE = re.compile(r"[\[\]\ud800-\udfff\s]+")  # what a search's brackets cannot hold
 _INSIDE = re.compile(r"[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\]")
 
 
@@ -58,11 +59,6 @@ def read_call(action: str) -> Call | None:
         if text:
             return Call("search" if match[1].lower() == "search" else "click", text)
     return None
-
-
-def _words(text: str) -> str:
-    """Return a text that can stand between the brackets of a search."""
-    return " ".join(re.sub(r"[\[\]\ud800-\udfff]", " ", text).split())
 
 
 class WebShopEnv(TextEnv):
@@ -106,7 +102,7 @@ class WebShopEnv(TextEnv):
         positive(turns=chosen["turns"])
         if not 0 < threshold <= 1:
             raise ConfigError(f"Expected threshold above 0 and at most 1, got {threshold}")
-        fuzzy_ratio()  # without it no purchase can be rated
+        require("webshop", "thefuzz")  # without it no purchase can be rated
         self._source = data or os.environ.get("WEBSHOP_DATA") or None
         self.split: Split = split
         self.threshold, self.generation = threshold, generation
@@ -168,7 +164,7 @@ class WebShopEnv(TextEnv):
         if visit.kind == "search":
             product = self._shop.products[goal.asin]
             texts = (product.title, product.indexed, goal.wish)
-            queries = [_words(text)[:2000] for text in texts]
+            queries = [_UNSEARCHABLE.sub(" ", text).strip()[:2000] for text in texts]
             found = {query: self._shop.search(query) for query in queries}
             ranks = {one: ids.index(goal.asin) for one, ids in found.items() if goal.asin in ids}
             best = min(ranks, key=lambda query: ranks[query]) if ranks else queries[0]
@@ -193,7 +189,7 @@ class WebShopEnv(TextEnv):
         if call.kind == "search":
             return call
         # a button of the shop itself comes last, so that no option of a product hides it
-        texts = sorted(self._buttons(), key=lambda text: text in FIXED)
+        texts = sorted(self._visit.buttons(self._shop.products), key=lambda text: text in FIXED)
         known = {one_line(text).casefold(): text for text in texts}
         spelt = known.get(one_line(call.text).casefold())
         return Call("click", spelt) if spelt is not None else None
@@ -220,11 +216,8 @@ class WebShopEnv(TextEnv):
             name = next((name for name in names if name not in visit.chosen), names[-1])
             visit.chosen[name] = text
 
-    def _buttons(self) -> list[str]:
-        return buttons(self._visit, self._shop.products.get(self._visit.asin))
-
     def _page(self) -> str:
-        page = page_text(self._visit, self._shop.products)
+        page = self._visit.page_text(self._shop.products)
         tail = f"Turns left: {self._left}. {self._rules()}" if self._left else "No turns are left."
         return f"WebShop\nInstruction: {self.task}\n{page}\n{tail}"
 
@@ -235,10 +228,11 @@ class WebShopEnv(TextEnv):
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         # Clicks of this page; on the search page a search for the words of the instruction.
-        clicks = [f"click[{one_line(text)}]" for text in self._buttons()]
+        buttons = self._visit.buttons(self._shop.products)
+        clicks = [f"click[{one_line(text)}]" for text in buttons]
         if not clicks:
-            wish = self.task.split(", and price lower than")[0]
-            clicks = [f"search[{_words(wish)}]"]
+            wish = _UNSEARCHABLE.sub(" ", self.task.split(", and price lower than")[0])
+            clicks = [f"search[{wish.strip()}]"]
         instance = f"{self._shop.name}-{self._goal.index}"
         return self._report(instance, feedback, success=success, invalid=invalid, admissible=clicks)
 
@@ -259,48 +253,45 @@ class Visit:
         """Return the ids on this page of results."""
         return self.found[(self.page - 1) * WINDOW : self.page * WINDOW]
 
+    def buttons(self, products: Mapping[str, Product]) -> list[str]:
+        """Return the texts that can be clicked, in the page's order, each once."""
+        if self.kind == "search":
+            return []
+        if self.kind == "results":
+            more = self.page * WINDOW < len(self.found)
+            return [BACK, *[NEXT] * more, *[PREVIOUS] * (self.page > 1), *self.listed]
+        if self.kind == "detail":
+            return [BACK, PREVIOUS]
+        values = [value for _, options in products[self.asin].options for value in options]
+        return list(dict.fromkeys([BACK, PREVIOUS, *values, *DETAILS, BUY]))
 
-def buttons(visit: Visit, product: Product | None) -> list[str]:
-    """Return the texts that can be clicked, in the page's order, each once."""
-    if visit.kind == "search":
-        return []
-    if visit.kind == "results":
-        more = visit.page * WINDOW < len(visit.found)
-        turning = [NEXT] * more + [PREVIOUS] * (visit.page > 1)
-        return [BACK, *turning, *visit.listed]
-    if visit.kind == "detail" or product is None:
-        return [BACK, PREVIOUS]
-    values = [value for _, options in product.options for value in options]
-    return list(dict.fromkeys([BACK, PREVIOUS, *values, *DETAILS, BUY]))
-
-
-def page_text(visit: Visit, products: Mapping[str, Product]) -> str:
-    """Return the page as text, buttons in brackets; product texts cannot forge tags."""
-    if visit.kind == "search":
-        return "[Search]"
-    if visit.kind == "results":
-        above = [f"[{button}]" for button in buttons(visit, None) if button not in visit.listed]
-        lines = [" ".join(above), f"Page {visit.page} (Total results: {len(visit.found)})"]
-        for asin in visit.listed:
-            lines += [f"[{asin}]", one_line(products[asin].title), products[asin].price_tag]
-        return "\n".join(lines)
-    product, lines = products[visit.asin], [f"[{BACK}] [{PREVIOUS}]"]
-    if visit.kind == "detail":
-        body = {
-            "Description": escape(product.description),
-            "Features": "\n".join(f"* {one_line(bullet)}" for bullet in product.bullets),
-            "Reviews": "",
-        }[visit.detail]
-        cut = body if len(body) <= _LONG else f"{body[:_LONG]}\u2026"
-        lines += [f"{visit.detail}:", cut.strip() or "There is nothing here."]
-        return "\n".join(lines)
-    for name, values in product.options:
-        chosen = visit.chosen.get(name)
-        shown = [f"[{one_line(v)}]{' (chosen)' if v == chosen else ''}" for v in values]
-        lines.append(f"{one_line(name)}: {''.join(shown)}")
-    lines += [one_line(product.title), f"Price: {product.price_tag}"]
-    lines += [f"Rating: {one_line(product.rating)}", " ".join(f"[{one}]" for one in DETAILS)]
-    return "\n".join([*lines, f"[{BUY}]"])
+    def page_text(self, products: Mapping[str, Product]) -> str:
+        """Return the page as text, buttons in brackets; product texts cannot forge tags."""
+        if self.kind == "search":
+            return "[Search]"
+        if self.kind == "results":
+            above = [f"[{one}]" for one in self.buttons(products) if one not in self.listed]
+            lines = [" ".join(above), f"Page {self.page} (Total results: {len(self.found)})"]
+            for asin in self.listed:
+                lines += [f"[{asin}]", one_line(products[asin].title), products[asin].price_tag]
+            return "\n".join(lines)
+        product, lines = products[self.asin], [f"[{BACK}] [{PREVIOUS}]"]
+        if self.kind == "detail":
+            body = ""
+            if self.detail == "Description":
+                body = escape(product.description)
+            elif self.detail == "Features":
+                body = "\n".join(f"* {one_line(bullet)}" for bullet in product.bullets)
+            cut = body if len(body) <= _LONG else f"{body[:_LONG]}\u2026"
+            lines += [f"{self.detail}:", cut.strip() or "There is nothing here."]
+            return "\n".join(lines)
+        for name, values in product.options:
+            chosen = self.chosen.get(name)
+            shown = [f"[{one_line(v)}]{' (chosen)' if v == chosen else ''}" for v in values]
+            lines.append(f"{one_line(name)}: {''.join(shown)}")
+        lines += [one_line(product.title), f"Price: {product.price_tag}"]
+        lines += [f"Rating: {one_line(product.rating)}", " ".join(f"[{one}]" for one in DETAILS)]
+        return "\n".join([*lines, f"[{BUY}]"])
 
 
 @lru_cache(maxsize=32_768)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any
 
 from experiential.envs.bm25 import BM25
-from experiential.errors import MissingExtraError
+from experiential.errors import require
 
 STOP_WORDS = frozenset(
     """
@@ -47,11 +46,8 @@ _EXACT = 24
 
 @lru_cache(maxsize=1)
 def _porter() -> Callable[[str], str]:
-    try:
-        snowball: Any = import_module("snowballstemmer")
-    except ImportError as error:
-        raise MissingExtraError("snowballstemmer", "webshop") from error
-    return snowball.stemmer("porter").stemWord
+    require("webshop", "snowballstemmer")
+    return import_module("snowballstemmer").stemmer("porter").stemWord
 
 
 @lru_cache(maxsize=65_536)
@@ -96,16 +92,5 @@ def stored_length(length: int) -> int:
     return _EXACT + (above >> drop << drop)
 
 
-class LuceneBM25(BM25):
-    """Rank by Lucene's BM25 as WebShop's engine sets it: stored lengths, k1 = 0.9, b = 0.4.
-
-    >>> texts = ["a red door", "brass keys open it", "the brass key of a red door"]
-    >>> LuceneBM25(texts).best("Brass keys!", 2)
-    [1, 2]
-
-    Raises:
-        MissingExtraError: the package of the stemmer is not installed.
-    """
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        super().__init__(texts, tokens, stored_length)
+LuceneBM25 = partial(BM25, terms=tokens, stored=stored_length)
+"""Rank texts as WebShop's engine does; MissingExtraError without the package of the stemmer."""

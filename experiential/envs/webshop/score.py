@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiential.envs.webshop.catalogue import Product
 from experiential.envs.webshop.shop import Goal
-from experiential.errors import MissingExtraError
 
 SIMILAR = 85  # two texts agree when their token set ratio (0 to 100) is above this
 COLOURS = tuple(
@@ -53,27 +52,13 @@ class Score(NamedTuple):
     price: bool  # whether it is within the bound
 
 
-@lru_cache(maxsize=1)
-def fuzzy_ratio() -> Callable[[str, str], int]:
-    """Return the fuzzy matcher.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        fuzz: Any = import_module("thefuzz.fuzz")
-    except ImportError as error:
-        raise MissingExtraError("thefuzz", "webshop") from error
-    return fuzz.token_set_ratio
-
-
 def agree(one: str, other: str) -> bool:
     """Return whether two texts have a token set ratio above 85.
 
     >>> agree("long lasting", "Lasting, long"), agree("long lasting", "long sleeves")
     (True, False)
     """
-    return fuzzy_ratio()(one, other) > SIMILAR
+    return import_module("thefuzz.fuzz").token_set_ratio(one, other) > SIMILAR
 
 
 @lru_cache(maxsize=8192)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from experiential.envs.bm25 import BM25
 from experiential.envs.webshop.catalogue import (
     INSTRUCTIONS,
     PRODUCTS,
@@ -59,7 +60,7 @@ class Shop:
     products: dict[str, Product]  # by id
     prices: dict[str, float]  # by id, in dollars; one draw where a range is shown
     goals: tuple[Goal, ...]  # in the order that splits are cut from
-    engine: LuceneBM25  # over the products, in their order
+    engine: BM25  # over the products, in their order
 
     def search(self, words: str) -> list[str]:
         """Return the ids of at most 50 products, best first."""
@@ -102,9 +103,9 @@ def _opened(
     if folder is not None:
         name, products = f"webshop-{generation}", read_products(folder)
     else:
-        rows, asked = invented_rows(part or "train", generation)
         name = f"webshop-invented-{part}-{generation}"
-        products = make_products(rows, asked, "invented", "invented")
+        invented = invented_rows(part or "train", generation)
+        products = make_products(*invented, "invented", "invented")
     prices = draw_prices(products, generation)
     engine = LuceneBM25([product.indexed for product in products])
     known = {product.asin: product for product in products}
