@@ -10,6 +10,7 @@ import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ FORMAT = 1
 _TASK = re.compile(r'("task"\s*:\s*\[\s*\{\s*"rhs"\s*:\s*)"((?:[^"\\]|\\.)*)"')
 
 
+@dataclass
 class TranslationCache:
     """Call ``pddl2sas`` once per domain, problem and mode, and store its result.
 
@@ -34,31 +36,41 @@ class TranslationCache:
         folder: where files are kept; None keeps none.
     """
 
-    def __init__(
-        self,
-        translate: Callable[..., Any],
-        version: str,
-        atom: Callable[[str, list[str]], Any],
-        folder: Path | None,
-    ) -> None:
-        self.translate, self._version, self._atom, self._folder = translate, version, atom, folder
-        self._recent: dict[str, tuple[Any, str]] = {}
+    translate: Callable[..., Any]
+    version: str
+    atom: Callable[[str, list[str]], Any]
+    folder: Path | None
+    _recent: dict[str, tuple[Any, str]] = field(default_factory=dict[str, tuple[Any, str]])
 
     def __call__(
         self, domain: str, problem: str, verbose: bool = False, optimize: bool = False
     ) -> tuple[Any, str]:
         """Return the planning task (actions, types, objects, initial state) and its SAS text."""
-        parts = (str(FORMAT), self._version, str(optimize), domain, problem)
+        parts = (str(FORMAT), self.version, str(optimize), domain, problem)
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         if key in self._recent:
             return self._recent[key]
-        path = self._folder / key[:2] / f"{key}.json.z" if self._folder else None
+        path = self.folder / key[:2] / f"{key}.json.z" if self.folder else None
         found: tuple[Any, str] | None = None
         with suppress(OSError, ValueError, KeyError, TypeError, zlib.error):
             found = self._rebuilt(json.loads(zlib.decompress(path.read_bytes()))) if path else None
         if found is None:
             task, sas = self.translate(domain, problem, verbose=verbose, optimize=optimize)
-            record = {"task": _recorded(task), "sas": sas}
+            # the parts of a task that TextWorld reads; it ignores numeric assignments (costs)
+            known = {
+                "actions": [
+                    [action.name, [[one.name, one.type_name] for one in action.parameters]]
+                    for action in task.actions
+                ],
+                "types": [[kind.name, list(kind.supertype_names)] for kind in task.types],
+                "objects": [[one.name, one.type_name] for one in task.objects],
+                "init": [
+                    [one.predicate, list(one.args)]
+                    for one in task.init
+                    if hasattr(one, "predicate")
+                ],
+            }
+            record = {"task": known, "sas": sas}
             with suppress(OSError):
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,24 +90,12 @@ class TranslationCache:
             ],
             types=[some(name=name, supertype_names=above) for name, above in known["types"]],
             objects=[some(name=name, type_name=kind) for name, kind in known["objects"]],
-            init=[self._atom(predicate, args) for predicate, args in known["init"]],
+            init=[self.atom(predicate, args) for predicate, args in known["init"]],
         )
         return task, str(record["sas"])
 
 
-def _recorded(task: Any) -> dict[str, Any]:
-    """Return the parts of a task that TextWorld reads; it ignores numeric assignments (costs)."""
-    return {
-        "actions": [
-            [action.name, [[one.name, one.type_name] for one in action.parameters]]
-            for action in task.actions
-        ],
-        "types": [[kind.name, list(kind.supertype_names)] for kind in task.types],
-        "objects": [[one.name, one.type_name] for one in task.objects],
-        "init": [[one.predicate, list(one.args)] for one in task.init if hasattr(one, "predicate")],
-    }
-
-
+@dataclass
 class GrammarCache:
     """Parse ``.twl2`` texts as TextWorld does, but only once what games share: all but the goal.
 
@@ -103,9 +103,9 @@ class GrammarCache:
     and a grammar; ``rules`` is ``ContextSensitiveGrammar.parse``, from JSON to a grammar.
     """
 
-    def __init__(self, parse: Callable[..., Any], rules: Callable[[str], Any]) -> None:
-        self.parse, self.rules = parse, rules
-        self._known: dict[str, tuple[Any, Any]] = {}
+    parse: Callable[..., Any]
+    rules: Callable[[str], Any]
+    _known: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
 
     def __call__(self, text: str, **options: Any) -> tuple[Any, Any]:
         """Return the actions and the grammar of ``text``."""

@@ -11,7 +11,6 @@ from experiential.envs.action_text import parse_action
 from experiential.envs.alfworld.games import (
     FILES,
     TASK_TYPES,
-    Entry,
     Game,
     default_folder,
     open_games,
@@ -87,10 +86,9 @@ class ALFWorldEnv(TextEnv):
         self.show_actions = show_actions
         folder = data if data is not None else default_folder()
         self._source = (split, folder, games, tuple(task_types or ()), generation)
-        self._entries, self._name = _opened(*self._source)
-        super().__init__(len(self._entries), render_mode=render_mode)
         self._playing = (recycle, timeout, in_process, cached)
-        self._player = Player(*self._playing)
+        self._open()
+        super().__init__(len(self._entries), render_mode=render_mode)
         self._game: Game | None = None
         self._live = False
         self._commands: list[str] = []
@@ -176,27 +174,25 @@ class ALFWorldEnv(TextEnv):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._entries, self._name = _opened(*self._source)
+        self._open()
+
+    def _open(self) -> None:
         self._player = Player(*self._playing)
-
-
-def _opened(
-    split: Split, data: str | None, number: int | None, kinds: tuple[str, ...], generation: int
-) -> tuple[tuple[Entry, ...], str]:
-    if data is None or data == "made":
-        if split not in ("train", "eval"):
+        split, data, number, kinds, generation = self._source
+        if data is None or data == "made":
+            if split not in ("train", "eval"):
+                raise ConfigError(
+                    f"Expected split train or eval of made games, got {split!r}; give data= or set"
+                    " ALFWORLD_DATA for files"
+                )
+            number = number or MADE[split]
+            entries = made_games(split, number * 6 if kinds else number, generation)
+            self._name = f"alfworld-made-{split}"
+        else:
+            entries, self._name = open_games(data, split), f"alfworld-{FILES[split]}"
+        chosen = [entry for entry in entries if not kinds or entry.task_type in kinds]
+        self._entries = chosen[:number]
+        if not self._entries:
             raise ConfigError(
-                f"Expected split train or eval of made games, got {split!r}; give data= or set"
-                " ALFWORLD_DATA for files"
+                f"Expected games of type {', '.join(kinds)} in split {split} of {data}, got none"
             )
-        wanted = number or MADE[split]
-        made = made_games(split, wanted * 6 if kinds else wanted, generation)
-        chosen = [entry for entry in made if not kinds or entry.task_type in kinds]
-        return tuple(chosen[:wanted]), f"alfworld-made-{split}"
-    opened = open_games(data, split)
-    found = tuple(entry for entry in opened if not kinds or entry.task_type in kinds)[:number]
-    if not found:
-        raise ConfigError(
-            f"Expected games of type {', '.join(kinds)} in split {split} of {data}, got none"
-        )
-    return found, f"alfworld-{FILES[split]}"

@@ -123,7 +123,10 @@ def _packed(folder: Path, path: Path, stamp: int) -> tuple[Entry, ...]:
     try:
         with lzma.open(path) as file:
             for number, line in enumerate(filter(bytes.strip, file), 1):
-                entries.append(_row(line, f"{path}, line {number}", common))
+                row = _fields(line, f"{path}, line {number}", "id", "goal", "problem")
+                problem = zlib.compress(row.pop("problem").encode(), 6)
+                load = partial(_unpacked, common, row, problem)
+                entries.append(Entry(row["id"], row["id"].split("-", 1)[0], load))
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ConfigError(
             f"Expected lines of JSON compressed by xz in {path}, got {error}"
@@ -131,20 +134,14 @@ def _packed(folder: Path, path: Path, stamp: int) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _row(line: bytes, place: str, common: dict[str, Any]) -> Entry:
-    row = _fields(line, place, "id", "goal", "problem")
-    name, task_type = row["id"], row["id"].split("-", 1)[0]
-    problem = zlib.compress(row.pop("problem").encode(), 6)
-
-    def load() -> Game:
-        data = {
-            "pddl_domain": common["pddl_domain"],
-            "grammar": with_goal(common["grammar"], row["goal"]),
-            "pddl_problem": zlib.decompress(problem).decode(),
-        }
-        return Game(name, task_type, row["goal"], row["walkthrough"], data)
-
-    return Entry(name, task_type, load)
+def _unpacked(common: dict[str, Any], row: dict[str, Any], problem: bytes) -> Game:
+    data = {
+        "pddl_domain": common["pddl_domain"],
+        "grammar": with_goal(common["grammar"], row["goal"]),
+        "pddl_problem": zlib.decompress(problem).decode(),
+    }
+    task_type = row["id"].split("-", 1)[0]
+    return Game(row["id"], task_type, row["goal"], row["walkthrough"], data)
 
 
 def with_goal(grammar: str, goal: str) -> str:

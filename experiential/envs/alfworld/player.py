@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from experiential.sync import attempted
 Reply = dict[str, Any]
 
 
+@dataclass(eq=False)
 class Player:
     """Play one game at a time, in a worker process which is replaced after ``recycle`` games.
 
@@ -34,24 +36,25 @@ class Player:
     ``in_process`` plays in this process, for debugging: each game leaks some 4.5 MB of memory.
     """
 
-    def __init__(self, recycle: int, timeout: float, in_process: bool, cached: bool) -> None:
-        self._recycle, self._timeout, self._cached = recycle, timeout, cached
-        self._in_process = in_process
-        self._host: GameHost | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-        self._games = 0
-        self._end: weakref.finalize[Any, Any] | None = None
+    recycle: int
+    timeout: float
+    in_process: bool
+    cached: bool
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _host: GameHost | None = field(default=None, init=False)
+    _games: int = field(default=0, init=False)
+    _end: weakref.finalize[Any, Any] | None = field(default=None, init=False)
 
     def start(self, game: dict[str, str]) -> Reply:
         """Load and begin a game, in a new process where the present one has played its share."""
-        if self._in_process:
-            self._host = self._host or GameHost(cached=self._cached)
+        if self.in_process:
+            self._host = self._host or GameHost(cached=self.cached)
             return self.ask("start", game=game)
-        if self.process is not None and self._games >= self._recycle:
+        if self.process is not None and self._games >= self.recycle:
             self.close()
         if self.process is None:
             paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-            cache = [] if self._cached else ["--no-cache"]
+            cache = [] if self.cached else ["--no-cache"]
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "experiential.envs.alfworld.player", *cache],
                 stdin=subprocess.PIPE,
@@ -85,12 +88,12 @@ class Player:
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-            deadline = time.monotonic() + self._timeout
+            deadline = time.monotonic() + self.timeout
             with selectors.DefaultSelector() as ready:
                 ready.register(output, selectors.EVENT_READ)
                 while not line.endswith(b"\n"):
                     if not ready.select(max(0.0, deadline - time.monotonic())):
-                        raise TimeoutError(f"no answer in {self._timeout:g} seconds")
+                        raise TimeoutError(f"no answer in {self.timeout:g} seconds")
                     piece = os.read(output, 1 << 16)
                     if not piece:
                         raise BrokenPipeError("the process ended")

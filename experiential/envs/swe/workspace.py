@@ -50,7 +50,16 @@ class Workshop:
                 if not base.is_dir():
                     self._make_base(task, base)
                 if not (venv / ".ready").is_file():
-                    self._make_venv(task, venv)
+                    shutil.rmtree(venv, ignore_errors=True)
+                    command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
+                    made = subprocess.run(command, capture_output=True, text=True, check=False)
+                    if made.returncode:
+                        said = made.stderr.strip()[-600:]
+                        raise ConfigError(f"Expected `python -m venv` to succeed: {said}")
+                    if task.requirements:
+                        python = str(venv / "bin" / "python")
+                        pip("--python", python, "install", "--quiet", *task.requirements)
+                    (venv / ".ready").touch()
         return base
 
     def open(self, task: Task) -> Workspace:
@@ -106,16 +115,6 @@ class Workshop:
             shutil.copytree(repo / ".git", repo.parent / "git")
             repo.parent.replace(base)
 
-    def _make_venv(self, task: Task, venv: Path) -> None:
-        shutil.rmtree(venv, ignore_errors=True)
-        command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode:
-            raise ConfigError(f"Expected `python -m venv` to succeed: {made.stderr.strip()[-600:]}")
-        if task.requirements:
-            pip("--python", str(venv / "bin" / "python"), "install", "--quiet", *task.requirements)
-        (venv / ".ready").touch()
-
 
 class Workspace:
     """Hold the throw-away work folder of an episode until ``close``.
@@ -131,6 +130,7 @@ class Workspace:
     Attributes:
         repo: the folder that the agent works on.
         place: where its commands run.
+        close: removes the folder, once.
     """
 
     def __init__(self, shop: Workshop, task: Task, base: Path, folder: Path) -> None:
@@ -138,7 +138,7 @@ class Workspace:
         self.repo = folder / "box" / "repo"
         self.place = shop.place(task, folder / "box")
         self._tree = WorkTree(self.repo, base / "git", folder / "found")
-        self._finalizer = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.close = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def patch(self) -> str:
         """Return the change so far as a git diff; empty if the files cannot be read."""
@@ -189,10 +189,6 @@ class Workspace:
         apply(copy.folder / "repo", task.test_patch)
         result = copy.run(shlex.join([*task.test_command, *task.test_files]), limits)
         return frozenset() if result.timed_out else _passed(result)
-
-    def close(self) -> None:
-        """Remove the folder."""
-        self._finalizer()
 
 
 def _passed(result: Result) -> frozenset[str]:
