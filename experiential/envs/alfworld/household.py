@@ -101,37 +101,32 @@ class Household:
 
     def plan(self) -> list[str]:
         """Return commands that win: fetch the object, treat it, bring it."""
+        steps: list[tuple[Item, bool, str]] = []  # where, whether it must be open, command there
+        targets = [thing for thing in self.where if thing.kind == self.target]
+        wanted = targets[: 2 if self.task_type == "pick_two_obj_and_place" else 1]
+        for thing in wanted:
+            place = self.where[thing]
+            steps.append((place, True, f"take {thing.name} from {place.name}"))
+            if self.lamp is not None:
+                steps.append((self.where[self.lamp], False, f"use {self.lamp.name}"))
+                break
+            if self.task_type in STATES:
+                verb, kind, _, _ = STATES[self.task_type]
+                station = item(kind, 1)
+                steps.append((station, False, f"{verb} {thing.name} with {station.name}"))
+            to = next(place for place in self.places if place.kind == self.goal_place)
+            steps.append((to, True, f"move {thing.name} to {to.name}"))
         commands: list[str] = []
         opened: set[Item] = set()
         at: Item | None = None
-
-        def go(place: Item, *, reach: bool = True) -> None:
-            nonlocal at
+        for place, reach, command in steps:
             if at != place:
                 commands.append(f"go to {place.name}")
             at = place
             if reach and place.kind in _OPENABLE and place not in opened:
                 commands.append(f"open {place.name}")
-            if reach:
                 opened.add(place)
-
-        targets = [thing for thing in self.where if thing.kind == self.target]
-        wanted = targets[: 2 if self.task_type == "pick_two_obj_and_place" else 1]
-        for thing in wanted:
-            place = self.where[thing]
-            go(place)
-            commands.append(f"take {thing.name} from {place.name}")
-            if self.lamp is not None:
-                go(self.where[self.lamp], reach=False)
-                return [*commands, f"use {self.lamp.name}"]
-            if self.task_type in STATES:
-                verb, kind, _, _ = STATES[self.task_type]
-                station = item(kind, 1)
-                go(station, reach=False)
-                commands.append(f"{verb} {thing.name} with {station.name}")
-            to = next(place for place in self.places if place.kind == self.goal_place)
-            go(to)
-            commands.append(f"move {thing.name} to {to.name}")
+            commands.append(command)
         return commands
 
     def problem(self) -> str:

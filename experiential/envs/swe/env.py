@@ -123,7 +123,12 @@ class SWEEnv(TextEnv):
         self._left -= 1
         if call is not None and call.tool == "submit":
             try:
-                success = space.passes(self._test_limits)
+                passed = space.passed(self._test_limits)
+                success = all(
+                    # SWE-bench cuts names at their first blank
+                    name in passed or any(one.startswith(f"{name} ") for one in passed)
+                    for name in (*self._task.FAIL_TO_PASS, *self._task.PASS_TO_PASS)
+                )
                 feedback = "The hidden tests pass." if success else "The hidden tests do not pass."
             except GitError:
                 success = False

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from experiential.envs.swe.sandbox import assure_folder
 from experiential.errors import ExperientialError
 
 _SECONDS = 120
@@ -102,55 +98,3 @@ def apply(folder: Path, patch: str, *, undo: bool = False) -> None:
         text = patch if patch.endswith("\n") else f"{patch}\n"
         # A store that does not exist keeps git from looking for a repository here or above.
         git(*words, cwd=folder, text=text, store=folder.parent / ".nowhere")
-
-
-class WorkTree:
-    """Read files that began as the one commit of a repository stored elsewhere, or raise GitError.
-
-    Repositories that were made inside ``folder`` since then are undone before it is read; their
-    files stay.
-
-    Args:
-        folder: the files.
-        store: the repository's data; it is not written to.
-        own: folder for an index and new objects.
-    """
-
-    def __init__(self, folder: Path, store: Path, own: Path) -> None:
-        self.folder, self._own = folder, own
-        self._git = partial(git, "--literal-pathspecs", cwd=folder, store=store, own=own)
-
-    def changes(self) -> tuple[str, tuple[str, ...]]:
-        """Return the difference to the commit as a git diff, and the files that differ."""
-        self._look()
-        plain = "--cached --no-renames --no-ext-diff --no-textconv --no-color".split()
-        words = ("diff", *plain, "HEAD")
-        names = self._git(*words, "--name-only", "-z")
-        return self._git(*words, "--binary"), tuple(name for name in names.split("\0") if name)
-
-    def write(self, target: Path, without: Sequence[str]) -> None:
-        """Write the files into the new folder ``target``, those in ``without`` as committed."""
-        self._look()
-        if without:
-            from_input = ("--pathspec-from-file=-", "--pathspec-file-nul")
-            self._git("reset", "--quiet", *from_input, "HEAD", text="\0".join(without))
-        self._git("checkout-index", "--all", f"--prefix={target}/")
-
-    def _look(self) -> None:
-        """Read all files into a new index."""
-        assure_folder(self.folder)
-        self._own.mkdir(exist_ok=True)
-        # of repositories made inside, git is to read the files and no settings
-        for inside, folders, files in os.walk(self.folder):
-            found = Path(inside) / ".git"
-            if ".git" in folders:
-                folders.remove(".git")
-            if Path(inside) == self.folder:
-                continue
-            if found.is_symlink() or ".git" in files:
-                found.unlink()
-            elif found.is_dir():
-                shutil.rmtree(found, ignore_errors=True)
-        (self._own / "index").unlink(missing_ok=True)
-        self._git("read-tree", "HEAD")
-        self._git("add", "--all")

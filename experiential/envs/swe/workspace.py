@@ -14,11 +14,13 @@ import tarfile
 import tempfile
 import weakref
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from experiential.envs.swe.repository import GitError, WorkTree, apply, commit_all
-from experiential.envs.swe.sandbox import Limits, Place, Result
+from experiential.envs.swe.repository import GitError, apply, commit_all, git
+from experiential.envs.swe.sandbox import Limits, Place, Result, assure_folder
 from experiential.envs.swe.task import Task, touched
 from experiential.errors import ConfigError
 
@@ -119,12 +121,13 @@ class Workshop:
 class Workspace:
     """Hold the throw-away work folder of an episode until ``close``.
 
-    Reading it raises GitError where the files are not in order.
+    Reading it raises GitError where the files are not in order. Repositories that were made inside
+    ``repo`` are undone before it is read; their files stay.
 
     Args:
         shop: made it.
         task: the task of the episode.
-        base: the base tree and its repository.
+        base: the base tree and its repository of one commit, which is not written to.
         folder: the work folder: ``box`` in it is what commands see.
 
     Attributes:
@@ -137,13 +140,16 @@ class Workspace:
         self._shop, self._task, self._folder = shop, task, folder
         self.repo = folder / "box" / "repo"
         self.place = shop.place(task, folder / "box")
-        self._tree = WorkTree(self.repo, base / "git", folder / "found")
+        self._found = folder / "found"  # an index and new objects
+        self._git = partial(
+            git, "--literal-pathspecs", cwd=self.repo, store=base / "git", own=self._found
+        )
         self.close = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def patch(self) -> str:
         """Return the change so far as a git diff; empty if the files cannot be read."""
         try:
-            return self._tree.changes()[0]
+            return self._changes()[0]
         except GitError:
             return ""
 
@@ -152,27 +158,18 @@ class Workspace:
         trial = self._folder / "trial"
         shutil.rmtree(trial, ignore_errors=True)
         try:
-            self._tree.write(trial, ())
+            self._write(trial, ())
             apply(trial, self._task.patch, undo=True)
         except GitError:
             return False
         return True
 
-    def passes(self, limits: Limits) -> bool:
-        """Return whether all deciding tests pass on a fresh copy of the files.
+    def passed(self, limits: Limits) -> frozenset[str]:
+        """Return the names of the deciding tests that pass on a fresh copy of the files.
 
         Files of tests are put back to what they were, then ``test_patch`` is applied, so that what
         was done to them does not count.
         """
-        passed = self.passed(limits)
-        return all(
-            # SWE-bench cuts names at their first blank
-            name in passed or any(one.startswith(f"{name} ") for one in passed)
-            for name in (*self._task.FAIL_TO_PASS, *self._task.PASS_TO_PASS)
-        )
-
-    def passed(self, limits: Limits) -> frozenset[str]:
-        """Return the names of the deciding tests that pass."""
         task, copy = self._task, self._shop.place(self._task, self._folder / "judged")
         shutil.rmtree(copy.folder, ignore_errors=True)
         copy.folder.mkdir()
@@ -181,14 +178,49 @@ class Workspace:
         folders = tuple(f"{folder}/" for file in files if (folder := os.path.dirname(file)))
         above = {str(parent) for file in files for parent in Path(file).parents}
         protected: list[str] = []
-        for name in self._tree.changes()[1]:
+        for name in self._changes()[1]:
             kept = os.path.basename(name) in _ALWAYS_KEPT or name in above or name in files
             if (kept or name.startswith(folders)) and name not in touched(task.patch):
                 protected.append(name)
-        self._tree.write(copy.folder / "repo", protected)
+        self._write(copy.folder / "repo", protected)
         apply(copy.folder / "repo", task.test_patch)
         result = copy.run(shlex.join([*task.test_command, *task.test_files]), limits)
         return frozenset() if result.timed_out else _passed(result)
+
+    def _changes(self) -> tuple[str, tuple[str, ...]]:
+        """Return the difference to the commit as a git diff, and the files that differ."""
+        self._look()
+        plain = "--cached --no-renames --no-ext-diff --no-textconv --no-color".split()
+        words = ("diff", *plain, "HEAD")
+        names = self._git(*words, "--name-only", "-z")
+        return self._git(*words, "--binary"), tuple(name for name in names.split("\0") if name)
+
+    def _write(self, target: Path, without: Sequence[str]) -> None:
+        """Write the files into the new folder ``target``, those in ``without`` as committed."""
+        self._look()
+        if without:
+            from_input = ("--pathspec-from-file=-", "--pathspec-file-nul")
+            self._git("reset", "--quiet", *from_input, "HEAD", text="\0".join(without))
+        self._git("checkout-index", "--all", f"--prefix={target}/")
+
+    def _look(self) -> None:
+        """Read all files into a new index."""
+        assure_folder(self.repo)
+        self._found.mkdir(exist_ok=True)
+        # of repositories made inside, git is to read the files and no settings
+        for inside, folders, files in os.walk(self.repo):
+            found = Path(inside) / ".git"
+            if ".git" in folders:
+                folders.remove(".git")
+            if Path(inside) == self.repo:
+                continue
+            if found.is_symlink() or ".git" in files:
+                found.unlink()
+            elif found.is_dir():
+                shutil.rmtree(found, ignore_errors=True)
+        (self._found / "index").unlink(missing_ok=True)
+        self._git("read-tree", "HEAD")
+        self._git("add", "--all")
 
 
 def _passed(result: Result) -> frozenset[str]:
