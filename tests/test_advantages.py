@@ -131,6 +131,8 @@ def test_equation_5_as_a_whole_equals_its_double_sum() -> None:
 
 def test_batch_advantages_subtract_the_mean_and_keep_the_scale() -> None:
     np.testing.assert_allclose(batch_advantages([1, -1, 0.5, 0.5]), [0.75, -1.25, 0.25, 0.25])
+    # Adding these one by one ends beside 8 r; numpy's pairwise sum is exact here.
+    assert not batch_advantages([0.7] * 8).any()
 
 
 def test_equation_7_by_hand() -> None:

@@ -63,6 +63,15 @@ def test_an_estimator_from_outside_is_found_by_module_and_attribute() -> None:
     np.testing.assert_allclose(found, [3, -1, -1, -1, 0.5, -0.5, 0, 0], rtol=1e-6)
 
 
+def test_an_estimator_may_unpack_the_five_documented_fields() -> None:
+    def less_the_mean(cells: Cells) -> npt.NDArray[np.float64]:
+        rewards, _, _, mean, _ = cells
+        return rewards - mean
+
+    found = cell_advantages([1.0, 0.0], [0, 0], [False] * 2, estimator=less_the_mean)
+    np.testing.assert_array_equal(found, [0.5, -0.5])
+
+
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 3)), min_size=1, max_size=30

@@ -67,6 +67,8 @@ def test_the_guard_pauses_far_below_the_best_and_is_remembered() -> None:
         False,
         True,
     ]
+    first = CollapseGuard(margin=0.0, memory=0.9)
+    assert first.allows(5 / 6) and first.mean == 5 / 6, "the first step's rate, not rounded"
     again = CollapseGuard(margin=0.2, memory=0.0, mean=guard.mean, best=guard.best)
     assert not again.allows(0.65)
 

@@ -234,6 +234,11 @@ def test_a_policy_without_entropies_says_which_runtime_has_them() -> None:
         asyncio.run(made[0].entropies([]))
 
 
+def test_a_policy_that_does_not_say_how_generation_gets_its_weights_is_refused() -> None:
+    contract = {"generate", "train", "score", "sync", "save", "load"}
+    assert contract == PolicyRuntime.__abstractmethods__
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -> None:
     run(tmp_path, "grpo", "run.steps=1", "eval.before=false", "eval.after=false")
     (manifest,) = (tmp_path / "run" / "checkpoints").glob("*/manifest.json")

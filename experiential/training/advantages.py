@@ -28,7 +28,6 @@ class Cells(NamedTuple):
         size: members of the trajectory's cell, K, int64.
         mean: mean reward of its cell.
         std: population standard deviation of the rewards of its cell.
-        centred: each reward minus the mean of its cell.
     """
 
     rewards: npt.NDArray[np.float64]
@@ -36,7 +35,11 @@ class Cells(NamedTuple):
     size: npt.NDArray[np.int64]
     mean: npt.NDArray[np.float64]
     std: npt.NDArray[np.float64]
-    centred: npt.NDArray[np.float64]
+
+    @property
+    def centred(self) -> npt.NDArray[np.float64]:
+        """Return each reward minus the mean of its cell."""
+        return self.rewards - self.mean
 
 
 Estimator = Callable[[Cells], npt.NDArray[Any]]
@@ -85,18 +88,15 @@ def cell_advantages(
     """
     if isinstance(estimator, str):
         estimator = resolve("estimators", estimator, ESTIMATORS)
-    values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1 or not np.isfinite(values).all():
-        raise ValueError(f"Expected finite rewards of shape (n,), got {values!r}")
+    values = _rewards(rewards)
     if not len(values):
         return np.zeros(0, np.float32)
     cell, count = _cells(len(values), group, guided)
     size = np.bincount(cell, minlength=count)
     mean = (np.bincount(cell, values, count) / size)[cell]
-    centred = values - mean
-    std = np.sqrt(np.bincount(cell, centred**2, count) / size)[cell]
+    std = np.sqrt(np.bincount(cell, (values - mean) ** 2, count) / size)[cell]
     with np.errstate(divide="ignore", invalid="ignore"):
-        advantages = estimator(Cells(values, cell, size[cell], mean, std, centred))
+        advantages = estimator(Cells(values, cell, size[cell], mean, std))
     informative = (std > eps) & (size[cell] > 1)
     return np.where(informative, advantages, 0.0).astype(np.float32)
 
@@ -166,8 +166,8 @@ def batch_advantages(rewards: npt.ArrayLike) -> Floats:
     Raises:
         ValueError: not one-dimensional, or a reward is not finite.
     """
-    one_cell = np.zeros(np.shape(rewards)[:1], dtype=bool)
-    return cell_advantages(rewards, one_cell, one_cell, estimator="dr_grpo", eps=0.0)
+    values = _rewards(rewards)
+    return (values - (values.mean() if len(values) else 0.0)).astype(np.float32)
 
 
 def training_count_weights(
@@ -242,6 +242,13 @@ def relative_rewards(
     means = {name: sum(outcomes) / len(outcomes) for name, outcomes in free.items()}
     base = np.array([means.get(name, math.nan) for name in group], dtype=np.float64)
     return np.where(condition, values - base, math.nan)
+
+
+def _rewards(rewards: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise ValueError(f"Expected finite rewards of shape (n,), got {values!r}")
+    return values
 
 
 def _cells(

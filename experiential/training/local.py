@@ -144,6 +144,10 @@ class LocalRuntime(PolicyRuntime):
         """Keep the executor for rollouts inside the block."""
         return self.llm.executor.foreground()
 
+    async def sync(self) -> int:
+        """Return the version: generation uses the trained weights already."""
+        return self.version
+
     async def save(self, folder: Path) -> None:
         """Write trainable weights, optimiser state and version."""
         folder = Path(folder)

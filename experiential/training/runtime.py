@@ -153,9 +153,9 @@ class PolicyRuntime(LLM):
         name = type(self).__name__
         raise ConfigError(f"Expected a runtime that gives entropies, got {name}; use runtime=local")
 
+    @abstractmethod
     async def sync(self) -> int:
-        """Make generation use the trained weights, if it has others; return their version."""
-        return self.version
+        """Make generation use the trained weights; return the version that it uses now."""
 
     @abstractmethod
     async def save(self, folder: Path) -> None:
@@ -182,14 +182,19 @@ class Runtime(Protocol):
 
     A runtime's name resolves to a callable, which takes the experiment and, optionally, existing
     policies; the caller closes those.
-
-    Attributes:
-        actor: the policy that plays.
-        extractor: the policy that distils; the actor itself where they share their weights.
     """
 
-    actor: PolicyRuntime
-    extractor: PolicyRuntime
+    # Properties, so that a type checker accepts attributes of a subclass and read-only ones.
+
+    @property
+    def actor(self) -> PolicyRuntime:
+        """Return the policy that plays."""
+        ...
+
+    @property
+    def extractor(self) -> PolicyRuntime:
+        """Return the policy that distils; the actor itself where they share their weights."""
+        ...
 
     def open_bank(self, folder: Path) -> ForkableBank:
         """Open the run's bank for writing; the caller closes it before the runtime."""

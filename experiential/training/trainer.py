@@ -85,7 +85,6 @@ class Trainer:
         self._bank: ForkableBank | None = None
         self._manager: ExperienceManager | None = None
         self._track: ExtractorTrack | None = None
-        self._upkeep: set[asyncio.Task[Any]] = set()  # merging, deduplicating and pruning
 
     def run(self) -> dict[str, Any]:
         """Train and evaluate; return the summary.
@@ -179,6 +178,7 @@ class Trainer:
         self._methods = build_methods(run)
         self._rollout.critic = self._reviewer()
         # Closed before the parts they use: rollouts ahead, bank upkeep, the extractor's update.
+        self._upkeep: set[asyncio.Task[Any]] = set()  # merging, deduplicating and pruning
         stack.push_async_callback(cancel_tasks, self._upkeep)
         if self._track is not None:
             stack.push_async_callback(self._track.close)

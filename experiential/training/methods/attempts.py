@@ -69,10 +69,10 @@ class Attempts:
     async def play(self, jobs: Sequence[Job]) -> list[Episode]:
         """Play first attempts in the order of their jobs, then second ones as `SecondAttempt`."""
         firsts = await self.rollout.play(jobs)
-        failed = [
+        failed = [  # line 11 of algorithm 2: r1 < tau
             (job, e)
             for job, e in zip(jobs, firsts, strict=True)
-            if e.trajectory.error is None and e.trajectory.reward < self.threshold  # line 11
+            if e.trajectory.error is None and e.trajectory.reward < self.threshold
         ]
         reflections = await asyncio.gather(*(self._reflect(job, e.trajectory) for job, e in failed))
         again = [  # same task, same condition, other draws

@@ -95,8 +95,10 @@ class CollapseGuard:
         None stands for a step without free members.
         """
         if success is not None:
-            before = success if self.mean is None else self.mean
-            self.mean = self.memory * before + (1 - self.memory) * success
+            if self.mean is None:
+                self.mean = success
+            else:
+                self.mean = self.memory * self.mean + (1 - self.memory) * success
             self.best = max(self.best, self.mean)
         return self.mean is None or self.mean >= self.best - self.margin
 
