@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from pydantic import Field, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from experiential.config import BankSettings, RetrievalSettings
 from experiential.errors import ConfigError
@@ -15,31 +22,21 @@ from experiential.plugins import did_you_mean
 class RetrievalOptions(RetrievalSettings):
     """Everything that decides how queries become hits."""
 
-    recency: int = Field(
-        default=8, ge=0, description="window of the recency penalty, in retrievals; 0 turns it off"
-    )
-    hybrid: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description=(
-            "weight of the words that query and entry share, beside their cosine; an entry then"
-            " passes the floor by its share of words too"
-        ),
-    )
-    exploration: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="temperature of the draw over eq. 6 scores; 0 takes the best",
-    )
-    batch_size: int = Field(default=16, gt=0, description="B: queries per micro-batch")
-    batch_wait: float = Field(default=0.001, ge=0.0, description="t_max, in seconds")
-    workers: int = Field(default=4, gt=0, description="W: search workers")
-    timeout: float = Field(
-        default=30.0,
-        gt=0.0,
-        description="seconds after which a search fails; an episode then goes on without advice",
-    )
+    recency: NonNegativeInt = 8
+    """window of the recency penalty, in retrievals; 0 turns it off"""
+    hybrid: float = Field(default=0.0, ge=0.0, le=1.0)
+    """weight of the words that query and entry share, beside their cosine; an entry then passes the
+    floor by its share of words too"""
+    exploration: NonNegativeFloat = 0.0
+    """temperature of the draw over eq. 6 scores; 0 takes the best"""
+    batch_size: PositiveInt = 16
+    """B: queries per micro-batch"""
+    batch_wait: NonNegativeFloat = 0.001
+    """t_max, in seconds"""
+    workers: PositiveInt = 4
+    """W: search workers"""
+    timeout: PositiveFloat = 30.0
+    """seconds after which a search fails; an episode then goes on without advice"""
 
 
 class ManagerOptions(BankSettings):
@@ -49,43 +46,28 @@ class ManagerOptions(BankSettings):
     retrieval: RetrievalOptions = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default_factory=RetrievalOptions
     )
-    merge_chunk: int = Field(default=5, gt=1, description="entries merged in one request")
-    queue_size: int = Field(
-        default=1024, gt=0, description="distillation requests accepted before submit waits"
-    )
-    distill_workers: int = Field(default=64, gt=0, description="distillations at a time")
-    distill_timeout: float = Field(default=120.0, gt=0.0, description="seconds a request may take")
-    retries: int = Field(default=2, ge=0, description="of a distillation that failed")
-    cap: int = Field(
-        default=0,
-        ge=0,
-        description="entries above which some are evicted after distillation; 0 never evicts",
-    )
-    eviction: Literal["lru", "fifo", "random", "utility"] = Field(
-        default="utility",
-        description="entry to evict: least recently used, oldest, any, or lowest Laplace score",
-    )
-    dedupe_threshold: float = Field(
-        default=0.85,
-        gt=0.0,
-        le=1.0,
-        description="cosine of two texts above which the extractor is asked whether they are one",
-    )
-    dedupe_across_tasks: bool = Field(
-        default=False, description="compare entries of different tasks, too, when deduplicating"
-    )
-    prune_below: float = Field(
-        default=0.3,
-        gt=0.0,
-        lt=1.0,
-        description="Laplace score (s + 1) / (u + 2) below which an entry is pruned",
-    )
-    provisional_share: float = Field(
-        default=0.5,
-        ge=0.0,
-        le=1.0,
-        description="share of the guided episodes that may see entries not trusted yet",
-    )
+    merge_chunk: int = Field(default=5, gt=1)
+    """entries merged in one request"""
+    queue_size: PositiveInt = 1024
+    """distillation requests accepted before submit waits"""
+    distill_workers: PositiveInt = 64
+    """distillations at a time"""
+    distill_timeout: PositiveFloat = 120.0
+    """seconds a request may take"""
+    retries: NonNegativeInt = 2
+    """of a distillation that failed"""
+    cap: NonNegativeInt = 0
+    """entries above which some are evicted after distillation; 0 never evicts"""
+    eviction: Literal["lru", "fifo", "random", "utility"] = "utility"
+    """entry to evict: least recently used, oldest, any, or lowest Laplace score"""
+    dedupe_threshold: float = Field(default=0.85, gt=0.0, le=1.0)
+    """cosine of two texts above which the extractor is asked whether they are one"""
+    dedupe_across_tasks: bool = False
+    """compare entries of different tasks, too, when deduplicating"""
+    prune_below: float = Field(default=0.3, gt=0.0, lt=1.0)
+    """Laplace score (s + 1) / (u + 2) below which an entry is pruned"""
+    provisional_share: float = Field(default=0.5, ge=0.0, le=1.0)
+    """share of the guided episodes that may see entries not trusted yet"""
 
 
 def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
