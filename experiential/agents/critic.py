@@ -66,12 +66,9 @@ class CriticAgent:
         self._asker = Asker(llm, sampling, seed)
 
     async def ajudge(self, task: str, entry: EntryLike, success_rate: float) -> Critique:
-        """Return the verdict on an entry.
+        """Return the verdict on an entry retrieved for a task.
 
-        Args:
-            task: the task at hand.
-            entry: the entry retrieved for it.
-            success_rate: of the actor at this task so far, in [0, 1].
+        ``success_rate`` is the actor's at this task so far, in [0, 1].
         """
         asked = self.prompts.critic_messages(task, entry, success_rate)
         answer = THINKING.sub("", (await self._asker.ask(asked, choices=VERDICTS)).text)

@@ -118,8 +118,7 @@ class Retry:
     (True, 1)
 
     Args:
-        prompts: see `Reflector`.
-        max_chars: see `Reflector`.
+        prompts, max_chars: see `Reflector`.
 
     Raises:
         ValueError: the prompt set does not exist, or the number is not positive.
@@ -146,11 +145,8 @@ def read_reflection(text: str, *, cut: bool = False) -> tuple[str | None, str | 
 
     It stands in the last ``<reflection>``, whose closing tag may be missing unless the answer was
     cut; the bundled tiny model, which does not know that tag, says it in the text of its first
-    ``add`` or ``update``. The text is cleaned as the bank cleans what it keeps.
-
-    Args:
-        text: the whole response.
-        cut: whether the response ended for want of tokens.
+    ``add`` or ``update``. The text is cleaned as the bank cleans what it keeps. ``cut`` says that
+    the response ended for want of tokens.
 
     Returns:
         the text and None, or None and an `Unread` or the reason why an operation was refused.

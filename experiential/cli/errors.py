@@ -32,11 +32,7 @@ def exit_code(action: Callable[[], object], interrupted: str = "interrupted") ->
     """Run ``action`` and return its number, else 0, or the exit code of its error.
 
     Errors raised on purpose become one line on stderr; anything else is a bug and keeps its
-    traceback (exit code 1).
-
-    Args:
-        action: does the work.
-        interrupted: what is said where the user stops it.
+    traceback (exit code 1). ``interrupted`` is said where the user stops it.
     """
     try:
         code = action()

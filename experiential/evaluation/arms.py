@@ -280,10 +280,7 @@ def token_count(tokenizer: Any | None) -> Callable[[str], int]:
 def filler(wanted: int, count: Callable[[str], int], seed: str = "") -> str:
     """Return text without content that counts ``wanted``, or as near to it as can be had.
 
-    Args:
-        wanted: the length to reach.
-        count: length of an entry with a text in it; grows with every word of the text.
-        seed: of the draw among `WORDS`.
+    ``count`` gives the length of an entry with a text in it, which grows with every word.
 
     >>> len(filler(4, lambda text: len(text.split()), seed="a").split())
     4

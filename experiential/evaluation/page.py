@@ -55,13 +55,7 @@ def show_costs(cost: PerSuccess | None) -> list[str]:
 
 
 def write_page(card: Card, path: Path, picture: Path | None) -> Path:
-    """Write the report of a card.
-
-    Args:
-        card: findings of the comparison.
-        path: of the page.
-        picture: a PNG to embed; without it the page says how to get one.
-    """
+    """Write the report of a card; a PNG is embedded, or the page says how to get one."""
     lines = [f"<title>Comparison</title><style>{_STYLE}</style><h1>Comparison</h1>"]
     versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
     changed = f" Settings changed for the evaluation: {' '.join(card.overrides)}."

@@ -120,13 +120,10 @@ class VisitEvaluator:
     async def play(
         self, arm: Arm, step: int, bank: ForkableBank | None = None, scratch: Path | None = None
     ) -> Visits:
-        """Play one arm.
+        """Play one arm; ``step`` is the training step, for the record.
 
-        Args:
-            arm: which one.
-            step: training step, for the record.
-            bank: the bank as trained, which is only read; None for ``off``.
-            scratch: a folder without a bank for the arm's copy of it; None for ``off``.
+        ``bank`` is the bank as trained, which is only read, and ``scratch`` a folder without a bank
+        for the arm's copy of it; both are None for ``off``.
 
         Raises:
             ExperientialError: the environment failed every episode of a visit.

@@ -28,12 +28,8 @@ def reinforced_samples(episodes: Sequence[Episode], settings: ActorSettings) -> 
     because it could not be read. So first attempts, which alone are on-policy with respect to what
     is deployed, are compared with first attempts only. A cell of one, or one whose rewards are all
     equal, teaches nothing. A second attempt that failed for a technical reason gives its reflection
-    no reward, and no sample.
-
-    Args:
-        episodes: the result of `Attempts.play`, first attempts too: each sample weighs as much as
-            the first attempt that it belongs to.
-        settings: how advantages are made and aggregated.
+    no reward, and no sample. ``episodes`` has the first attempts too: each sample weighs as much as
+    the first attempt that it belongs to.
     """
     firsts, seconds = split_attempts(episodes)
     whole = len(trainable(firsts))
@@ -64,14 +60,9 @@ async def internalised_samples(
     """Distil successes with a reflection (r2 > 0) into the policy without it: line 24.
 
     ``sft`` imitates second attempts after prompts without the reflection, L_distill = -log pi(y2 |
-    x); ``reverse_kl`` is appendix A's.
-
-    Args:
-        episodes: the result of `Attempts.play`.
-        settings: which of the two, and its weight.
-        agent: an agent with the settings of the one that played, to rebuild prompts; its
-            conversation is replaced.
-        policy: asked for the teacher's log-probabilities, with ``reverse_kl`` alone.
+    x); ``reverse_kl`` is appendix A's, for which ``policy`` gives the teacher's log-probabilities.
+    ``agent`` has the settings of the one that played, to rebuild prompts; its conversation is
+    replaced.
     """
     firsts, seconds = split_attempts(episodes)
     better = [e for e in seconds if trainable([e]) and e.trajectory.reward > 0]

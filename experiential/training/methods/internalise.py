@@ -21,13 +21,10 @@ from experiential.types import Condition, Generation
 def without_help(episode: Episode, actor: ActorAgent) -> list[Generation]:
     """Return the responses of an episode, after prompts without advice and bank calls.
 
-    Responses that did not step the environment are left out. Prompts are rebuilt as token ids by
-    ``actor``, from the environment's own observations; the responses keep the ids that were
-    sampled, and they alone are trained on.
-
-    Args:
-        episode: a finished episode.
-        actor: an agent with the settings of the one that played; its conversation is replaced.
+    Responses that did not step the environment are left out. Prompts are rebuilt as token ids from
+    the environment's own observations by ``actor``, which has the settings of the one that played;
+    its conversation is replaced. The responses keep the ids that were sampled, and they alone are
+    trained on.
 
     Raises:
         ValueError: the episode does not have one response per turn.
