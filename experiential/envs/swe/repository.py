@@ -34,7 +34,7 @@ class GitError(ExperientialError):
 def git(
     *words: str, cwd: Path, text: str = "", store: Path | None = None, own: Path | None = None
 ) -> str:
-    """Run git and return its output.
+    """Run git and return its output; GitError where it fails or takes too long.
 
     Args:
         words: of the command.
@@ -42,9 +42,6 @@ def git(
         text: its standard input.
         store: the repository's data, where ``cwd`` is the work tree; by default the ``.git`` in it.
         own: folder for an index and new objects; by default they are the store's.
-
-    Raises:
-        GitError: it failed, or took too long.
     """
     settings = [word for name, value in _PLAIN.items() for word in ("-c", f"{name}={value}")]
     placed = [f"--git-dir={store}", f"--work-tree={cwd}"] if store else []
@@ -88,11 +85,7 @@ def commit_all(folder: Path) -> None:
 
 
 def apply(folder: Path, patch: str, *, undo: bool = False) -> None:
-    """Apply a diff to the files of ``folder``, or undo it.
-
-    Raises:
-        GitError: it does not fit.
-    """
+    """Apply a diff to the files of ``folder``, or undo it; GitError where it does not fit."""
     if patch.strip():
         words = ["apply", "--whitespace=nowarn", *(["--reverse"] if undo else []), "-"]
         text = patch if patch.endswith("\n") else f"{patch}\n"

@@ -41,8 +41,7 @@ class Workshop:
     def prepare(self, task: Task) -> Path:
         """Make the missing base tree and virtual environment of ``task``; return the base's folder.
 
-        Raises:
-            ConfigError: a source or a package cannot be had, or the patches do not fit the source.
+        ConfigError where a source or package cannot be had, or the patches do not fit the source.
         """
         base, venv = self.cache / "bases" / task.key, self.cache / "venvs" / task.key
         if not (base.is_dir() and (venv / ".ready").is_file()):
@@ -101,9 +100,22 @@ class Workshop:
         archive = archive_of(task, self.sources, self.tasks_file, self.cache / "archives")
         patches = (task.patch, task.test_patch)
         with tempfile.TemporaryDirectory(dir=base.parent) as fresh:
-            repo = Path(fresh) / "made" / "repo"
-            repo.parent.mkdir()
-            unpack(archive, repo)
+            unpacked, repo = Path(fresh, "unpacked"), Path(fresh, "made", "repo")
+            unpacked.mkdir()
+            try:
+                if archive.name.endswith(".zip"):
+                    with zipfile.ZipFile(archive) as packed:
+                        packed.extractall(unpacked)
+                else:
+                    with tarfile.open(archive) as packed:
+                        packed.extractall(unpacked, filter="data")
+            except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
+                raise ConfigError(
+                    f"Expected a source archive ({', '.join(_ENDINGS)}), got {archive}: {error}"
+                ) from error
+            inside = list(unpacked.iterdir())
+            top = inside[0] if len(inside) == 1 and inside[0].is_dir() else unpacked
+            shutil.copytree(top, repo, symlinks=True, ignore=shutil.ignore_patterns(".git"))
             try:  # bring the bug back in a mended archive, and check that both patches fit
                 for patch in patches:
                     apply(repo, patch, undo=task.solved)
@@ -257,10 +269,8 @@ def pip(*words: str) -> None:
 def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -> Path:
     """Return the archive that holds the source of ``task``.
 
-    It lies in ``sources`` or beside ``tasks_file``, or pip fetches it into ``kept``.
-
-    Raises:
-        ConfigError: it is missing, cannot be fetched, or has another digest than the task names.
+    It lies in ``sources`` or beside ``tasks_file``, or pip fetches it into ``kept``. ConfigError
+    where it is missing, cannot be fetched, or has another digest than the task names.
     """
     if task.source.startswith("pip:"):
         requirement = task.source.removeprefix("pip:")
@@ -277,8 +287,8 @@ def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -
         stems = (task.instance_id, f"{task.repo.replace('/', '__')}-{task.base_commit}")
         names = [task.source] if task.source else [f"{s}{end}" for s in stems for end in _ENDINGS]
         paths = (folder / name for folder in folders for name in names)
-        found = next((path for path in paths if path.is_file()), None)
-        if found is None:
+        archive = next((path for path in paths if path.is_file()), None)
+        if archive is None:
             wanted = task.source or f"{stems[0]}.tar.gz or {stems[1]}.tar.gz"
             places = " or ".join(str(folder) for folder in folders)
             raise ConfigError(
@@ -286,7 +296,6 @@ def archive_of(task: Task, sources: Path | None, tasks_file: Path, kept: Path) -
                 f" file; make it with: git archive --prefix=src/ -o {stems[0]}.tar.gz"
                 f" {task.base_commit or 'COMMIT'}"
             )
-        archive = found
     if task.sha256 and (got := hashlib.sha256(archive.read_bytes()).hexdigest()) != task.sha256:
         raise ConfigError(
             f"Expected {archive} with the SHA-256 {task.sha256} for {task.instance_id}, got {got};"
@@ -299,26 +308,3 @@ def archives_in(folder: Path) -> list[Path]:
     """Return the archives in a folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in paths if path.name.endswith(_ENDINGS))
-
-
-def unpack(archive: Path, target: Path) -> None:
-    """Unpack an archive into the new folder ``target``, without its one top folder.
-
-    Raises:
-        ConfigError: it is no archive, or a file in it would lie elsewhere.
-    """
-    with tempfile.TemporaryDirectory(dir=target.parent) as fresh:
-        try:
-            if archive.name.endswith(".zip"):
-                with zipfile.ZipFile(archive) as packed:
-                    packed.extractall(fresh)
-            else:
-                with tarfile.open(archive) as packed:
-                    packed.extractall(fresh, filter="data")
-        except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
-            raise ConfigError(
-                f"Expected a source archive ({', '.join(_ENDINGS)}), got {archive}: {error}"
-            ) from error
-        inside = list(Path(fresh).iterdir())
-        top = inside[0] if len(inside) == 1 and inside[0].is_dir() else Path(fresh)
-        shutil.copytree(top, target, symlinks=True, ignore=shutil.ignore_patterns(".git"))

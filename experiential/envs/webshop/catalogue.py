@@ -7,7 +7,6 @@ import lzma
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,16 +35,12 @@ class Product:
     description: str
     bullets: tuple[str, ...]  # features, one a text
     prices: tuple[float, ...]  # one price, or the bounds of a range; in dollars
+    price_tag: str  # they as the shop shows them
     options: tuple[tuple[str, tuple[str, ...]], ...]  # names and values to choose, in lower case
     attributes: tuple[str, ...]  # properties beside its text; never shown
     rating: str
     wish: str | None  # words of the instruction without options and price; None if nobody asks
     wished: tuple[str, ...]  # the attributes which that instruction asks for
-
-    @cached_property
-    def price_tag(self) -> str:
-        """Return the price, or its range, as the shop shows it."""
-        return " to ".join(f"${price}" for price in self.prices)
 
     @property
     def indexed(self) -> str:
@@ -105,8 +100,7 @@ def read_products(folder: str | Path) -> list[Product]:
             or has a wrong one, or something is asked of a product that is not there; file and field
             are named.
     """
-    rows: list[Any] = []
-    files: list[str] = []
+    files: list[Path] = []
     for name in (PRODUCTS, INSTRUCTIONS):
         paths = [Path(folder).expanduser() / f"{name}{end}" for end in ("", ".xz")]
         found = next((path for path in paths if path.is_file()), None)
@@ -115,15 +109,17 @@ def read_products(folder: str | Path) -> list[Product]:
                 f"Expected {name} (or {name}.xz) in {paths[0].parent}, got no such file; WebShop's"
                 " repository tells where to download its small data set"
             )
+        files.append(found)
+    rows: list[Any] = []
+    for file in files:
         try:
-            raw = found.read_bytes()
-            rows.append(json.loads(lzma.decompress(raw) if found.suffix == ".xz" else raw))
+            raw = file.read_bytes()
+            rows.append(json.loads(lzma.decompress(raw) if file.suffix == ".xz" else raw))
         except (OSError, EOFError, lzma.LZMAError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"Expected JSON in {found}, got a file that cannot be read: {error}"
+                f"Expected JSON in {file}, got a file that cannot be read: {error}"
             ) from error
-        files.append(str(found))
-    return make_products(*rows, *files)
+    return make_products(*rows, *map(str, files))
 
 
 def make_products(rows: Any, asked: Any, source: str, asking: str) -> list[Product]:
@@ -169,6 +165,7 @@ def _product(row: _Row, wish: _Asked) -> Product:
         if choices is not None:
             options.append((name.lower(), texts))
     bullets = row.small_description
+    prices = tuple(float(one.replace(",", "")) for one in _PRICE.findall(row.pricing)[:2])
     return Product(
         asin=row.asin,
         title=row.name,
@@ -177,7 +174,8 @@ def _product(row: _Row, wish: _Asked) -> Product:
         path=tuple(level.strip() for level in row.product_category.split("\u203a")),
         description=row.full_description,
         bullets=tuple(bullets) if isinstance(bullets, list) else (bullets,),
-        prices=tuple(float(one.replace(",", "")) for one in _PRICE.findall(row.pricing)[:2]),
+        prices=prices,
+        price_tag=" to ".join(f"${price}" for price in prices),
         options=tuple(options),
         attributes=tuple(wish.attributes),
         rating=str(row.average_rating or "N.A."),

@@ -26,6 +26,10 @@ FIXED = frozenset((BACK, PREVIOUS, NEXT, BUY, *DETAILS))
 _LONG = 4000  # characters of a description, or of all features, that are shown
 
 Kind = Literal["search", "results", "item", "detail"]
+_CLICK = "Reply: click[text], where text is one that stands in brackets above."
+_RULES: dict[Kind, str] = {
+    "search": "Reply: search[words].", "results": _CLICK, "item": _CLICK, "detail": _CLICK,
+}  # fmt: skip
 LONGEST = 100_000  # characters of an action that are read; a longer one is invalid
 PRESETS: dict[str, dict[str, Any]] = {"complementary": {"binary": True}}
 """Settings of papers: Complementary RL, C.1."""
@@ -153,7 +157,7 @@ class WebShopEnv(TextEnv):
         over = self._left == 0
         if call is None:
             complaint = "That cannot be done here."
-            info = self._info(f"{complaint} {self._rules()}", invalid=True)
+            info = self._info(f"{complaint} {_RULES[self._visit.kind]}", invalid=True)
             return f"{complaint}\n{self._page()}", 0.0, False, over, info
         self._follow(call)
         return self._page(), 0.0, False, over, self._info("")
@@ -218,13 +222,9 @@ class WebShopEnv(TextEnv):
 
     def _page(self) -> str:
         page = self._visit.page_text(self._shop.products)
-        tail = f"Turns left: {self._left}. {self._rules()}" if self._left else "No turns are left."
+        rules = f"Turns left: {self._left}. {_RULES[self._visit.kind]}"
+        tail = rules if self._left else "No turns are left."
         return f"WebShop\nInstruction: {self.task}\n{page}\n{tail}"
-
-    def _rules(self) -> str:
-        if self._visit.kind == "search":
-            return "Reply: search[words]."
-        return "Reply: click[text], where text is one that stands in brackets above."
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         # Clicks of this page; on the search page a search for the words of the instruction.
