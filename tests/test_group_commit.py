@@ -251,6 +251,13 @@ def test_the_same_trajectory_submitted_twice_in_one_group_is_recorded_once(bank)
     assert len(bank.commits()) == 1 and bank.queue.waiting() == ["t"]
 
 
+def test_a_trajectory_submitted_again_writes_nothing_to_the_disk(bank):
+    ended, log = Trajectory(id="t", task="t"), bank.path / "journal.sqlite-wal"
+    assert bank.submit(ended)
+    size = log.stat().st_size
+    assert not bank.submit(ended) and log.stat().st_size == size
+
+
 def test_each_keyed_write_of_a_group_gets_its_own_receipt_and_a_failing_one_none(bank):
     def keyed(key, write):
         def call():

@@ -137,7 +137,7 @@ class RemoteEmbedder(TextEmbedder):
         return np.asarray(self._bank.send("embed", texts=list(texts)), dtype=np.float32)
 
 
-@dataclass
+@dataclass(eq=False)
 class RemoteQueue(Queue):
     """Read and update the distillation queue of a bank behind a server."""
 
@@ -151,7 +151,7 @@ class RemoteQueue(Queue):
     requeue = _sends(Queue.requeue, "queue_requeue")
 
 
-@dataclass
+@dataclass(eq=False)
 class RemoteBook(TrustBook):
     """Know the trusted entry versions of a bank behind a server."""
 

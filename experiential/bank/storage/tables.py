@@ -232,9 +232,11 @@ class DistillationQueue:
 
     def put(self, id: str) -> bool:
         """Queue a trajectory; return False if it was queued before."""
+        if self.state(id) is not None:  # an insert that does nothing still writes to the disk
+            return False
         statement = "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')"
-        statement += " ON CONFLICT DO NOTHING"
-        return self._journal.run(statement, self._namespace, id).rowcount > 0
+        self._journal.run(statement, self._namespace, id)
+        return True
 
     def state(self, id: str) -> str | None:
         """Return "queued", "done", "dead", or None for an unknown item."""
