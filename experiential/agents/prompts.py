@@ -101,10 +101,8 @@ class PromptSet:
     ) -> str:
         """Return the actor's system message, which explains no format if ``constrained``.
 
-        Args:
-            instruction: description by the environment's author; trusted text, unused in ``brief``.
-            experience: a block made by `experience_block`, or None.
-            constrained: the reply is restricted to the admissible actions.
+        ``instruction`` is the description by the environment's author: trusted text, unused in
+        ``brief``. ``experience`` is a block made by `experience_block`.
         """
         given = f"{instruction.strip()}\n\n" if instruction.strip() else ""
         text = self.texts["actor_choice" if constrained else "actor_system"](instruction=given)

@@ -90,12 +90,9 @@ class Reflector:
     async def areflect(
         self, trajectory: Trajectory, memory: Sequence[EntryLike] = (), *, seed: int | None = None
     ) -> Reflection:
-        """Return guidance for another attempt at the task of ``trajectory``.
+        """Return guidance for another attempt at the task of ``trajectory``, which failed.
 
-        Args:
-            trajectory: the attempt that failed.
-            memory: reflections that led to success before.
-            seed: of this one request, in place of the agent's.
+        ``memory`` are reflections that led to success before; ``seed`` is of this one request.
         """
         messages = self.prompts.reflect_messages(trajectory, memory, budget=self.max_chars)
         generation = await self._asker.ask(messages, **({} if seed is None else {"seed": seed}))

@@ -71,11 +71,9 @@ class ManagerOptions(BankSettings):
 
 
 def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
-    """Return the checked options of an ``ExperienceManager``.
+    """Return the checked options of an ``ExperienceManager``, given the fields of `ManagerOptions`.
 
-    Args:
-        given: fields of `ManagerOptions`; those under ``options`` join the others, which is how
-            ``bank.options`` of a run arrives here.
+    Those under ``options`` join the others, which is how ``bank.options`` of a run arrives here.
 
     Raises:
         ConfigError: an option is unknown or out of its range.

@@ -18,11 +18,7 @@ def shortest_path(
 ) -> list[M] | None:
     """Return the moves of a shortest path to a state where ``done``, or None beyond ``limit``.
 
-    Args:
-        start: a state.
-        neighbours: moves in a state and the state after each; called once for a state.
-        done: tests a state.
-        limit: most moves; None for any number.
+    ``neighbours`` gives the moves in a state and the state after each; it is called once for each.
     """
     parents: dict[S, tuple[S, M] | None] = {start: None}
     frontier = deque([(start, 0)])

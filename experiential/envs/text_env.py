@@ -223,15 +223,10 @@ class TextEnv(gym.Env[str, str], ABC):
         admissible: Iterable[str] | None = None,
         instance: str = "",
     ) -> Info:
-        """Return the info of a reset or step.
+        """Return the info of a reset or step; actions that cannot be listed are left out of it.
 
-        Args:
-            name: the task's id, the same for a world whatever the seed.
-            feedback: a comment on the action.
-            success: whether the episode is won.
-            invalid: whether the text was no action.
-            admissible: actions that are acceptable now; None if they cannot be listed.
-            instance: id of this very game; by default the task's.
+        ``name`` is the id of the task, the same for a world whatever the seed, and ``instance``
+        that of this very game, by default the task's.
         """
         info = {
             "task": self.task,

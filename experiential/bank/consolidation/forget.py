@@ -25,14 +25,9 @@ def prunable(
     uplift_below: float | None,
     min_uses: int,
 ) -> list[Experience]:
-    """Return the entries to prune; the bounds are those of ``Bank.prune``.
+    """Return those of the live entries to prune; the bounds are those of ``Bank.prune``.
 
-    Args:
-        entries: the live entries with their counters.
-        uplift: returns counts and estimates of an entry version.
-        score: bound of Laplace scores; None does not look at them.
-        uplift_below: bound of the upper end of the uplift's interval; None does not look at it.
-        min_uses: counted uses that an entry must have had.
+    ``uplift`` returns counts and estimates of an entry version.
 
     Raises:
         ValueError: no bound is given, or ``min_uses`` is negative.
@@ -64,13 +59,8 @@ def evictable(
 ) -> list[Experience]:
     """Return the entries to evict so that ``cap`` are left, in the order of ``entries``.
 
-    Args:
-        entries: the live entries with their counters, oldest first.
-        cap: how many may stay.
-        policy: who goes; among equals the older entry does.
-        seed: of the policy ``random``.
-        journal: where the policy ``lru`` finds the commit of an entry's last use.
-        namespace: inside the journal.
+    ``entries`` are the live ones, oldest first; of equals the older one goes. ``seed`` is that of
+    the policy ``random``; in the journal ``lru`` finds the commit of an entry's last use.
 
     Raises:
         ValueError: the cap is negative, or there is no such policy.

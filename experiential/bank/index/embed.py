@@ -176,11 +176,10 @@ class CachedEmbedder:
 def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
     """Return the embedder that a user's argument names.
 
-    Args:
-        embedder: a callable from n texts to an array of shape (n, d); the name of one, that is
-            "hashing", an entry point of group ``experiential.embedders`` or ``module:attribute``;
-            a sentence-transformers name or folder; None for the default model. A class is called
-            once, without arguments, to make the callable.
+    It is a callable from n texts to an array of shape (n, d); the name of one, that is "hashing",
+    an entry point of group ``experiential.embedders`` or ``module:attribute``; a
+    sentence-transformers name or folder; None for the default model. A class is called once,
+    without arguments, to make the callable.
     """
     if embedder is None:
         found = importlib.util.find_spec(BUNDLED_PACKAGE)

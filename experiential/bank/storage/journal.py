@@ -207,7 +207,7 @@ def _connect(file: Path, folder: Path) -> sqlite3.Connection:
     return connection
 
 
-def _copy_stable(source: Path, target: Path, attempts: int = 50) -> None:
+def _copy_stable(source: Path, target: Path) -> None:
     """Copy a database and its write-ahead log; repeat if a live writer made a checkpoint meanwhile.
 
     Frames appended to the log while it is copied do no harm: SQLite ignores an incomplete tail by
@@ -225,7 +225,7 @@ def _copy_stable(source: Path, target: Path, attempts: int = 50) -> None:
         return (status.st_mtime_ns, status.st_size), header
 
     log, log_copy = Path(f"{source}-wal"), Path(f"{target}-wal")
-    for attempt in range(attempts):
+    for attempt in range(50):
         before = fingerprint()
         if time.time_ns() - before[0][0] < _CLOCK_TICK_NS:
             # A second write within one tick of the file clock would not show.

@@ -108,10 +108,7 @@ def _world(part: Part, generation: int, size: int) -> tuple[list[_Asked], list[P
 def invented_questions(part: Part, count: int, generation: int = 0) -> QuestionSet:
     """Return two-hop questions about an invented world; parts share no name or paragraph.
 
-    Args:
-        part: ``train`` or ``eval``.
-        count: questions, at most ``MOST``; ConfigError for more.
-        generation: seed of the world; another one is another world.
+    There are at most ``MOST``, and ConfigError for more. ``generation`` is the seed of the world.
     """
     if not 1 <= count <= MOST:
         raise ConfigError(

@@ -103,19 +103,11 @@ _KINDS = (
 # fmt: on
 
 
-def invented_rows(
-    part: Part, generation: int = 0, size: int = SIZE
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the rows of both files; the parts share no brand and no id.
-
-    Args:
-        part: ``train`` or ``eval``.
-        generation: seed; another one gives another catalogue.
-        size: number of products.
-    """
+def invented_rows(part: Part, generation: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the rows of both files; the parts share no brand and no id. A generation is a seed."""
     rng = random.Random(f"webshop:{part}:{generation}")
     letter = "T" if part == "train" else "E"
-    numbers = rng.sample(range(36**5), size)
+    numbers = rng.sample(range(36**5), SIZE)
     rows: list[dict[str, Any]] = []
     asked: dict[str, Any] = {}
     for i, number in enumerate(numbers):

@@ -71,10 +71,8 @@ class Shop:
 def open_shop(split: Split, folder: str | None, generation: int) -> tuple[Shop, Sequence[Goal]]:
     """Open a shop, once per process and version of its files, with the goals of a split.
 
-    Args:
-        split: of a folder by index, of an invented shop ``train`` or ``eval``.
-        folder: where WebShop's two files are; None for an invented shop.
-        generation: seed of drawn prices and bounds, and of the invented shop.
+    ``folder`` has WebShop's two files, split by index; None stands for an invented shop.
+    ``generation`` is the seed of drawn prices and bounds, and of the invented shop.
     """
     if folder is None:
         if split not in ("train", "eval"):
