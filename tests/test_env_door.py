@@ -191,6 +191,7 @@ def test_check_says_what_to_mend_and_fails(envs: Callable[..., tuple[int, str, s
     code, _, error = envs("check", "digits", "colour=red")
     assert code == 2 and "colour" in error
     assert envs("check", "digits", "turns")[0] == 2
+    assert envs("check", "digits", "turns=[")[0] == 2  # no YAML
 
 
 def test_training_plans_with_an_environment_from_outside_and_refuses_a_wrong_one(
