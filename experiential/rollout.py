@@ -102,8 +102,9 @@ class TaskSource:
         options: list[dict[str, Any]] = [{} for _ in range(groups)]
         if self.worlds is not None:
             rng = np.random.default_rng([self.seed, step // self.settings.visits, _WORLDS])
-            changes = sorted(self.settings.changes, key=lambda c: c.step, reverse=True)
-            change = next((c for c in changes if c.step <= step), None)
+            # the newest, of several at one step the last
+            changes = sorted(self.settings.changes, key=lambda c: c.step)
+            change = next((c for c in reversed(changes) if c.step <= step), None)
             active = min(change.worlds, self.worlds) if change else self.worlds
             rounds = [rng.permutation(active) for _ in range(-(-groups // active))]
             options = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
@@ -218,6 +219,16 @@ async def test_act_works_inside_a_running_loop_and_on_the_shared_loop_itself() -
         await asyncio.to_thread(lambda: shared_loop().run(on_shared_loop(), timeout=10)) == "look"
     )
     assert await agent.aact("awaited") == "look"
+
+
+def test_act_has_its_own_name_and_calls_what_a_subclass_awaits() -> None:
+    class Waiting(ActorAgent):
+        async def aact(self, observation: str, info: Any = None) -> str:
+            return f"{await super().aact(observation, info)}, then wait"
+
+    assert Waiting(scripted("look")).act("A room.") == "look, then wait"
+    assert pickle.loads(pickle.dumps(ActorAgent.act)) is ActorAgent.act
+    assert ActorAgent.act.__name__ == "act"
 
 
 def test_a_real_model_fills_the_dialogue_token_by_token() -> None:

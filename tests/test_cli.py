@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -28,9 +29,11 @@ from experiential.cli.report import (
     show_report,
     summary_table,
 )
+from experiential.cli.rows import show_json
 from experiential.cli.trackers import TensorBoardTracker
 from experiential.cli.view import LiveView, PlainView, make_view
 from experiential.errors import BackendError, BankLockedError, ConfigError
+from experiential.evaluation.intervals import Interval
 from experiential.llm import models
 from experiential.recipe import load_experiment
 from experiential.training.metrics import read_events
@@ -838,6 +841,17 @@ class TestMain:
     def test_without_a_command_it_shows_help(self, run_main: Train) -> None:
         code, out, _ = run_main()
         assert code == 0 and "doctor" in out
+
+    def test_json_has_models_as_objects_and_what_it_cannot_hold_as_text(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        at = datetime(2026, 1, 2, tzinfo=UTC)
+        show_json({"interval": Interval(mean=0.5, low=0.4, high=0.6), "at": at, "raw": b"\xff"})
+        assert json.loads(capsys.readouterr().out) == {
+            "interval": {"mean": 0.5, "low": 0.4, "high": 0.6},
+            "at": "2026-01-02 00:00:00+00:00",
+            "raw": "b'\\xff'",
+        }
 
     def test_envs(self, run_main: Train) -> None:
         rows = json.loads(run_main("envs", "--json")[1])

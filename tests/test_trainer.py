@@ -377,6 +377,15 @@ def test_worlds_change_by_schedule() -> None:
     assert after == {0: 1, 1: 1, 2: 0, 3: 0}
 
 
+def test_of_several_changes_at_one_step_the_last_counts() -> None:
+    changes = ({"step": 2, "worlds": 2}, {"step": 2, "worlds": 4}, {"step": 0, "worlds": 1})
+    source = TaskSource(EnvSettings.model_validate({"changes": changes}), 4, seed=0)
+    assert [{t.options["world"] for t in source.tasks(step, 4)} for step in (1, 2)] == [
+        {0},
+        {0, 1, 2, 3},
+    ]
+
+
 def test_the_same_worlds_come_for_as_many_steps_as_visits_says_with_fresh_seeds() -> None:
     source = TaskSource(EnvSettings(visits=3), 100, seed=0)
     steps = [source.tasks(step, 4) for step in range(6)]

@@ -71,6 +71,15 @@ def test_a_call_answers_without_stepping_and_names_what_is_left(alone: bool) -> 
     )
 
 
+def test_changing_the_info_of_a_call_changes_no_later_one() -> None:
+    env = stack(CountingManager("Say go."))
+    env.reset()
+    for _ in range(3):
+        *_, info = env.step("<search_and_ask>how?</search_and_ask>")
+        assert info["admissible"] == ["go", "stay"]
+        info["admissible"].clear()
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_after_max_calls_the_agent_is_told_and_nothing_is_searched(alone: bool) -> None:
     manager = CountingManager("Say go.")

@@ -53,6 +53,7 @@ def blocking(
         return run_sync(getattr(self, method.__name__)(*args, **kwargs))
 
     call.__name__ = method.__name__.removeprefix("a")
+    call.__qualname__ = method.__qualname__.removesuffix(method.__name__) + call.__name__
     return call
 
 

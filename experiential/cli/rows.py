@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from pydantic_core import to_jsonable_python
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +33,10 @@ def show_pairs(pairs: Mapping[str, Any], column: str = "value") -> None:
 
 def show_json(value: Any) -> None:
     """Print a value, which may hold models, as indented JSON."""
-    plain = partial(to_jsonable_python, fallback=str)
+
+    def plain(one: Any) -> Any:
+        return one.model_dump(mode="json") if isinstance(one, BaseModel) else str(one)
+
     sys.stdout.write(json.dumps(value, indent=2, default=plain, ensure_ascii=False) + "\n")
 
 

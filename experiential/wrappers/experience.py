@@ -370,9 +370,9 @@ def present(
     found: list[dict[str, Any]] = []
     for hit in hits:
         entry = hit.experience
-        shown = {"id": entry.id, "version": entry.version, "text": entry.text, "task": entry.task}
+        shown = {"id": entry.id, "version": entry.version, "text": entry.text}
         drawn = {"score": hit.score, "rank": hit.rank, "propensity": hit.propensity}
-        found.append(shown | drawn)
+        found.append(shown | drawn | {"task": entry.task})
     extra: dict[str, Any] = {"experience": found}
     if error is not None:
         extra["experience_error"] = error

@@ -238,8 +238,10 @@ class SearchAndAskWrapper(BankWrapper):
         if self._refines:  # the refined text is shown, not the entry
             found["experience"] = []
         call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}
-        info = deepcopy(self._context) | found | ending | {"search_and_ask": call}
-        return observation, 0.0, False, truncated, self._seen(self._observation, info)
+        # a copy, so that who changes this info changes no later one
+        context = deepcopy(self._seen(self._observation, self._context))
+        info = context | found | ending | {"search_and_ask": call}
+        return observation, 0.0, False, truncated, info
 
     def _found(self, query: str, episode: Episode) -> tuple[list[Hit], list[str]]:
         """Ask the bank; return the hits and the texts to show, and credit the episode with them."""
