@@ -41,9 +41,7 @@ def _on_own_loop(
 
     @wraps(method)
     async def call(self: ExperienceManager, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.closed:
-            raise BankError(CLOSED)
-        loop, work = self.thread.loop, method(self, *args, **kwargs)
+        loop, work = self.loop_thread().loop, method(self, *args, **kwargs)
         if asyncio.get_running_loop() is loop:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
@@ -58,9 +56,7 @@ def _blocking(
 
     @wraps(method)
     def call(self: ExperienceManager, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.closed:
-            raise BankError(CLOSED)
-        return self.thread.run(method(self, *args, **kwargs))
+        return self.loop_thread().run(method(self, *args, **kwargs))
 
     call.__name__ = method.__name__.removeprefix("a")
     return call
@@ -93,8 +89,6 @@ class ExperienceManager:
         options: fields of ``ManagerOptions``; ``retrieval`` may be a dict.
 
     Attributes:
-        closed: whether ``close`` was called.
-        thread: runs the event loop of the asynchronous methods.
         on_distillation: called with trajectory, distillation and entries written, after each
             distillation applied.
         on_merge: called with the entries shown, the distillation and the entries written, after
@@ -143,7 +137,7 @@ class ExperienceManager:
         self._refused: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._merged = 0  # head at the start of the last pass of merging that had no failure
-        self.closed = False
+        self._closed = False
         self._probation: Probation | None = None
         if after := self.settings.trust_after:  # without it all entries are trusted
             self._probation = Probation(bank, after, self.settings.provisional_share, seed)
@@ -172,9 +166,9 @@ class ExperienceManager:
         self._running: set[str] = set()
         self._reserved = 0
         self._workers: set[asyncio.Task[None]] = set()
-        self.thread = EventLoopThread("experiential-manager")
+        self._thread = EventLoopThread("experiential-manager")
         for id in left:
-            self.thread.loop.call_soon_threadsafe(self._enqueue, id)
+            self._thread.loop.call_soon_threadsafe(self._enqueue, id)
 
     def __enter__(self) -> ExperienceManager:
         return self
@@ -416,11 +410,11 @@ class ExperienceManager:
 
     def pause(self) -> None:
         """Start no further distillation; running ones go on."""
-        self.thread.loop.call_soon_threadsafe(self._resumed.clear)
+        self._thread.loop.call_soon_threadsafe(self._resumed.clear)
 
     def resume(self) -> None:
         """Start distillations again."""
-        self.thread.loop.call_soon_threadsafe(self._resumed.set)
+        self._thread.loop.call_soon_threadsafe(self._resumed.set)
 
     @property
     def paused(self) -> bool:
@@ -579,11 +573,11 @@ class ExperienceManager:
 
     def close(self) -> None:
         """Stop the workers and save the counters; the queue keeps the rest. Safe to call twice."""
-        if self.closed:
+        if self._closed:
             return
-        self.closed = True
-        self.thread.run(self._stop())
-        self.thread.close()
+        self._closed = True
+        self._thread.run(self._stop())
+        self._thread.close()
         self._passes.close()
         for batcher in (self._embedding, self._submitting):
             batcher.close(BankError("Expected an open manager, got a closed one"))
@@ -603,6 +597,16 @@ class ExperienceManager:
             await asyncio.wait(tasks, timeout=0.1)
 
     # Inside
+
+    def loop_thread(self) -> EventLoopThread:
+        """Return the thread and event loop of this manager.
+
+        Raises:
+            BankError: the manager is closed.
+        """
+        if self._closed:
+            raise BankError(CLOSED)
+        return self._thread
 
     async def _write(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a write of the bank on the thread of writes."""
