@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from experiential.config import ClusterSettings
+from experiential.training.openrlhf.bank_actor import BankActor
 from experiential.training.openrlhf.supervisor import (
     FailedCallError,
     Incarnation,
@@ -170,3 +171,18 @@ async def test_stopping_lets_the_actor_finish_and_starts_nothing() -> None:
     for call in (world.actor.started(), world.actor.ask(life, "work")):
         with pytest.raises(LostActorError, match="was closed"):
             await call
+
+
+async def test_a_failed_watch_of_a_living_bank_is_begun_again_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(restarts=0)
+    bank: Any = object.__new__(BankActor)
+    bank.supervisor, bank.cluster, bank.token = world.actor, ClusterSettings(), "secret"
+    monkeypatch.setattr(sys.modules["ray"], "is_initialized", lambda: True, raising=False)
+    world.outcomes = [("127.0.0.1", 1, 0), RayTaskError(ValueError("odd")), RayActorError("gone")]
+    actor = await bank.started()
+    actor.handle.until_ended = actor.handle.work
+    await bank._watch()
+    assert (world.killed, world.outcomes) == ([0], [])
+    assert world.actor.failures == ["bank actor on 127.0.0.1 died: gone"]

@@ -136,21 +136,49 @@ async def test_a_prompt_that_does_not_fit_is_refused_and_not_cut(actor: Any) -> 
     )
 
 
-def local_actor() -> Any:
+def local_actor(dtype: Literal["float32", "bfloat16"] = "float32") -> Any:
     from experiential.training.local import build_runtimes
 
-    settings = ModelSettings(name="tiny", threads=1)
+    settings = ModelSettings(name="tiny", threads=1, dtype=dtype)
     return build_runtimes(
         settings, None, (OptimSettings(lr=LR), OptimSettings(lr=LR)), references=(True, True)
     )[0]
+
+
+def rounded_step(samples: Sequence[Sample], loss: LossSettings, size: int) -> tuple[float, float]:
+    """Loss and gradient norm of the local runtime, rounded as on a rank: in bfloat16, one sample a
+    row, ``size`` rows at once. Kernels round by shape and CPU.
+    """
+    from experiential.training.samples import Row
+
+    local, value, ends = local_actor("bfloat16"), 0.0, [max(s.positions) for s in samples]
+    rows = [
+        Row(s.tokens[:end], (i,), (tuple(range(end)),))
+        for i, (s, end) in enumerate(zip(samples, ends, strict=True))
+    ]
+    for start in range(0, len(rows), size):
+        total = sum(len(s.positions) for s in samples)
+        part, _ = local._loss(rows[start : start + size], samples, loss, total)
+        part.backward()
+        value += float(part.detach())
+    gradients = [p.grad.double() for p in local._parameters if p.grad is not None]
+    local.close()
+    return value, sum(float(g.square().sum()) for g in gradients) ** 0.5
 
 
 @pytest.mark.parametrize("kind", ["ppo", "cispo", "sft"])
 async def test_both_runtimes_take_the_same_step(
     actor: Any, kind: Literal["ppo", "cispo", "sft"]
 ) -> None:
-    """Loss, gradient norm and the log-probabilities after the update; the cluster computes in
-    bfloat16, the other in float32.
+    """Loss, gradient norm and the log-probabilities after the update.
+
+    The cluster computes in bfloat16, the other in float32, and the responses depend on the CPU.
+    Greatest differences in 30 steps (ten seeds, each kind; AMD EPYC without AMX):
+
+    | from the local runtime | loss | gradient norm |
+    |---|---|---|
+    | in float32 | 0.008 | 4.5 % |
+    | rounded as on a rank | 0.002 | 0.2 % |
     """
     from experiential.training.samples import pack
 
@@ -159,10 +187,11 @@ async def test_both_runtimes_take_the_same_step(
     loss = LossSettings(kind=kind, kl=0.0 if kind == "sft" else 0.1)
     there, here = await actor.train(samples, loss), await local.train(samples, loss)
     assert there.updates == here.updates == 1 and there.tokens == here.tokens
-    assert there.loss == pytest.approx(here.loss, rel=0.02, abs=0.01), (
-        "a mean over about a hundred ratios, each off by some percent"
-    )
-    assert there.grad_norm == pytest.approx(here.grad_norm, rel=0.02)
+    assert there.loss == pytest.approx(here.loss, rel=0.1, abs=0.03)
+    assert there.grad_norm == pytest.approx(here.grad_norm, rel=0.1)
+    value, norm = rounded_step(samples, loss, actor.settings.micro_batch_size)
+    assert there.loss == pytest.approx(value, rel=0.005, abs=0.005)
+    assert there.grad_norm == pytest.approx(norm, rel=0.005)
     rows = pack(samples)
     mine = [float(x) for x in local._logprobs(rows, samples)]
     scored, order = await actor.score(samples), [i for row in rows for i in row.samples]

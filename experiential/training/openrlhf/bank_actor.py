@@ -100,7 +100,11 @@ class BankHost:
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=10
         )
         self._server = uvicorn.Server(config)
-        serve = partial(self._server.run, sockets=[listener])  # which closes the listener
+
+        def serve() -> None:
+            with listener:  # uvicorn closes it only where it ends as asked
+                self._server.run(sockets=[listener])
+
         self._thread = threading.Thread(target=serve, name="bank-server", daemon=True)
         self._thread.start()
         return host, int(listener.getsockname()[1]), os.getpid()
@@ -254,8 +258,10 @@ class BankActor(AbstractContextManager["BankActor"]):
                 # then it would keep port and folder, and clients would wait for its answers.
                 with suppress(ProcessLookupError):
                     os.kill(actor.result[2], signal.SIGKILL)
-            except (LostActorError, FailedCallError) as error:
+            except LostActorError as error:
                 reason = error.reason
+            except FailedCallError:  # of `until_ended`, by an actor that lives: watch it again
+                continue
             finally:
                 ended.cancel()
             self.supervisor.lose(actor, reason)
