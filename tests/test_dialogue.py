@@ -4,6 +4,7 @@ of chat template.
 
 from __future__ import annotations
 
+import pickle
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,12 @@ def test_an_unfinished_response_is_closed_by_the_template_with_mask_0() -> None:
         dialogue.append(sampled([42], tokenizer, ended=True))
         assert tokenizer.decode(dialogue.sequence.tokens).count("<|im_end|>") == 4
         assert sum(dialogue.sequence.mask) == 4 + ended
+
+
+def test_a_dialogue_can_be_pickled() -> None:
+    talk = Dialogue(tiny_tokenizer())
+    talk.add({"role": "user", "content": "A door. <|im_end|>"})
+    assert pickle.loads(pickle.dumps(talk)).prompt() == talk.prompt()
 
 
 def test_spans_name_system_experience_user_and_assistant() -> None:

@@ -264,11 +264,7 @@ class ChatTemplate:
             if len(token) > 1 and not (token.endswith(">") and PROTOCOL_TAG.match(token))
         ]
         longest_first = sorted(specials, key=len, reverse=True)
-        any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._defused = partial(  # breaks up the special tokens of this tokenizer in a text
-            any_special.sub,
-            lambda token: ("&lt;" if token[0][0] == "<" else f"{token[0][0]} ") + token[0][1:],
-        )
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def opening(self, system: str, user: Message) -> tuple[list[int], list[SpanKind]]:
         """Return tokens and kinds of system and first user message, with the generation prompt.
@@ -327,3 +323,10 @@ class ChatTemplate:
             else:
                 kinds.append("system" if start < system_end else "user")
         return list(encoded["input_ids"]), kinds
+
+    def _defused(self, content: str) -> str:
+        """Return ``content`` with the special tokens of this tokenizer broken up."""
+        return self._special.sub(
+            lambda token: ("&lt;" if token[0][0] == "<" else f"{token[0][0]} ") + token[0][1:],
+            content,
+        )

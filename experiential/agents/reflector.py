@@ -92,7 +92,8 @@ class Reflector:
     ) -> Reflection:
         """Return guidance for another attempt at the task of ``trajectory``, which failed.
 
-        ``memory`` are reflections that led to success before; ``seed`` is of this one request.
+        ``memory`` are reflections that led to success before; ``seed`` is of this one request,
+        in place of the agent's.
         """
         messages = self.prompts.reflect_messages(trajectory, memory, budget=self.max_chars)
         generation = await self._asker.ask(messages, **({} if seed is None else {"seed": seed}))

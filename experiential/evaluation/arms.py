@@ -280,7 +280,8 @@ def token_count(tokenizer: Any | None) -> Callable[[str], int]:
 def filler(wanted: int, count: Callable[[str], int], seed: str = "") -> str:
     """Return text without content that counts ``wanted``, or as near to it as can be had.
 
-    ``count`` gives the length of an entry with a text in it, which grows with every word.
+    ``count`` gives the length of an entry with a text in it, which grows with every word; ``seed``
+    is of the draw among `WORDS`.
 
     >>> len(filler(4, lambda text: len(text.split()), seed="a").split())
     4

@@ -37,7 +37,7 @@ class Player:
     """Act by a function, in the place of an ``ActorAgent``; nothing is generated.
 
     Whatever the function raises, or an answer other than text, fails the episode with that as its
-    reason. It is called in a thread.
+    reason. The function is called in a thread.
     """
 
     llm = SimpleNamespace(version=0, tokenizer=None)
