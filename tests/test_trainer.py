@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.manager import ExperienceManager
 from experiential.config import ActorSettings, EnvSettings, Experiment, OptimSettings
-from experiential.errors import BackendError, BankLockedError, CheckpointError
+from experiential.errors import BackendError, BankError, BankLockedError, CheckpointError
 from experiential.evaluation.intervals import paired_difference, wilson
 from experiential.evaluation.visits import Visits
 from experiential.llm.base import Prompt, SamplingParams
@@ -249,6 +250,21 @@ def test_failing_episodes_are_counted_with_their_reason_and_end_nothing(tmp_path
     assert sum(e["errors"] for e in steps) > 0
     rows = [row for e in read_events(tmp_path / "episodes.jsonl") for row in e["rows"]]
     assert any("broken pipe" in (row["error"] or "") for row in rows)
+
+
+def test_a_failed_merge_ends_the_run_with_its_reason_and_not_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: ExperienceManager) -> int:
+        raise BankError("Expected room to merge, got none")
+
+    quiet = ("bank.merge_every=1", "run.drain=true", "eval.before=false", "eval.after=false")
+    trainer = Trainer(experiment("complementary", *quiet), tmp_path, runtimes=policies())
+    with monkeypatch.context() as patch:
+        patch.setattr(ExperienceManager, "amerge", fail)
+        with pytest.raises(BankError, match="room to merge"):
+            trainer.run()
+    assert trainer.run()["steps"] == 2
 
 
 def test_resume_plays_the_same_next_batches(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def test_advantages_of_turns_by_hand() -> None:
     np.testing.assert_allclose(found[0], [0.5 - 5 / 6, 0.5], rtol=1e-6)
     np.testing.assert_allclose(found[1], [-5 / 6, -0.5, 0], rtol=1e-6)
     np.testing.assert_allclose(found[2], [2 - 5 / 6], rtol=1e-6)
+    first, second = turn_advantages([[0.0], [0.5]], [7, 7], [False] * 2, eps=0.25)
+    assert not first.any() and not second.any(), "a spread up to eps counts as none"
 
 
 def test_groups_and_conditions_are_kept_apart_at_every_turn() -> None:

@@ -108,6 +108,7 @@ def turn_advantages(
     *,
     discount: float = 1.0,
     estimator: str | Estimator = "grpo",
+    eps: float = 1e-6,
 ) -> list[Floats]:
     """Compare each turn with the same turn of the other members of its (group, condition) cell.
 
@@ -133,7 +134,7 @@ def turn_advantages(
     turns = np.concatenate([np.arange(n) for n in lengths])
     cell = np.repeat(member, lengths) * max(lengths) + turns
     alike = np.zeros(len(cell), dtype=bool)
-    values = cell_advantages(returns, cell, alike, estimator=estimator)
+    values = cell_advantages(returns, cell, alike, estimator=estimator, eps=eps)
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
