@@ -18,7 +18,8 @@ def shortest_path(
 ) -> list[M] | None:
     """Return the moves of a shortest path to a state where ``done``, or None beyond ``limit``.
 
-    ``neighbours`` gives the moves in a state and the state after each; it is called once for each.
+    ``neighbours`` gives the moves in a state and the state after each; it is called once for a
+    state. ``limit`` is the most moves; None allows any number.
     """
     parents: dict[S, tuple[S, M] | None] = {start: None}
     frontier = deque([(start, 0)])

@@ -25,8 +25,9 @@ def prunable(
     uplift_below: float | None,
     min_uses: int,
 ) -> list[Experience]:
-    """Return those of the live entries to prune; the bounds are those of ``Bank.prune``.
+    """Return those of the live entries, read with their counters, that are to be pruned.
 
+    The bounds are those of ``Bank.prune``; None does not look at one.
     ``uplift`` returns counts and estimates of an entry version.
 
     Raises:
