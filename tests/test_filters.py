@@ -309,6 +309,14 @@ def test_filters_stay_true_while_entries_come_change_and_go(
             assert set(nearest.passing(lambda: live, where)) == passing
 
 
+@pytest.mark.parametrize("words", [False, True])
+def test_a_lookup_without_a_scope_for_each_query_is_refused(tmp_path: Path, words: bool) -> None:
+    with FolderBank(tmp_path / "bank", embedder="hashing", store="exact") as bank:
+        bank.add("take the brass key")
+        with pytest.raises(ValueError, match="Expected 2 scopes, one per query, got 1"):
+            bank.nearest(["key", "door"], 1, [Scope()], words=words)
+
+
 # Every way in
 
 

@@ -258,6 +258,15 @@ def test_a_trajectory_submitted_again_writes_nothing_to_the_disk(bank):
     assert not bank.submit(ended) and log.stat().st_size == size
 
 
+def test_a_trajectory_submitted_again_is_known_without_reading_its_record(bank):
+    ended = Trajectory(id="t", task="t")
+    assert bank.record(ended)
+    with bank._journal.transaction():
+        bank._journal.run("UPDATE trajectories SET record = 'unreadable'")
+    assert not bank.record(ended)
+    assert [bank.submit(ended), bank.submit(ended)] == [True, False]
+
+
 def test_each_keyed_write_of_a_group_gets_its_own_receipt_and_a_failing_one_none(bank):
     def keyed(key, write):
         def call():

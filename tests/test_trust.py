@@ -432,6 +432,20 @@ def test_outcomes_submitted_to_a_manager_are_seen_by_its_next_searches(bank):
         assert manager.search(TEXT) == []
 
 
+def test_what_is_judged_while_a_search_looks_up_is_trusted_by_it(bank):
+    entry = bank.add(TEXT)
+    with ExperienceManager(bank, trust_after=3, provisional_share=0.0) as manager:
+        lookup = bank.nearest
+
+        def slow(*arguments, **options):
+            assert manager._probation._refreshing.result(60)
+            return lookup(*arguments, **options)
+
+        bank.nearest = slow
+        help_on(bank, 4, entry)
+        assert [hit.experience.id for hit in manager.search(TEXT)] == [entry.id]
+
+
 def test_merging_in_the_manager_carries_trust_along(bank):
     a, b = bank.add(TEXT, task="t"), bank.add("take the brass key", task="t")
     help_on(bank, 4, a, b)

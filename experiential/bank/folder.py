@@ -404,7 +404,7 @@ class FolderBank(StateReader, Bank):
         )
 
     def _submitted(self, trajectory: Trajectory, distil: bool, group: Group) -> bool:
-        is_recorded = self._ledger.trajectory(trajectory.id) is not None
+        is_recorded = self._ledger.is_recorded(trajectory.id)
         if not self._queue.put(trajectory.id) if distil else is_recorded:
             return False
         with group.draft("run", "record", trajectory.id) as draft:

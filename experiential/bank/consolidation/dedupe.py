@@ -122,6 +122,7 @@ def compare(
             survivor = joins[survivor]
         if survivor != i:
             merged.setdefault(survivor, []).append(group[i])
+    # Yielded and not returned: the future of a thread cannot carry a StopIteration.
     yield [Duplicates(survivor=group[i], merged=tuple(those)) for i, those in merged.items()]
 
 

@@ -80,6 +80,11 @@ class Ledger:
                 counted.append(use)
         return counted
 
+    def is_recorded(self, trajectory: str) -> bool:
+        """Return whether this trajectory was journalled before, without parsing its record."""
+        statement = "SELECT 1 FROM trajectories WHERE namespace = ? AND id = ?"
+        return self.journal.value(statement, self.namespace, trajectory) is not None
+
     def trajectory(self, id: str) -> Trajectory | None:
         """Return one journalled trajectory, or None."""
         statement = "SELECT record FROM trajectories WHERE namespace = ? AND id = ?"

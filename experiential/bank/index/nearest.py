@@ -286,7 +286,10 @@ class Nearest:
 
         Raises:
             IndexLostError: the store does not answer.
+            ValueError: there is not one scope per query.
         """
+        if len(scopes) != len(queries):  # a query without its scope would find what it may not
+            raise ValueError(f"Expected {len(queries)} scopes, one per query, got {len(scopes)}")
         self._used = time.monotonic()
         resident, is_large = self._published
         asked = list(zip(texts, scopes, strict=True)) if texts else []

@@ -155,7 +155,6 @@ class Searcher:
         trusted: frozenset[Ancestor] = frozenset()
         if self._probation is not None:
             self._probation.wake()
-            trusted = self._probation.book.trusted
         hybrid = self._settings.hybrid > 0.0
         floor = -1.0 if hybrid else self._settings.floor  # words may lift an entry of any cosine
         wanted = asked = max(request.k for request in batch) * self._settings.pool * PER_PLACE
@@ -167,6 +166,8 @@ class Searcher:
             distinct = {key: place for place, key in enumerate(dict.fromkeys(keys))}
             queries, scopes = zip(*distinct, strict=True)
             found = self._bank.nearest(queries, asked, scopes, words=hybrid)
+            if self._probation is not None and asked == wanted:  # the refresh woken may be done
+                trusted = self._probation.book.trusted
             longer: list[int] = []
             for i, key in zip(short, keys, strict=True):
                 row = rows[i] = list(found[distinct[key]])
