@@ -291,7 +291,7 @@ class ActorConnection(Connection):
         return super().call(operation, namespace, body)
 
 
-class ActorBank(RemoteBank, ForkableBank):
+class ActorBank(RemoteBank, ForkableBank):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Use the bank of a `BankActor`, which can also be forked: its folder is on this node's disk.
 
     A lost connection is tried again for as long as a restart of the actor should take.
