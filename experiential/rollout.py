@@ -317,9 +317,11 @@ class Rollout:
         base = inner if feedback == "as_is" else FeedbackWrapper(inner, feedback)
         if self._lookups:
             asking: dict[str, Any] = {"tag": "search_experience", "refine": False, "offer": True}
+            asking["exclude_same_instance"] = True
             tool = SearchAndAskWrapper(base, bank=self._manager, max_calls=self._lookups, **asking)
             return tool, inner
-        env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, inject="system")
+        options: dict[str, Any] = {"inject": "system", "exclude_same_instance": True}
+        env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, **options)
         return SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner
 
     def _note_close(self, failure: Exception | None) -> None:

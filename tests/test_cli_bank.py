@@ -447,3 +447,26 @@ def test_doctor_looks_at_every_namespace(folder: Path, run: Run) -> None:
         bank.add("Elsewhere.")
     findings = {row["what"]: row["status"] for row in told(run, "doctor", folder)}
     assert findings["second one: index"] == findings["default: index"] == "ok"
+
+
+def test_dead_letters_are_listed_with_their_reason_and_put_back(folder: Path, run: Run) -> None:
+    assert run("dead-letters", folder, "--json")[1].strip() == "[]"
+    with xp.ExperienceBank(folder) as bank:
+        for id in ("a", "b"):
+            bank.submit(xp.Trajectory(id=id, task=f"task {id}"))
+            bank.queue.fail(id, "BackendError: 401 wrong key", last=True)
+    [first, second] = told(run, "dead-letters", folder)
+    assert first == {
+        "id": "a",
+        "attempts": 1,
+        "reason": "BackendError: 401 wrong key",
+        "task": "task a",
+    }
+    assert second["id"] == "b"
+    code, _, error = run("requeue", folder, "a", "nobody")
+    assert code == 2 and "got nobody" in error
+    assert told(run, "requeue", folder, "b") == [{"queued": 1}]
+    assert [row["id"] for row in told(run, "dead-letters", folder)] == ["a"]
+    assert told(run, "requeue", folder) == [{"queued": 1}]
+    with xp.ExperienceBank(folder, read_only=True) as bank:
+        assert sorted(bank.queue.waiting()) == ["a", "b"]

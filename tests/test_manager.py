@@ -253,7 +253,11 @@ def test_a_failure_is_retried_and_then_a_dead_letter_that_can_be_requeued(bank):
         manager.drain(timeout=10)
         assert extractor.distilled == ["t0"] * 3
         [letter] = manager.dead_letters()
-        assert (letter.id, letter.attempts, letter.reason) == ("t0", 3, "ConnectionError")
+        assert (letter.id, letter.attempts, letter.reason) == (
+            "t0",
+            3,
+            "ConnectionError: backend went away",
+        )
         assert (
             manager.stats()["failures"] == {"distill: ConnectionError": 3}
             and manager.stats()["dead"] == 1
@@ -263,6 +267,36 @@ def test_a_failure_is_retried_and_then_a_dead_letter_that_can_be_requeued(bank):
         manager.requeue("t0")
         manager.drain(timeout=10)
         assert manager.dead_letters() == [] and len(bank) == 1
+
+
+def test_the_first_failure_of_a_kind_is_a_warning_with_the_words_of_the_server(bank, caplog):
+    with ExperienceManager(bank, Echo(fail=3), retries=0, backoff=0.01) as manager:
+        for i in range(4):
+            manager.submit(Trajectory(id=f"t{i}", task="t"))
+        manager.drain(timeout=10)
+        assert manager.stats()["distilled"] == 1
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "distill failed: ConnectionError: backend went away" in record.getMessage()
+
+
+def test_close_distils_what_is_left_within_the_time_given_and_names_the_rest(bank, caplog):
+    manager = ExperienceManager(bank, Echo(delay=0.02))
+    for i in range(5):
+        manager.submit(Trajectory(id=f"t{i}", task="t"))
+    manager.close(drain=20)
+    assert len(bank) == 5 and not caplog.records
+    manager = ExperienceManager(bank, Echo(delay=30))
+    for i in range(3):
+        manager.submit(Trajectory(id=f"late{i}", task="t"))
+    start = time.monotonic()
+    manager.close(drain=0.2)
+    assert time.monotonic() - start < 10 and len(bank.queue.waiting()) == 3
+    [record] = caplog.records
+    assert "3 finished episodes are not distilled yet" in record.getMessage()
+    with ExperienceManager(bank, Echo()) as manager:
+        manager.drain(timeout=20)
+    assert len(bank) == 8
 
 
 def test_an_extractor_that_hangs_is_timed_out(bank):

@@ -291,3 +291,10 @@ def test_failures_are_counted_by_the_first_line_of_their_reason() -> None:
     episodes = [Episode(Trajectory(task="t", error=reason), ()) for reason in reasons]
     assert failures(episodes) == {"env: A: x": 2, "backend: y": 1, "env: " + "z" * 115: 1}
     assert next(iter(failures(episodes))) == "env: A: x"
+
+
+async def test_a_rollout_hides_entries_made_from_the_instance_that_it_plays() -> None:
+    manager = CountingManager("Say go.")
+    with rollout(CorridorEnv, manager=manager) as made:
+        await made.play([job(seed=3, condition=Condition.GUIDED)])
+    assert manager.searches == [("Cross the corridor.", 1, "corridor#3")]

@@ -32,7 +32,7 @@ def asking(manager: Any, **options: Any) -> SearchAndAskWrapper:
 
 def test_the_best_principles_come_as_they_are_and_each_is_a_use() -> None:
     manager = CountingManager("Say go.", "Do not fall.", "Rest.")
-    env = asking(manager, k=2)
+    env = asking(manager, k=2, exclude_same_instance=True)
     env.reset(seed=3)
     env.step("stay")
     observation, reward, terminated, truncated, info = env.step(

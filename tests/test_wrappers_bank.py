@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.envs.vault import VaultEnv
 from experiential.llm.scripted import ScriptedLLM
-from experiential.types import Condition, Trajectory
+from experiential.types import Condition, Message, Trajectory
 from experiential.wrappers import ExperienceVectorWrapper, ExperienceWrapper, SearchAndAskWrapper
 from tests.wrapper_worlds import CorridorEnv
 
@@ -96,21 +97,45 @@ def test_an_answer_is_refined_and_both_entry_and_refinement_are_credited(tmp_pat
         assert (statistics.uses, statistics.successes) == (1, 1)
 
 
+def test_closing_the_wrapper_that_built_the_manager_waits_for_its_distillations(
+    tmp_path: Path,
+) -> None:
+    async def slow(messages: list[Message]) -> str:
+        await asyncio.sleep(0.3)
+        return LESSON
+
+    with ExperienceBank(tmp_path, embedder="hashing") as bank:
+        extractor = ExtractorAgent(ScriptedLLM(slow))
+        env = ExperienceWrapper(CorridorEnv(), bank, extractor=extractor)
+        envs = ExperienceVectorWrapper(SyncVectorEnv([CorridorEnv] * 2), bank, extractor=extractor)
+        env.reset(seed=1)
+        env.step("go")
+        env.step("go")
+        envs.reset(seed=2)
+        envs.step(["go"] * 2)
+        envs.step(["go"] * 2)
+        env.close()
+        envs.close()
+        assert bank.queue.waiting() == [] and len(bank) >= 1
+
+
 def test_entries_made_from_the_instance_being_played_are_hidden_unless_allowed(
     tmp_path: Path,
 ) -> None:
     with ExperienceBank(tmp_path, embedder="hashing") as bank:
         manager = ExperienceManager(bank, ExtractorAgent(ScriptedLLM([LESSON])))
-        env = ExperienceWrapper(CorridorEnv(), manager)
+        env = ExperienceWrapper(CorridorEnv(), manager, exclude_same_instance=True)
         env.reset(seed=1, options={"guided": False})
         env.step("go")
         env.step("go")
         manager.drain(timeout=60)
         found = {seed: len(env.reset(seed=seed)[1]["experience"]) for seed in (1, 2)}
         assert found == {1: 0, 2: 1}
-        allowed = ExperienceWrapper(CorridorEnv(), manager, exclude_same_instance=False)
+        allowed = ExperienceWrapper(CorridorEnv(), manager)
         assert len(allowed.reset(seed=1)[1]["experience"]) == 1
-        envs = ExperienceVectorWrapper(SyncVectorEnv([CorridorEnv] * 2), manager)
+        envs = ExperienceVectorWrapper(
+            SyncVectorEnv([CorridorEnv] * 2), manager, exclude_same_instance=True
+        )
         assert [len(hits) for hits in envs.reset(seed=1)[1]["experience"]] == [0, 1]
         manager.close()
 

@@ -43,7 +43,7 @@ def test_reset_retrieves_once_and_prepends_the_fenced_entry() -> None:
         "task": None,
     }
     assert info["experience"][0] == expected and len(info["experience"]) == 2
-    assert manager.searches == [("Cross the corridor.", 2, "corridor#3")]
+    assert manager.searches == [("Cross the corridor.", 2, None)]
     assert after == "Cell 1 of a blue corridor." and info_after["experience"] == []
 
 
@@ -62,7 +62,7 @@ def test_text_of_the_bank_can_forge_no_delimiter() -> None:
 @pytest.mark.parametrize("when", ["episode", "turn", "both"])
 def test_when_says_which_calls_retrieve_and_uses_say_the_turn(when: Any) -> None:
     manager = CountingManager("Say go.")
-    env = ExperienceWrapper(CorridorEnv(length=3), manager, when=when)
+    env = ExperienceWrapper(CorridorEnv(length=3), manager, when=when, exclude_same_instance=True)
     play(env, "go", "stay", "go", "go", seed=1)
     at_start = [("Cross the corridor.", 1, "corridor#1")]
     inside = [
@@ -169,7 +169,7 @@ def test_without_names_the_first_observation_is_the_task_and_no_seed_means_no_in
     env = ExperienceWrapper(CorridorEnv(named=False), manager)
     observation, _ = env.reset()
     assert manager.searches == [(observation, 1, None)]
-    env = ExperienceWrapper(CorridorEnv(named=False), manager, exclude_same_instance=False)
+    env = ExperienceWrapper(CorridorEnv(named=False), manager)
     env.reset(seed=5)
     assert (
         manager.searches[1][2] is None

@@ -120,7 +120,7 @@ def test_each_finished_episode_is_one_trajectory_with_its_own_turns(mode: Autore
 
 def test_episodes_that_start_together_are_searched_for_in_one_call_per_hidden_instance() -> None:
     manager = CountingManager("Say go.")
-    envs = twin(manager, count=3, exclude_same_instance=False)
+    envs = twin(manager, count=3)
     envs.reset(seed=7)
     assert manager.searches == [(["Cross the corridor."] * 3, 1, None)]
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_episodes_that_start_together_are_searched_for_in_one_call_per_hidden_in
     assert len(manager.searches) == 1
     envs.step(("go", "stay", "go"))
     assert manager.searches[1:] == [(["Cross the corridor."] * 2, 1, None)]
-    hiding = twin(manager, count=3)
+    hiding = twin(manager, count=3, exclude_same_instance=True)
     hiding.reset(seed=[7, None, 9])
     assert manager.searches[2:] == [
         (["Cross the corridor."], 1, name) for name in ("corridor#7", None, "corridor#9")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,9 @@ from experiential.types import Answer, Distillation, Experience, Hit, Trajectory
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_LOGGER = logging.getLogger(__name__)
 _LONGEST_BACKOFF = 30.0
+_REASON = 500  # characters
 
 
 def _on_own_loop(
@@ -571,10 +574,26 @@ class ExperienceManager:
             **({} if probation is None else probation.stats(self.bank.entries())),
         }
 
-    def close(self) -> None:
-        """Stop the workers and save the counters; the queue keeps the rest. Safe to call twice."""
+    def close(self, *, drain: float = 0.0) -> None:
+        """Stop the workers and save the counters. Safe to call twice.
+
+        The bank's queue keeps what is not distilled, for the next manager with an extractor; a
+        warning says how many episodes these are.
+
+        Args:
+            drain: seconds to wait for the queue first.
+        """
         if self._closed:
             return
+        try:
+            if drain and not self.paused:
+                self.drain(drain)
+        except TimeoutError:
+            pass  # the warning below says what is left
+        finally:
+            self._stop_all()
+
+    def _stop_all(self) -> None:
         self._closed = True
         self._thread.run(self._stop())
         self._thread.close()
@@ -586,6 +605,12 @@ class ExperienceManager:
             self._probation.close()
         if not self.bank.read_only and not self.bank.closed:
             self.bank.save_counters()
+        if self._open:
+            _LOGGER.warning(
+                "%d finished episodes are not distilled yet; they stay in the bank's queue, and the"
+                " next manager with an extractor distils them",
+                len(self._open),
+            )
 
     async def _stop(self) -> None:
         self._searcher.close()
@@ -614,8 +639,15 @@ class ExperienceManager:
         return await asyncio.get_running_loop().run_in_executor(self._writer, call)
 
     def _count_failure(self, what: str, error: Exception) -> str:
-        reason = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
-        self._failures[f"{what}: {reason}"] += 1
+        """Count a failure, warn of the first of its kind, and return its reason in words."""
+        kind = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
+        reason = f"{kind}: {error}"[:_REASON] if str(error) else kind
+        counted = f"{what}: {kind}"
+        self._failures[counted] += 1
+        if self._failures[counted] == 1:
+            _LOGGER.warning(
+                "%s failed: %s (once; stats()['failures'] counts further ones)", what, reason
+            )
         return reason
 
     def _tell(

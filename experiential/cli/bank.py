@@ -531,6 +531,39 @@ def import_entries(
     show_rows([{"added": added, "entries": entries}], as_json)
 
 
+@app.command("dead-letters")
+def dead_letters(folder: Folder, namespace: Namespace = "default", as_json: AsJson = False) -> None:
+    """List the episodes whose distillation was given up, oldest first, with the last reason."""
+    with opened(folder, namespace) as bank:
+        rows: list[dict[str, Any]] = []
+        for letter in bank.queue.dead_letters():
+            trajectory = bank.trajectory(letter.id)
+            task = trajectory.task if trajectory else ""
+            rows.append({**letter.model_dump(), "task": task})
+    show_rows(rows, as_json)
+
+
+@app.command()
+def requeue(
+    folder: Folder,
+    ids: Annotated[
+        list[str] | None, Argument(help="Ids of dead letters; all of them by default.")
+    ] = None,
+    namespace: Namespace = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Queue dead letters again; the next manager with an extractor distils them."""
+    with opened(folder, namespace, write=True) as bank:
+        dead = [letter.id for letter in bank.queue.dead_letters()]
+        if unknown := sorted(set(ids or ()) - set(dead)):
+            raise ConfigError(
+                f"Expected ids of dead letters, got {', '.join(unknown)}; see: experiential bank"
+                f" dead-letters {folder}"
+            )
+        queued = [id for id in ids or dead if bank.queue.requeue(id)]
+    show_rows([{"queued": len(queued)}], as_json)
+
+
 @app.command()
 def doctor(folder: Folder, as_json: AsJson = False) -> None:
     """Check journal, index and queue of all namespaces of a bank.

@@ -20,6 +20,8 @@ from experiential.envs.text_env import UnicodeText
 from experiential.errors import BackendError, BankError
 from experiential.types import Answer, Condition, Hit, How, Trajectory, Turn, Use, new_id
 
+DRAIN_SECONDS = 60.0
+"""Time that a manager built by a wrapper has for distillation when the wrapper is closed."""
 FAILURES = (BackendError, BankError, TimeoutError)
 """Errors of a bank or its manager at run time; an episode goes on without advice."""
 
@@ -82,12 +84,15 @@ class BankWrapper(TextWrapper):
         return self.log.abandoned
 
     def close(self) -> None:
-        """Close the environment, and the manager if this wrapper built it; the bank stays open."""
+        """Close the environment, and the manager if this wrapper built it; the bank stays open.
+
+        Such a manager has up to a minute to distil what is left.
+        """
         self.log.abandon()
         super().close()
         if self._owned:
             self._owned = False
-            self.log.manager.close()
+            cast("ExperienceManager", self.log.manager).close(drain=DRAIN_SECONDS)
 
 
 class ExperienceWrapper(BankWrapper):
@@ -134,7 +139,8 @@ class ExperienceWrapper(BankWrapper):
         inject: prepend the experience to the ``observation``, put it in
             ``info["experience_prompt"]`` (``system``), or ``none``.
         guided: the condition of episodes whose reset does not say.
-        exclude_same_instance: hide entries that were made from the very instance being played.
+        exclude_same_instance: hide entries that were made from the very instance being played, as
+            an evaluation must.
         where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see
             ``Where``); a ``SearchAndAskWrapper`` outside does the same.
 
@@ -154,7 +160,7 @@ class ExperienceWrapper(BankWrapper):
         when: When = "episode",
         inject: Inject = "observation",
         guided: bool = True,
-        exclude_same_instance: bool = True,
+        exclude_same_instance: bool = False,
         where: Filter | None = None,
     ) -> None:
         options: dict[str, Any] = {"k": k, "when": when, "inject": inject, "guided": guided}
@@ -235,7 +241,7 @@ class EpisodeLog:
     """
 
     def __init__(
-        self, manager: ManagerLike, exclude_same_instance: bool = True, where: Filter | None = None
+        self, manager: ManagerLike, exclude_same_instance: bool = False, where: Filter | None = None
     ) -> None:
         self.manager = manager
         self.where = Where.of(where)

@@ -81,6 +81,7 @@ class SearchAndAskWrapper(BankWrapper):
         offer: while calls are left in a guided episode, add a call with the task as its question to
             ``info["admissible"]``, where the environment names admissible actions, so that an actor
             that may only choose can choose to ask.
+        exclude_same_instance: as for ``ExperienceWrapper``, which decides it where there is one.
 
     Raises:
         TypeError: the environment does not give text, or ``bank`` is neither bank nor manager.
@@ -99,8 +100,10 @@ class SearchAndAskWrapper(BankWrapper):
         refine: bool = True,
         k: int | None = None,
         offer: bool = False,
+        exclude_same_instance: bool = False,
     ) -> None:
         options: dict[str, Any] = {"refine": refine, "k": k, "offer": offer}
+        options["exclude_same_instance"] = exclude_same_instance
         options["repeat_observation"] = repeat_observation
         super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, **options)
         if max_calls < 1:
@@ -119,7 +122,7 @@ class SearchAndAskWrapper(BankWrapper):
             self.log = below
         elif below is None and bank is not None:
             manager, self._owned = connect(bank, None)
-            self.log = EpisodeLog(manager)
+            self.log = EpisodeLog(manager, exclude_same_instance)
         else:
             got = "neither" if bank is None else "both"
             raise ValueError(

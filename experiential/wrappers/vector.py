@@ -12,11 +12,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from experiential.bank.extractor import Extractor
+from experiential.bank.manager import ExperienceManager
 from experiential.bank.search.where import Filter
 from experiential.envs.text_env import UnicodeText
 from experiential.sync import shared_loop
 from experiential.types import Hit, How, Trajectory
 from experiential.wrappers.experience import (
+    DRAIN_SECONDS,
     FAILURES,
     BankOrManager,
     Episode,
@@ -88,7 +90,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         when: When = "episode",
         inject: Inject = "observation",
         guided: bool | Sequence[bool] = True,
-        exclude_same_instance: bool = True,
+        exclude_same_instance: bool = False,
         where: Filter | None = None,
     ) -> None:
         options: dict[str, Any] = {"k": k, "when": when, "inject": inject, "guided": guided}
@@ -182,7 +184,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         super().close(**kwargs)
         if self._owned:
             self._owned = False
-            self.manager.close()
+            cast("ExperienceManager", self.manager).close(drain=DRAIN_SECONDS)
 
     @property
     def last_trajectories(self) -> list[Trajectory | None]:
