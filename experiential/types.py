@@ -137,8 +137,8 @@ class Trajectory(Record):
     """Identifier shared by the K episodes that started from one task and seed."""
     turns: tuple[Turn, ...] = ()
     reward: float = 0.0
-    success: bool = False
-    """Outcome R in {0, 1} of the paper."""
+    success: bool | None = None
+    """Outcome R in {0, 1} of the paper; None: unknown, which counts as neither."""
     seed: int | None = None
     condition: Condition = Condition.GUIDED
     uses: tuple[Use, ...] = ()

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiential.envs import check_text_env
-from experiential.wrappers import TextObservation, UnicodeText
+from experiential.wrappers import ExperienceWrapper, TextObservation, UnicodeText
 from experiential.wrappers.text_observation import describe, plain_text, spoken_action
-from tests.wrapper_worlds import CorridorEnv
+from tests.wrapper_worlds import CorridorEnv, CountingManager
 
 MOVES = ["left", "down", "right", "up"]
 
@@ -256,29 +256,56 @@ def test_the_specification_rebuilds_the_wrapper() -> None:
 
 
 def test_a_wrapped_environment_keeps_the_conventions_of_the_bundled_ones() -> None:
-    assert check_text_env(TextObservation(frozen_lake(render_mode="ansi"), actions=MOVES)) == []
+    lake = TextObservation(frozen_lake(render_mode="ansi"), actions=MOVES, success=1)
+    assert check_text_env(lake) == []
     assert (
         check_text_env(
             TextObservation(
-                gym.make("CartPole-v1"), actions=["left", "right"], instruction="Balance."
+                gym.make("CartPole-v1"),
+                actions=["left", "right"],
+                instruction="Balance.",
+                success=475,
             )
         )
         == []
     )
 
 
-def test_success_is_the_environments_word_else_a_termination_with_a_return_above_zero() -> None:
-    env = TextObservation(frozen_lake(), actions=MOVES)
+def test_success_is_the_environments_word_or_a_return_and_never_guessed() -> None:
+    env = TextObservation(frozen_lake(), actions=MOVES, success=1)
     env.reset(seed=0)
-    flags = [
-        env.step(move)[4]["success"] for move in ("down", "down", "right", "right", "down", "right")
-    ]
-    assert flags == [False] * 5 + [True]
+    way = ("down", "down", "right", "right", "down", "right")
+    assert [env.step(move)[4]["success"] for move in way] == [False] * 5 + [True]
     env.reset(seed=0)
-    assert [env.step(move)[4]["success"] for move in ("right", "down")] == [
-        False,
-        False,
-    ]  # the hole
+    assert [env.step(move)[4]["success"] for move in ("right", "down")] == [False, False]
+    untold = TextObservation(frozen_lake(), actions=MOVES)
+    assert "success" not in untold.reset(seed=0)[1]
+    assert not any("success" in untold.step(move)[4] for move in way)
+    with pytest.raises(TypeError, match="give it to the wrapper that records"):
+        TextObservation(frozen_lake(), success=lambda trajectory: True)  # type: ignore[arg-type]
+
+
+class MissionEnv(gym.Env[Any, int]):
+    """Names what to do in its observation, as BabyAI does, or under another key."""
+
+    observation_space = gym.spaces.Dict({"n": gym.spaces.Discrete(9)})
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, key: str = "mission") -> None:
+        self.key = key
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return {"n": 1, self.key: f"go to ball {seed}"}, {}
+
+
+@pytest.mark.parametrize("key", ["mission", "goal", "instruction"])
+def test_a_mission_in_the_observation_is_the_task(key: str) -> None:
+    env = TextObservation(MissionEnv(key))
+    assert [env.reset(seed=seed)[1]["task"] for seed in (1, 2)] == ["go to ball 1", "go to ball 2"]
+    named = TextObservation(MissionEnv(key), instruction=lambda observation, info: observation["n"])
+    assert named.reset(seed=1)[1]["task"] == "1"
+    assert TextObservation(MissionEnv("other")).reset(seed=1)[1]["task"] == "MissionEnv"
 
 
 def test_the_instance_is_the_id_with_the_seed_and_the_count_of_resets_since() -> None:
@@ -304,3 +331,34 @@ def test_a_nested_tag_gives_its_inside() -> None:
 def test_shared_memory_is_refused_for_text_and_never_gives_zeros() -> None:
     with pytest.raises(ValueError, match="shared_memory=False"):
         AsyncVectorEnv([CorridorEnv] * 2, shared_memory=True)
+
+
+FOREIGN: list[tuple[str, list[int], float, bool]] = [
+    # id, actions, the return that counts as won, whether these actions win
+    ("CliffWalking-v1", [0, *[1] * 11, 2], -13, True),
+    ("CliffWalking-v1", [1] * 3 + [0] * 3, -13, False),
+    ("FrozenLake-v1", [1, 1, 2, 2, 1, 2], 1, True),
+    ("FrozenLake-v1", [2, 1], 1, False),
+    ("CartPole-v1", [0] * 12, 475, False),
+    ("MountainCar-v0", [0] * 200, -199, False),
+]
+
+
+@pytest.mark.parametrize(("id", "actions", "won_at", "wins"), FOREIGN)
+def test_games_of_gymnasium_are_unknown_or_right_and_one_argument_says_it(
+    id: str, actions: list[int], won_at: float, wins: bool
+) -> None:
+    def played(**options: Any) -> bool | None:
+        options["max_turns"] = len(actions)
+        made = gym.make(id, **({"is_slippery": False} if id == "FrozenLake-v1" else {}))
+        env = ExperienceWrapper(TextObservation(made, **options), CountingManager())
+        env.reset(seed=0)
+        for action in actions:
+            *_, terminated, truncated, _ = env.step(str(action))
+            if terminated or truncated:
+                break
+        assert env.last_trajectory is not None
+        return env.last_trajectory.success
+
+    assert played(success=won_at) is wins
+    assert played() in (None, wins)

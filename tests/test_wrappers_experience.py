@@ -7,14 +7,16 @@ import time
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import TimeLimit
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiential.errors import BackendError, BankError
-from experiential.types import Condition, Use
+from experiential.types import Condition, Trajectory, Use
 from experiential.wrappers import ExperienceWrapper, SearchAndAskWrapper, TextObservation
 from tests.wrapper_worlds import CorridorEnv, CountingManager
 
@@ -144,24 +146,71 @@ def test_an_ended_episode_is_submitted_with_its_plain_observations() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("actions", "success"), [(["go", "go"], True), (["fall"], False), (["stay"] * 6, False)]
-)
-def test_success_is_a_terminated_episode_with_reward_unless_info_says(
-    actions: list[str], success: bool
-) -> None:
-    env = ExperienceWrapper(CorridorEnv(), CountingManager())
-    play(env, *actions)
-    assert env.last_trajectory is not None and env.last_trajectory.success is success
+class Silent(gym.Wrapper[str, str, str, str]):
+    """A corridor that says nothing of success, or says it under another key."""
 
-    class Contrary(gym.Wrapper[str, str, str, str]):
-        def step(self, action: str) -> Any:
-            *rest, info = self.env.step(action)
-            return *rest, {**info, "success": not success}
+    def __init__(self, **said: Any) -> None:
+        super().__init__(CorridorEnv())
+        self.said = said
 
-    env = ExperienceWrapper(Contrary(CorridorEnv()), CountingManager())
-    play(env, *actions)
-    assert env.last_trajectory is not None and env.last_trajectory.success is not success
+    def step(self, action: str) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        kept = {key: info[key] for key in info if key != "success"}
+        return observation, reward, terminated, truncated, {**kept, **self.said}
+
+
+def outcome(env: gym.Env[str, str], *actions: str, **options: Any) -> bool | None:
+    wrapper = ExperienceWrapper(env, CountingManager(), **options)
+    play(wrapper, *actions)
+    assert wrapper.last_trajectory is not None
+    return wrapper.last_trajectory.success
+
+
+@pytest.mark.parametrize("actions", [["go", "go"], ["fall"], ["stay"] * 6])
+def test_an_outcome_that_nobody_tells_is_unknown_whatever_the_reward(actions: list[str]) -> None:
+    assert outcome(Silent(), *actions) is None
+    assert outcome(CorridorEnv(), *actions) is (actions == ["go", "go"])
+
+
+@pytest.mark.parametrize("key", ["success", "is_success", "won"])
+@pytest.mark.parametrize("said", [True, False, np.True_, 0.0, 1, None])
+def test_the_last_info_says_it_under_the_names_that_environments_use(key: str, said: Any) -> None:
+    expected = None if said is None else bool(said)
+    assert outcome(Silent(**{key: said}), "fall") is expected
+    assert outcome(Silent(**{key: said}), "fall", success=0.0) is True  # the caller comes first
+
+
+def test_the_caller_says_it_with_a_return_or_a_function_of_the_trajectory() -> None:
+    assert outcome(Silent(), "go", "go", success=1) is True
+    assert outcome(Silent(), "fall", success=1) is False
+
+    def quick(trajectory: Trajectory) -> bool | None:
+        return None if trajectory.reward == 0 else len(trajectory.turns) < 3
+
+    assert outcome(Silent(), "go", "go", success=quick) is True
+    assert outcome(Silent(), "go", "stay", "go", success=quick) is False
+    assert outcome(Silent(), "fall", success=quick) is None
+    with pytest.raises(TypeError, match=r"success\(trajectory\) to return True, False or None"):
+        outcome(Silent(), "fall", success=lambda trajectory: "yes")
+    for wrong in ("yes", float("nan"), True):
+        with pytest.raises(TypeError, match="Expected success to be a function"):
+            ExperienceWrapper(CorridorEnv(), CountingManager(), success=wrong)  # type: ignore[arg-type]
+
+
+def test_a_return_that_reaches_the_threshold_of_the_specification_is_a_success() -> None:
+    env = Silent()
+    env.unwrapped.spec = EnvSpec("Corridor-v0", reward_threshold=0.7)
+    assert outcome(env, "go", "go") is True
+    assert outcome(env, "fall") is None  # a mean over episodes says nothing of a lower return
+
+
+def test_the_task_may_come_from_a_function_of_the_first_observation() -> None:
+    manager = CountingManager("Say go.")
+    env = ExperienceWrapper(
+        CorridorEnv(), manager, task=lambda observation, info: observation[-14:]
+    )
+    env.reset(seed=3)
+    assert manager.searches[0][0] == env.episode.task == "blue corridor."  # type: ignore[union-attr]
 
 
 def test_without_names_the_first_observation_is_the_task_and_no_seed_means_no_instance() -> None:
@@ -218,7 +267,7 @@ def test_an_abandoned_episode_is_kept_counted_and_not_submitted() -> None:
         env.last_trajectory.error,
         env.last_trajectory.success,
         len(env.last_trajectory.turns),
-    ) == ("abandoned", False, 1)
+    ) == ("abandoned", None, 1)
     env.step("go")
     env.close()
     assert env.abandoned == 2 and manager.submitted == []

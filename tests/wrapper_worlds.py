@@ -39,7 +39,7 @@ class CorridorEnv(gym.Env[str, str]):
         self.cell += action == "go"
         done = self.cell >= self.length
         fell = action == "fall"
-        info = self._info() | {"invalid": action not in ("go", "stay", "fall")}
+        info = self._info() | {"invalid": action not in ("go", "stay", "fall"), "success": done}
         return (
             self._text(),
             float(done),

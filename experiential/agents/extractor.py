@@ -161,7 +161,7 @@ class ExtractorAgent:
         messages = self.prompts.principle_messages(trajectory, limit, budget=budget)
         found = await self._operations(messages, limit, 0, PRINCIPLES)
         # the outcome decides the kind, whatever the answer says
-        kind = {"kind": GUIDING if trajectory.success else CAUTIONARY}
+        kind = {"kind": CAUTIONARY if trajectory.success is False else GUIDING}
         typed = tuple(
             one.model_copy(update=kind) if isinstance(one, Add) else one
             for one in found.parsed.operations

@@ -131,7 +131,7 @@ class PromptSet:
 
         Of the environment it holds only what the actor saw and did, and whether it succeeded.
         """
-        kind = GUIDING if trajectory.success else CAUTIONARY
+        kind = CAUTIONARY if trajectory.success is False else GUIDING
         words = {
             "kind": kind,
             "about": self.texts[kind](),
@@ -214,7 +214,8 @@ class PromptSet:
         if trajectory.error is not None:
             outcome = self.texts["error"](error=_quoted(trajectory.error, len(trajectory.error)))
         else:
-            outcome = self.texts["success" if trajectory.success else "failure"]()
+            said = {True: "success", False: "failure", None: "unknown"}
+            outcome = self.texts[said[trajectory.success]]()
         opening = trajectory.turns[0].observation if trajectory.turns else ""
         return {
             "task": _quoted(trajectory.task, budget),

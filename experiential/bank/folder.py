@@ -411,7 +411,7 @@ class FolderBank(StateReader, Bank):
             if not is_recorded:
                 for use in self._ledger.record(trajectory, draft.commit):
                     known = draft.statistics.get(use.experience_id) or Statistics()
-                    successes = known.successes + trajectory.success
+                    successes = known.successes + bool(trajectory.success)
                     update = {"uses": known.uses + 1, "successes": successes}
                     draft.count(use.experience_id, known.model_copy(update=update))
             return True

@@ -265,7 +265,8 @@ def why(
     if as_json:
         show_json(found)
         return
-    outcome = found.error or ("success" if found.success else "failure")
+    said = {True: "success", False: "failure", None: "unknown"}
+    outcome = found.error or said[found.success]
     ended = {"condition": found.condition.value, "outcome": outcome, "reward": found.reward}
     show_pairs({"task": found.task} | ended)
     sys.stdout.write("\nshown\n")

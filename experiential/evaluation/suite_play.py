@@ -195,7 +195,7 @@ async def play_cell(
                 world=int(world),
                 visit=int(visit),
                 task_id=trajectory.task_id,
-                success=trajectory.success,
+                success=bool(trajectory.success),
                 reward=trajectory.reward if trajectory.error is None else task.failure,
                 turns=len(trajectory.turns),
                 prompt_tokens=sum(len(one.prompt_ids) for one in episode.generations),

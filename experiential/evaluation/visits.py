@@ -179,7 +179,7 @@ class VisitEvaluator:
         return Visits(
             arm=arm,
             step=step,
-            outcomes=tuple(tuple(e.trajectory.success for e in world) for world in worlds),
+            outcomes=tuple(tuple(bool(e.trajectory.success) for e in world) for world in worlds),
             errors=sum(reasons.values()),
             entries=opened.entries,
             failures=reasons,

@@ -197,8 +197,11 @@ def training_count_weights(
 
 
 def outcome(trajectory: Trajectory) -> float:
-    """Return R of eq. 1: 1.0 for a success, else 0.0; a fractional reward does not count."""
-    return float(trajectory.success)
+    """Return R of eq. 1: 1.0 for a success, else 0.0; a fractional reward does not count.
+
+    Rollouts return no episode of unknown outcome, except those that failed technically.
+    """
+    return float(bool(trajectory.success))
 
 
 def use_reward(success: bool) -> int:

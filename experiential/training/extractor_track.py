@@ -102,7 +102,7 @@ class ExtractorTrack:
             groups = [t.group for t in played]
             bases = relative_rewards([outcome(t) for t in played], groups, guided).tolist()
         else:
-            bases = [float(use_reward(t.success)) for t in played]
+            bases = [float(use_reward(bool(t.success))) for t in played]
         uses: list[tuple[Use, float]] = []
         for trajectory, base in zip(played, bases, strict=True):
             counted = counted_uses(trajectory)

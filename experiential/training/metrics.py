@@ -12,6 +12,7 @@ from typing import Any
 
 from experiential.errors import ConfigError
 from experiential.rollout import Episode, failures
+from experiential.training.advantages import outcome
 from experiential.training.runtime import TrainStats
 from experiential.types import Condition
 
@@ -89,9 +90,9 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
         "errors": len(episodes) - len(finished),
         "reward": mean([t.reward for t in first]),
         "turns": mean([len(e.trajectory.turns) for e in finished]),
-        "success_guided": mean([t.success for t in guided]),
-        "success_free": mean([t.success for t in free]),
-        "success_advised": mean([t.success for t in advised]),
+        "success_guided": mean([outcome(t) for t in guided]),
+        "success_free": mean([outcome(t) for t in free]),
+        "success_advised": mean([outcome(t) for t in advised]),
         "actor_loss": update.loss,
         "actor_grad_norm": update.grad_norm,
         "actor_version": update.version,
@@ -118,7 +119,7 @@ def episode_row(episode: Episode) -> dict[str, Any]:
         "condition": t.condition.value,
         "seed": t.seed,
         "attempt": episode.attempt,
-        "success": t.success,
+        "success": bool(t.success),
         "reward": t.reward,
         "turns": len(t.turns),
         "uses": len(t.uses),

@@ -19,6 +19,7 @@ from experiential.bank.search.where import Filter, Where
 from experiential.envs.text_env import UnicodeText
 from experiential.errors import BackendError, BankError
 from experiential.types import Answer, Condition, Hit, How, Trajectory, Turn, Use, new_id
+from experiential.wrappers.outcome import Success, check_success, known_success
 
 DRAIN_SECONDS = 60.0
 """Time that a manager built by a wrapper has for distillation when the wrapper is closed."""
@@ -27,6 +28,8 @@ FAILURES = (BackendError, BankError, TimeoutError)
 
 When = Literal["episode", "turn", "both"]
 Inject = Literal["observation", "system", "none"]
+TaskOf = Callable[[str, dict[str, Any]], str]
+"""Returns the task of an episode from its first observation and info."""
 
 
 class ManagerLike(Protocol):
@@ -143,6 +146,13 @@ class ExperienceWrapper(BankWrapper):
             an evaluation must.
         where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see
             ``Where``); a ``SearchAndAskWrapper`` outside does the same.
+        success: whether an episode succeeded: a function of its ``Trajectory`` that returns True,
+            False or None (unknown), or the return from which on it counts. By default
+            ``info["success"]``, ``["is_success"]`` or ``["won"]`` of the last step says so, or a
+            return that reaches the environment's ``reward_threshold``; else it is unknown, and
+            counts neither for nor against an entry.
+        task: the query and the task of entries: a function of the first observation and info. By
+            default ``info["task"]``, else the first observation.
 
     Raises:
         TypeError: the environment does not give text, or the second argument is neither bank nor
@@ -162,11 +172,15 @@ class ExperienceWrapper(BankWrapper):
         guided: bool = True,
         exclude_same_instance: bool = False,
         where: Filter | None = None,
+        success: Success | None = None,
+        task: TaskOf | None = None,
     ) -> None:
         options: dict[str, Any] = {"k": k, "when": when, "inject": inject, "guided": guided}
         options |= {"exclude_same_instance": exclude_same_instance, "where": where}
+        options |= {"success": success, "task": task}
         super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         check_retrieval(k, when, inject, where)
+        check_success(success)
         # the innermost first, since others share its log
         for layer in reversed(list(layers(env))):
             if isinstance(layer, BankWrapper):  # it would submit twice, and read in a FREE episode
@@ -176,7 +190,8 @@ class ExperienceWrapper(BankWrapper):
                 )
         self.k, self.when, self.inject, self.guided = k, when, inject, guided
         self.manager, self._owned = connect(bank_or_manager, extractor)
-        self.log = EpisodeLog(self.manager, exclude_same_instance, where)
+        self.log = EpisodeLog(self.manager, exclude_same_instance, where, success, env.spec)
+        self._task_of = task
         if inject == "observation":
             self.observation_space = UnicodeText()
 
@@ -187,6 +202,8 @@ class ExperienceWrapper(BankWrapper):
         settings, rest = take_settings(options, self.guided)
         self.log.abandon()
         observation, info = self.env.reset(seed=seed, options=rest)
+        if self._task_of is not None:
+            info = {**info, "task": str(self._task_of(observation, info))}
         self.log.episode = Episode(observation, info, seed, **settings)
         return self._advise(observation, info, "episode_start")
 
@@ -241,11 +258,18 @@ class EpisodeLog:
     """
 
     def __init__(
-        self, manager: ManagerLike, exclude_same_instance: bool = False, where: Filter | None = None
+        self,
+        manager: ManagerLike,
+        exclude_same_instance: bool = False,
+        where: Filter | None = None,
+        success: Success | None = None,
+        spec: Any = None,
     ) -> None:
         self.manager = manager
         self.where = Where.of(where)
         self.exclude_same_instance = exclude_same_instance
+        self._success = success
+        self._threshold: float | None = getattr(spec, "reward_threshold", None)
         self.episode: Episode | None = None
         self.last_trajectory: Trajectory | None = None
         self.abandoned = 0
@@ -272,14 +296,16 @@ class EpisodeLog:
         """
         if self.episode is not None:
             self.episode.record(action, reward, observation, info)
-        return self.finish(terminated, info) if terminated or truncated else {}
+        return self.finish(info) if terminated or truncated else {}
 
-    def finish(self, terminated: bool, info: Mapping[str, Any]) -> dict[str, Any]:
+    def finish(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """End the running episode and submit it; return the keys to add to info."""
         episode, self.episode = self.episode, None
         if episode is None:
             return {}
-        self.last_trajectory = episode.trajectory(terminated, info)
+        ended = episode.trajectory()
+        won = known_success(ended, info, self._success, self._threshold)
+        self.last_trajectory = ended.model_copy(update={"success": won})
         extra: dict[str, Any] = {"trajectory_id": episode.id}
         try:
             self.manager.submit(self.last_trajectory)
@@ -291,7 +317,7 @@ class EpisodeLog:
         """Cut off the running episode: keep it as ``last_trajectory`` and count it, unsubmitted."""
         episode, self.episode = self.episode, None
         if episode is not None and episode.turns:
-            self.last_trajectory = episode.trajectory(False, {}, error="abandoned")
+            self.last_trajectory = episode.trajectory(error="abandoned")
             self.abandoned += 1
 
 
@@ -339,17 +365,10 @@ class Episode:
         """Add the hits that reached the actor now."""
         self.uses.extend(hit.use(how, episode=self.id, turn=len(self.turns)) for hit in hits)
 
-    def trajectory(
-        self, terminated: bool, info: Mapping[str, Any], error: str | None = None
-    ) -> Trajectory:
-        """Return the record of this episode after its last step.
-
-        Without ``info["success"]``, a termination with a return above 0 counts as a success.
-        """
-        success = info.get("success")
-        won = bool(terminated and self.reward > 0 if success is None else success)
+    def trajectory(self, error: str | None = None) -> Trajectory:
+        """Return the record of this episode so far, its outcome left open."""
         same = {name: vars(self)[name] for name in Trajectory.model_fields if name in vars(self)}
-        return Trajectory(**same, success=won, error=error)
+        return Trajectory(**same, error=error)
 
 
 def take_settings(

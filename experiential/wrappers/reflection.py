@@ -14,6 +14,7 @@ from experiential.envs.text_env import UnicodeText
 from experiential.errors import EnvError
 from experiential.types import Trajectory
 from experiential.wrappers.experience import FAILURES, Episode, TextWrapper, reason, require_choice
+from experiential.wrappers.outcome import known_success
 
 Inject = Literal["observation", "system"]
 _INSTANCE = ("instance", "task_id", "task")
@@ -140,7 +141,8 @@ class ReflectionWrapper(TextWrapper):
             episode.record(action, reward, observation, info)
             if terminated or truncated:
                 self._episode = None
-                attempt = episode.trajectory(terminated, info)
+                attempt = episode.trajectory()
+                attempt = attempt.model_copy(update={"success": known_success(attempt, info)})
                 if self._attempt["attempt"] == 1 and attempt.reward < self.threshold:
                     shown, fresh = self._second(attempt)
                     fresh |= {"final_observation": observation, "final_info": info}

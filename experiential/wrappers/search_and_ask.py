@@ -26,6 +26,7 @@ from experiential.wrappers.experience import (
     reason,
     take_settings,
 )
+from experiential.wrappers.outcome import Success, check_success
 
 PATIENCE = 8
 """Refused calls in a row that truncate an episode, so that an agent that only calls still ends."""
@@ -81,7 +82,8 @@ class SearchAndAskWrapper(BankWrapper):
         offer: while calls are left in a guided episode, add a call with the task as its question to
             ``info["admissible"]``, where the environment names admissible actions, so that an actor
             that may only choose can choose to ask.
-        exclude_same_instance: as for ``ExperienceWrapper``, which decides it where there is one.
+        exclude_same_instance, success: as for ``ExperienceWrapper``, which decides where there is
+            one.
 
     Raises:
         TypeError: the environment does not give text, or ``bank`` is neither bank nor manager.
@@ -101,9 +103,11 @@ class SearchAndAskWrapper(BankWrapper):
         k: int | None = None,
         offer: bool = False,
         exclude_same_instance: bool = False,
+        success: Success | None = None,
     ) -> None:
+        check_success(success)
         options: dict[str, Any] = {"refine": refine, "k": k, "offer": offer}
-        options["exclude_same_instance"] = exclude_same_instance
+        options |= {"exclude_same_instance": exclude_same_instance, "success": success}
         options["repeat_observation"] = repeat_observation
         super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, **options)
         if max_calls < 1:
@@ -122,7 +126,7 @@ class SearchAndAskWrapper(BankWrapper):
             self.log = below
         elif below is None and bank is not None:
             manager, self._owned = connect(bank, None)
-            self.log = EpisodeLog(manager, exclude_same_instance)
+            self.log = EpisodeLog(manager, exclude_same_instance, None, success, env.spec)
         else:
             got = "neither" if bank is None else "both"
             raise ValueError(
@@ -223,7 +227,7 @@ class SearchAndAskWrapper(BankWrapper):
             text = refusal
             self._refused += 1
             if truncated := self._refused >= PATIENCE:
-                ending = self.log.finish(False, {})
+                ending = self.log.finish({})
         else:
             self._calls += 1
             self._refused = 0

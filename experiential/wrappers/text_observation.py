@@ -14,12 +14,14 @@ from gymnasium.utils import RecordConstructorArgs
 
 from experiential.envs.action_text import tagged_action
 from experiential.envs.text_env import UnicodeText
+from experiential.wrappers.outcome import KEYS, check_success
 
 Array = np.ndarray[Any, Any]
 Render = Callable[[Any, dict[str, Any]], str]
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m([^\x1b]+)\x1b\[0?m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_NUMBERS = 1024
+_MISSIONS = ("mission", "goal", "instruction")  # keys of observations that say what is asked
 
 
 class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
@@ -30,9 +32,9 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
     readable numbers, rows and ``key: value`` lines. An action is the last ``<action>…</action>`` of
     the text, or its last line, whatever the case. ``info["task"]`` and ``info["admissible"]`` say
     what is asked and what is legal; ``task_id``, ``instance``, ``success``, ``invalid`` and
-    ``feedback`` are as in the environments of this package. By default ``success`` is the
-    environment's ``is_success``, else whether an episode terminated with a return above 0, and
-    ``instance`` is its id and seed.
+    ``feedback`` are as in the environments of this package. ``success`` is the environment's own,
+    its ``is_success`` or ``won``, or what the argument says of the return; where nothing says it,
+    the key is left out. By default ``instance`` is the environment's id and seed.
 
     Caveat: an unknown action does not step the environment, but it uses a turn: the same
     observation comes back with a line that names the legal actions, reward 0 and
@@ -60,7 +62,10 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         render: ``(observation, info) -> str``.
         actions: None (numbers of a ``Discrete`` space, or text as it is when actions are text), a
             list of names for a ``Discrete`` space, or a mapping from names to actions.
-        instruction: the task in words; the environment's own ``info["task"]`` or its id when empty.
+        instruction: the task in words, or a function of the first observation and info. When empty
+            it is the environment's own ``info["task"]``, the text under ``mission``, ``goal`` or
+            ``instruction`` of an observation that is a dict, or the environment's id.
+        success: the return from which on an episode is a success.
         max_turns: turns, invalid ones included, after which an episode is truncated; None takes the
             limit of the environment's specification, if it has one.
 
@@ -74,17 +79,24 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         env: gym.Env[Any, Any],
         render: Render | None = None,
         actions: Sequence[str] | Mapping[str, Any] | None = None,
-        instruction: str = "",
+        instruction: str | Callable[[Any, dict[str, Any]], str] = "",
         *,
+        success: float | None = None,
         max_turns: int | None = None,
     ) -> None:
         options: dict[str, Any] = {"render": render, "actions": actions, "max_turns": max_turns}
-        options["instruction"] = instruction
+        options |= {"instruction": instruction, "success": success}
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **options)
         cast("Any", gym.Wrapper).__init__(self, env)
         if max_turns is not None and max_turns < 1:
             raise ValueError(f"Expected max_turns to be positive, got {max_turns}")
-        self._render, self._instruction = render, instruction
+        if callable(success):
+            raise TypeError(
+                "Expected success to be a return or None, got a function; give it to the wrapper"
+                " that records the episode"
+            )
+        check_success(success)
+        self._render, self._instruction, self._success = render, instruction, success
         self._actions = action_table(env.action_space, actions)
         self._lookup = {" ".join(name.casefold().split()): name for name in self._actions or ()}
         if self._actions is not None and len(self._lookup) < len(self._actions):
@@ -92,7 +104,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
                 f"Expected action names that differ by more than case, got {list(self._actions)}"
             )
         self._max_turns = max_turns or (env.spec.max_episode_steps if env.spec else None)
-        self._turns, self._text, self._task = 0, "", instruction
+        self._turns, self._text, self._task = 0, "", ""
         self._id = self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
         self._seed, self._episodes, self._return = secrets.token_hex(4), 0, 0.0
         self._over = True
@@ -107,7 +119,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         self._turns, self._return, self._over = 0, 0.0, False
         self._episodes = self._episodes + 1 if seed is None else 0
         self._seed = self._seed if seed is None else str(seed)
-        self._task = self._instruction or str(info.get("task") or self._id)
+        self._task = self._task_of(observation, info)
         self._text = self._describe(observation, info)
         return self._text, self._annotated(info)
 
@@ -134,14 +146,14 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             legal = ", ".join(self._actions)
             complaint = f"{said[:80]!r} is not a legal action. Legal actions: {legal}."
             self._over = late
-            info = self._annotated({"feedback": complaint, "invalid": True})
+            info = self._annotated({"feedback": complaint, "invalid": True}, ended=late)
             return f"{self._text}\n{complaint}", 0.0, False, late, info
         observation, reward, terminated, truncated, info = self.env.step(chosen)
         self._text = self._describe(observation, info)
         truncated = bool(truncated or (late and not terminated))
         self._return += float(reward)
         self._over = bool(terminated) or truncated
-        info = self._annotated(info, won=bool(terminated) and self._return > 0)
+        info = self._annotated(info, ended=self._over)
         return self._text, float(reward), bool(terminated), truncated, info
 
     def _describe(self, observation: Any, info: dict[str, Any]) -> str:
@@ -151,12 +163,25 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             return plain_text(str(cast("Any", self.env).render()))
         return describe(observation)
 
-    def _annotated(self, info: dict[str, Any], *, won: bool = False) -> dict[str, Any]:
+    def _task_of(self, observation: Any, info: dict[str, Any]) -> str:
+        if callable(self._instruction):
+            return str(self._instruction(observation, info))
+        named = self._instruction or info.get("task")
+        if not named and isinstance(observation, Mapping):
+            said = (cast("Mapping[str, Any]", observation).get(key) for key in _MISSIONS)
+            named = next((text for text in said if isinstance(text, str) and text), None)
+        return str(named or self._id)
+
+    def _annotated(self, info: dict[str, Any], *, ended: bool = False) -> dict[str, Any]:
         again = f"+{self._episodes}" if self._episodes else ""
         known = {"task_id": self._id, "instance": f"{self._id}#{self._seed}{again}", "feedback": ""}
         copied: dict[str, Any] = known | snapshot(info)
-        said = (copied[key] for key in ("success", "is_success") if copied.get(key) is not None)
-        copied |= {"task": self._task, "success": bool(next(said, won))}
+        copied["task"] = self._task
+        said = next((copied[key] for key in KEYS if copied.get(key) is not None), None)
+        if self._success is not None:
+            copied["success"] = ended and self._return >= self._success
+        elif said is not None:
+            copied["success"] = bool(said)
         copied["invalid"] = bool(copied.get("invalid", False))
         if self._actions is not None:
             copied["admissible"] = list(self._actions)

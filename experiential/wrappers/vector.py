@@ -25,6 +25,7 @@ from experiential.wrappers.experience import (
     EpisodeLog,
     Inject,
     LiveArguments,
+    TaskOf,
     When,
     check_retrieval,
     connect,
@@ -33,9 +34,10 @@ from experiential.wrappers.experience import (
     require_text,
     take_settings,
 )
+from experiential.wrappers.outcome import KEYS, Success, check_success
 
 _SETTINGS = ("guided", "group", "policy_version")
-_READ = ("task", "task_id", "instance", "success", "invalid")
+_READ = ("task", "task_id", "instance", "invalid", *KEYS)
 Observations = tuple[str, ...]
 Array = np.ndarray[Any, Any]
 
@@ -69,7 +71,8 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
 
     Args:
         env: a vector environment with text observations.
-        bank_or_manager, extractor, k, when, inject, exclude_same_instance, where: as for
+        bank_or_manager, extractor, k, when, inject, exclude_same_instance, where, success, task: as
+            for
             ``ExperienceWrapper``.
         guided: the condition of episodes whose reset does not say, for all or one per environment.
 
@@ -92,9 +95,12 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         guided: bool | Sequence[bool] = True,
         exclude_same_instance: bool = False,
         where: Filter | None = None,
+        success: Success | None = None,
+        task: TaskOf | None = None,
     ) -> None:
         options: dict[str, Any] = {"k": k, "when": when, "inject": inject, "guided": guided}
         options |= {"exclude_same_instance": exclude_same_instance, "where": where}
+        options |= {"success": success, "task": task}
         options |= {"bank_or_manager": bank_or_manager, "extractor": extractor}
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **options)
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
@@ -111,12 +117,15 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
                 " shared_memory=True, which loses it"
             )
         check_retrieval(k, when, inject, where)
+        check_success(success)
         self.k, self.when, self.inject = k, when, inject
         self.guided = _one_each("guided", guided, env.num_envs)
         self.manager, self._owned = connect(bank_or_manager, extractor)
         self.logs = [
-            EpisodeLog(self.manager, exclude_same_instance, where) for _ in range(env.num_envs)
+            EpisodeLog(self.manager, exclude_same_instance, where, success, env.spec)
+            for _ in range(env.num_envs)
         ]
+        self._task_of = task
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._waiting = np.zeros(env.num_envs, dtype=np.bool_)
         if inject == "observation":
@@ -146,7 +155,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         elif seed is not None:
             seeds = seed
         for i in started:
-            info = info_of(infos, i)
+            info = self._started(observations[i], infos, i)
             self.logs[i].episode = Episode(observations[i], info, seeds[i], **settings[i])
             self._waiting[i] = False
         return self._advise(observations, infos, started, [])
@@ -173,9 +182,17 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             self._waiting[i] = ended and self._mode is AutoresetMode.NEXT_STEP
         for i in started:
             settings, _ = take_settings(None, self.guided[i])
-            self.logs[i].episode = Episode(observations[i], info_of(infos, i), None, **settings)
+            info = self._started(observations[i], infos, i)
+            self.logs[i].episode = Episode(observations[i], info, None, **settings)
         shown, infos = self._advise(observations, infos, started, stepped)
         return shown, rewards, terminated, truncated, infos
+
+    def _started(self, observation: str, infos: dict[str, Any], i: int) -> dict[str, Any]:
+        """Return the first info of an episode, with the task that the caller's function names."""
+        info = info_of(infos, i)
+        if self._task_of is not None:
+            info["task"] = str(self._task_of(observation, info))
+        return info
 
     def close(self, **kwargs: Any) -> None:
         """Close the environments, and the manager if this wrapper built it; the bank stays open."""

@@ -51,11 +51,11 @@ class Ledger:
         """Journal the outcome of a trajectory and every use in it.
 
         Returns:
-            the uses that are evidence about their entries. There are none in a free episode, or in
-            one that failed for a technical cause. A use that the actor rejected does not count,
-            because its entry was not in the prompt.
+            the uses that are evidence about their entries. There are none in a free episode, in
+            one whose outcome is unknown, or in one that failed for a technical cause. A use that
+            the actor rejected does not count, because its entry was not in the prompt.
         """
-        success = int(trajectory.success)
+        success = None if trajectory.success is None else int(trajectory.success)
         self.journal.run(
             "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             self.namespace,
@@ -71,7 +71,9 @@ class Ledger:
         )
         counted: list[Use] = []
         for use in () if trajectory.condition is Condition.FREE else trajectory.uses:
-            is_evidence = trajectory.error is None and use.verdict != "reject"
+            is_evidence = (
+                trajectory.error is None and use.verdict != "reject" and success is not None
+            )
             used = (use.id, trajectory.id, use.experience_id, use.experience_version)
             known = (success if is_evidence else None, use.model_dump_json())
             statement = "INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)"

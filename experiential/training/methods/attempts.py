@@ -12,6 +12,7 @@ from experiential.agents.prompts import derived_seed
 from experiential.agents.reflector import Reflection, ReflectionMemory, Reflector, Retry, passes
 from experiential.errors import BackendError, BankError
 from experiential.rollout import Episode, Job, Rollout, shortened
+from experiential.training.advantages import outcome
 from experiential.training.metrics import mean
 from experiential.types import Trajectory
 
@@ -114,8 +115,8 @@ class Attempts:
             "gated": mean([e.trajectory.reward < self.threshold for e in ended]),
             "r1": mean([e.first.trajectory.reward for e in pairs]),
             "r2": mean([e.trajectory.reward for e in pairs]),
-            "success_first": mean([e.trajectory.success for e in ended]),
-            "success_second": mean([e.trajectory.success for e in pairs]),
+            "success_first": mean([outcome(e.trajectory) for e in ended]),
+            "success_second": mean([outcome(e.trajectory) for e in pairs]),
             "reflections": sum(e.reflection.text is not None for e in seconds),
             "unread": dict(unread),
             "memory_writes": sum(map(self._passed, seconds)),

@@ -35,7 +35,7 @@ class SuccessRates:
             if trajectory.error is None:
                 name = trajectory.task_id or trajectory.task
                 self.played[name] += 1
-                self.won[name] += trajectory.success
+                self.won[name] += bool(trajectory.success)
 
     def rate(self, task: str) -> float:
         """Return the success rate for a task, in [0, 1]."""

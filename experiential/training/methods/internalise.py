@@ -11,7 +11,7 @@ import numpy as np
 from experiential.agents.actor import ActorAgent
 from experiential.config import SelfDistillSettings
 from experiential.rollout import Episode
-from experiential.training.advantages import relative_rewards
+from experiential.training.advantages import outcome, relative_rewards
 from experiential.training.methods.method import Method
 from experiential.training.runtime import Sample
 from experiential.training.samples import trainable, trajectory_samples
@@ -118,7 +118,7 @@ class SelfDistillation(Method):
         """Return the imitation samples of these episodes."""
         firsts = [e for e in episodes if e.attempt == 1]
         free = [
-            e.trajectory.success
+            outcome(e.trajectory)
             for e in firsts
             if e.trajectory.error is None and e.trajectory.condition is Condition.FREE
         ]

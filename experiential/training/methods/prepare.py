@@ -39,7 +39,7 @@ class OfflineBank(Method):
             episodes = await self.run.rollout.play(jobs)
             refuse_broken(episodes)
             played += len(episodes)
-            won += sum(e.trajectory.success for e in episodes)
+            won += sum(bool(e.trajectory.success) for e in episodes)
             await manager.adrain()
         await manager.adeduplicate()
         if bank.merge_every:
