@@ -8,6 +8,8 @@ ExperientialError
 │   ├── BankLockedError  another process writes this bank             (exit code 2)
 │   └── ReadOnlyBankError  a write on a bank opened read-only
 ├── BackendError         a language-model backend failed
+│   ├── NoAnswerError    the reply holds no answer: refused, filtered, empty, nothing but reasoning
+│   └── BudgetError      the account's quota, or the budget of the caller, is spent
 ├── EnvError             an environment failed where it runs: it raised, hung, or its process died
 └── CheckpointError      a checkpoint cannot be read or written       (exit code 2)
 """
@@ -55,6 +57,14 @@ class ReadOnlyBankError(BankError):
 
 class BackendError(ExperientialError):
     """Report a failure of a language-model backend: time-out, refusal, malformed reply."""
+
+
+class NoAnswerError(BackendError):
+    """Report a reply without an answer: refused, filtered, empty, or nothing but reasoning."""
+
+
+class BudgetError(BackendError):
+    """Report that the account's quota, or the budget given for a backend, is spent."""
 
 
 class EnvError(ExperientialError):

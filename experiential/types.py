@@ -57,6 +57,28 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Usage(Record):
+    """Count what replies of a hosted model took.
+
+    Attributes:
+        prompt_tokens: tokens read.
+        completion_tokens: tokens written, reasoning included.
+        cost: dollars; None where no price is known.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = None
+
+    def __add__(self, other: Usage) -> Usage:
+        costs = [cost for cost in (self.cost, other.cost) if cost is not None]
+        return Usage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cost=sum(costs) if costs else None,
+        )
+
+
 class Generation(Record):
     """Record one response of a language model, with all inputs of off-policy training."""
 
@@ -80,6 +102,8 @@ class Generation(Record):
     finish_reason: FinishReason = FinishReason.STOP
     temperature: float = 1.0
     """Sampling temperature that ``logprobs`` were computed at."""
+    usage: Usage | None = None
+    """Tokens and cost as the server counts them; None for local backends."""
 
 
 How = Literal["episode_start", "turn", "search_and_ask"]
