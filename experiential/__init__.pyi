@@ -23,12 +23,14 @@ from experiential.errors import (
     BackendError as BackendError,
     BankError as BankError,
     BankLockedError as BankLockedError,
+    BudgetError as BudgetError,
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
     EnvError as EnvError,
     ExperientialError as ExperientialError,
     MissingExtraError as MissingExtraError,
     ModelNotFoundError as ModelNotFoundError,
+    NoAnswerError as NoAnswerError,
     ReadOnlyBankError as ReadOnlyBankError,
 )
 from experiential.llm.base import LLM as LLM, SamplingParams as SamplingParams
