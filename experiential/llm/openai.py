@@ -16,6 +16,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import httpx
@@ -242,16 +243,17 @@ class OpenAILLM(LLM):
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
                     continue
-                try:
-                    piece: Any = json.loads(data)
-                except ValueError:
-                    piece = {"error": data}
-                if not isinstance(piece, dict) or "error" in piece:
+                piece: dict[str, Any] = {}
+                with suppress(ValueError):
+                    piece = cast("dict[str, Any]", json.loads(data))
+                if "error" in piece or not piece:
                     return httpx.Response(500, text=data)
                 reply["usage"] = piece.get("usage") or reply.get("usage")
-                for part in piece.get("choices") or ():
+                parts: list[dict[str, Any]] = piece.get("choices") or []
+                for part in parts:
                     choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-                    for key, value in (part.get("delta") or {}).items():
+                    delta: dict[str, Any] = part.get("delta") or {}
+                    for key, value in delta.items():
                         if isinstance(value, str) and key != "role":
                             message[key] = message.get(key, "") + value
                         elif value:
@@ -377,8 +379,9 @@ class OpenAILLM(LLM):
             content = ""
         elif not isinstance(content, str):
             raise TypeError(f"content is {type(content).__name__}")
-        calls = message.get("tool_calls") or [{"function": message.get("function_call")}]
-        called = (calls[0].get("function") or {}).get("name")
+        calls: list[dict[str, Any]] = message.get("tool_calls") or []
+        call: dict[str, Any] = calls[0]["function"] if calls else message.get("function_call") or {}
+        called = call.get("name")
         thinking = message.get("reasoning_content") or message.get("reasoning")
         unclosed = content.lower().rfind("<think>") > content.lower().rfind("</think>")
         long = "; raise max_tokens" if finish == "length" else ""
