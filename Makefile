@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
-EXTRAS ?= local,openai,serve,minihack,webshop,bench,dev,docs
+EXTRAS ?= local,serve,minihack,webshop,bench,dev,docs
 TORCH ?= torch==2.13.0
 # A package index to take torch from, e.g. PyTorch's CPU index; empty uses pip's own configuration.
 TORCH_INDEX ?=
@@ -28,7 +28,7 @@ CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster crash lint shape docs bench tiny-models clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare crash lint shape docs bench tiny-models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +78,9 @@ $(CLUSTER_STAMP): $(CLUSTER_LOCK)
 
 test-cluster: cluster  ## the cluster engine on the CPU: Ray, vLLM and DeepSpeed with two tiny policies
 	@tests/cluster/run $(CLUSTER_VENV)/bin/python tests/cluster $(ARGS)
+
+test-bare:  ## the three lines after a bare installation, on each supported Python
+	@tests/bare/run
 
 crash: install  ## kill the bank's writer KILLS times and look for what is lost; SEED=2 draws other points
 	@KILLS=$(KILLS) SEED=$(SEED) $(PYTEST) -m slow tests/test_crash.py $(ARGS)

