@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,29 +26,33 @@ class MiniLM:
 
     def __init__(self, folder: str | Path) -> None:
         import onnxruntime
-        from safetensors.numpy import load_file
+        from safetensors import numpy as safetensors
         from tokenizers import Tokenizer
 
-        folder = Path(folder)
-        self._tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        runtime: Any = onnxruntime  # has no types
+        weights: dict[str, npt.NDArray[Any]] = cast("Any", safetensors).load_file(
+            Path(folder) / "model.safetensors"
+        )
+        self._tokenizer: Any = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         self._tokenizer.enable_truncation(_TOKENS)
         self._tokenizer.enable_padding()
         names, tensors = list[str](), list[npt.NDArray[np.float32]]()
-        for name, tensor in load_file(folder / "model.safetensors").items():
+        for name, tensor in weights.items():
             if name.startswith(("embeddings.", "encoder.")) and name != "embeddings.position_ids":
                 # the graph has x W where the file has the W of x Wᵀ
                 turned = tensor.ndim == 2 and name.startswith("encoder.")
                 names.append(name)
                 tensors.append(np.ascontiguousarray(tensor.T if turned else tensor))
-        options = onnxruntime.SessionOptions()
+        options = runtime.SessionOptions()
         # as for the other numerical libraries; 0 is a thread for each core
-        options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        options.intra_op_num_threads = int(threads) if threads.isdigit() else 0
         # its threads sleep between calls instead of taking the cores from training
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        values = [onnxruntime.OrtValue.ortvalue_from_numpy(tensor) for tensor in tensors]
+        values = [runtime.OrtValue.ortvalue_from_numpy(tensor) for tensor in tensors]
         options.add_external_initializers(names, values)
-        graph = files(__package__).joinpath("minilm.onnx").read_bytes()
-        self._session: Any = onnxruntime.InferenceSession(
+        graph = Path(__file__).with_name("minilm.onnx").read_bytes()
+        self._session: Any = runtime.InferenceSession(
             graph, options, providers=["CPUExecutionProvider"]
         )
 
