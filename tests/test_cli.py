@@ -928,7 +928,7 @@ class TestMain:
     ) -> None:
         from experiential.cli import doctor
 
-        monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "openai" else "1.0")
+        monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "fastapi" else "1.0")
         code, out, _ = run_main("doctor")
         assert code == 0
-        assert "missing" in out and "experiential-rl[openai]" in out
+        assert "missing" in out and "experiential-rl[serve]" in out

@@ -145,7 +145,7 @@ def fail_with(folder: Path, text: str, times: int) -> str:
         trajectory = None
         for group in range(times):
             use = xp.Use(experience_id=entry.id, experience_version=entry.version, score=0.5)
-            trajectory = xp.Trajectory(task="castle", group=str(group), uses=(use,))
+            trajectory = xp.Trajectory(task="castle", group=str(group), success=False, uses=(use,))
             bank.record(trajectory)
             bank.record(
                 xp.Trajectory(

@@ -447,6 +447,7 @@ def test_threads_that_do_anything_leave_memory_and_journal_alike(tmp_path, seed)
                     ended = Trajectory(
                         id=f"{number}.{turn}",
                         task="t",
+                        success=False,
                         uses=(Use(experience_id=shared[0], experience_version=1),),
                     )
                     assert bank.submit(ended)

@@ -355,7 +355,11 @@ def test_without_an_extractor_outcomes_are_recorded_and_nothing_is_queued(bank):
     with ExperienceManager(bank) as manager:
         assert (
             manager.submit(
-                Trajectory(task="t", uses=(Use(experience_id=entry.id, experience_version=1),))
+                Trajectory(
+                    task="t",
+                    success=False,
+                    uses=(Use(experience_id=entry.id, experience_version=1),),
+                )
             )
             is None
         )

@@ -24,6 +24,7 @@ from experiential.types import FinishReason, Generation, Message, Trajectory, Tu
 
 PLAY = Trajectory(
     task="Open the vault.",
+    success=False,
     turns=(
         Turn(
             observation="Two levers.",

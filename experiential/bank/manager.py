@@ -574,14 +574,15 @@ class ExperienceManager:
             **({} if probation is None else probation.stats(self.bank.entries())),
         }
 
-    def close(self, *, drain: float = 0.0) -> None:
+    def close(self, *, drain: float | None = 0.0) -> None:
         """Stop the workers and save the counters. Safe to call twice.
 
         The bank's queue keeps what is not distilled, for the next manager with an extractor; a
         warning says how many episodes these are.
 
         Args:
-            drain: seconds to wait for the queue first.
+            drain: seconds to wait for the queue first; None neither waits nor warns, for a caller
+                that comes back to the queue itself.
         """
         if self._closed:
             return
@@ -592,6 +593,12 @@ class ExperienceManager:
             pass  # the warning below says what is left
         finally:
             self._stop_all()
+        if self._open and drain is not None:
+            _LOGGER.warning(
+                "%d finished episodes are not distilled yet; they stay in the bank's queue, and the"
+                " next manager with an extractor distils them",
+                len(self._open),
+            )
 
     def _stop_all(self) -> None:
         self._closed = True
@@ -605,12 +612,6 @@ class ExperienceManager:
             self._probation.close()
         if not self.bank.read_only and not self.bank.closed:
             self.bank.save_counters()
-        if self._open:
-            _LOGGER.warning(
-                "%d finished episodes are not distilled yet; they stay in the bank's queue, and the"
-                " next manager with an extractor distils them",
-                len(self._open),
-            )
 
     async def _stop(self) -> None:
         self._searcher.close()

@@ -114,7 +114,7 @@ class Explanation(Record):
     trajectory: str
     task: str
     condition: Condition
-    success: bool
+    success: bool | None
     reward: float
     error: str | None
     shown: tuple[Shown, ...]

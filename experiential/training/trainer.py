@@ -213,9 +213,10 @@ class Trainer:
                 source.fork(folder).close()
         self._bank = stack.enter_context(self._runtime.open_bank(folder))
         options = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
-        self._manager = stack.enter_context(
-            ExperienceManager(self._bank, self._roles.extractor(), seed=settings.seed, **options)
+        self._manager = ExperienceManager(
+            self._bank, self._roles.extractor(), seed=settings.seed, **options
         )
+        stack.callback(self._manager.close, drain=None)  # a resumed run goes on with its queue
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
         self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
         self._manager.on_distillation = self._track.on_distillation

@@ -42,7 +42,7 @@ class ManagerLike(Protocol):
     asearch: Callable[..., Any]  # a coroutine; takes lists of queries and of episodes, too
     submit: Callable[[Trajectory], str | None]
     ask: Callable[..., Answer]
-    close: Callable[[], None]
+    close: Callable[..., None]
 
 
 BankOrManager = Bank | ManagerLike  # a manager schedules the reads and writes of its bank

@@ -31,11 +31,13 @@ _DIFFERENCES = """
         CROSS JOIN uses u
             ON u.namespace = ?1 AND u.experience = n.experience AND u.version = n.version
         CROSS JOIN trajectories t ON t.namespace = ?1 AND t.id = u.trajectory
-        WHERE t.condition = 'guided' AND t.error IS NULL AND t.grp <> ''{guided}),
+        WHERE t.condition = 'guided' AND t.error IS NULL AND t.success IS NOT NULL
+            AND t.grp <> ''{guided}),
     rates AS (SELECT grp, AVG(success) AS rate FROM guided GROUP BY grp)
     SELECT g.grp, g.rate - AVG(f.success) FROM rates g
     CROSS JOIN trajectories f
-        ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL{free}
+        ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL
+            AND f.success IS NOT NULL{free}
     GROUP BY g.grp ORDER BY g.grp"""
 _TASK = """
     SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL
