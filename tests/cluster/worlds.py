@@ -47,7 +47,7 @@ class SleepyEnv(gym.Env[str, str]):
         time.sleep(self.seconds)
         self.steps += 1
         done = self.steps >= self.length
-        return f"Night {self.steps}.", float(done), done, False, self._info()
+        return f"Night {self.steps}.", float(done), done, False, self._info() | {"success": done}
 
     def _meet_fate(self) -> None:
         if self.fate == "hang":
