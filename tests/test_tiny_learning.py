@@ -20,7 +20,7 @@ def mean(name: str, chosen: list[dict[str, Any]]) -> float:
 def trained(folder: Path, seed: int) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     overrides = [
-        f"run.seed={seed}",
+        f"seed={seed}",
         "run.steps=64",
         "run.minutes=null",
         "run.checkpoint_every=0",
