@@ -39,7 +39,7 @@ def test_guided_success_rises_above_free_success(tmp_path: Path) -> None:
 
     The loop is asynchronous, so no two runs are equal. Means are over whole blocks of visits to the
     same worlds. In four runs guided success rose by 0.19 to 0.35 and ended 0.31 to 0.56 above free
-    success. One of six later runs collapsed: the actor came to pull one lever whatever it was
+    success. One of seven later runs collapsed: the actor came to pull one lever whatever it was
     told, and free members did as well as guided ones. After a collapse, and only then, another seed
     decides.
     """
