@@ -266,6 +266,7 @@ class Rollout:
         actor, info, asked = slot.actor, dict[str, Any](), list[bool]()
         try:
             env, inner = slot.stack = slot.stack or self._make_stack()
+            env.get_wrapper_attr("log").needs_outcome = True
             actor.reset(seed=job.sampling_seed)
             await inner.await_reset(seed=task.seed, options=dict(task.options))
             options = task.options | {
@@ -290,12 +291,6 @@ class Rollout:
                     await inner.await_step(action)
                 observation, _, terminated, truncated, info = await run(threads, step)
                 done = terminated or truncated
-            trajectory = env.get_wrapper_attr("log").last_trajectory
-            if trajectory.success is None:
-                raise EnvError(
-                    "Expected the environment to say at the end whether the episode was a success,"
-                    " got no info['success']; set it, or wrap it in TextObservation(success=return)"
-                )
         except (BackendError, EnvError) as error:
             failed = isinstance(error, EnvError)
             if failed and slot.stack is not None:
@@ -310,6 +305,7 @@ class Rollout:
             )
             return Episode(trajectory, (), broken=failed and not error.lost, job=job)
         else:
+            trajectory = env.get_wrapper_attr("log").last_trajectory
             return Episode(trajectory, tuple(actor.generations), asked=tuple(asked), job=job)
         finally:
             free.put_nowait(slot)

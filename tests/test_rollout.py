@@ -298,3 +298,16 @@ async def test_a_rollout_hides_entries_made_from_the_instance_that_it_plays() ->
     with rollout(CorridorEnv, manager=manager) as made:
         await made.play([job(seed=3, condition=Condition.GUIDED)])
     assert manager.searches == [("Cross the corridor.", 1, "corridor#3")]
+
+
+async def test_an_episode_of_unknown_outcome_fails_by_name_and_is_not_submitted() -> None:
+    class SilentEnv(CorridorEnv):
+        def step(self, action: str) -> Any:
+            *rest, info = super().step(action)
+            return *rest, {key: info[key] for key in info if key != "success"}
+
+    manager = CountingManager("Say go.")
+    with rollout(SilentEnv, manager=manager) as made:
+        [episode] = await made.play([job(condition=Condition.GUIDED)])
+    assert "whether the episode was a success" in (episode.trajectory.error or "")
+    assert manager.submitted == []

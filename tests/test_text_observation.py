@@ -362,3 +362,21 @@ def test_games_of_gymnasium_are_unknown_or_right_and_one_argument_says_it(
 
     assert played(success=won_at) is wins
     assert played() in (None, wins)
+
+
+def test_about_half_of_the_best_taxi_games_lie_below_its_reward_threshold() -> None:
+    env = gym.make("Taxi-v3")
+    table, value = env.unwrapped.P, np.zeros(500)  # type: ignore[attr-defined]
+    for _ in range(60):  # the longest best game is shorter
+        value = np.array(
+            [
+                max(
+                    sum(p * (r + (0 if done else value[after])) for p, after, r, done in outcomes)
+                    for outcomes in table[state].values()
+                )
+                for state in range(500)
+            ]
+        )
+    assert env.spec is not None and env.spec.reward_threshold == 8
+    best = np.array([value[env.reset(seed=seed)[0]] for seed in range(1000)])
+    assert round(float(np.mean(best < 8)), 2) == 0.48

@@ -91,6 +91,16 @@ def open_llm(name: str, **options: Any) -> LLM:
     return llm
 
 
+def cut_after_stop(text: str, stops: Iterable[str]) -> str:
+    """Return the text up to the end of its first stop string; all of it if it has none.
+
+    >>> cut_after_stop("north</a> or south</a>", ["</a>"])
+    'north</a>'
+    """
+    ends = [at + len(stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
+    return text[: min(ends, default=None)]
+
+
 def read_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Return the options written as ``key=value`` on a command line; values are YAML.
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import httpx
 
 from experiential.errors import BackendError, BudgetError, NoAnswerError
-from experiential.llm.base import LLM, Prompt, SamplingParams, is_token_prompt
+from experiential.llm.base import LLM, Prompt, SamplingParams, cut_after_stop, is_token_prompt
 from experiential.types import FinishReason, Generation, Message, Usage
 
 _LOGGER = logging.getLogger(__name__)
@@ -332,8 +332,7 @@ class OpenAILLM(LLM):
                 text += cut
             whole = text
             if "stop" in self._omitted:
-                ends = [at + len(stop) for stop in sampling.stop if (at := text.find(stop)) >= 0]
-                text = text[: min(ends, default=None)]
+                text = cut_after_stop(text, sampling.stop)
             if sampling.choices is not None and text not in sampling.choices:
                 raise BackendError(
                     f"Expected one of the choices {list(sampling.choices)} from {self._url}, got"

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiential.errors import BackendError, require
-from experiential.llm.base import SamplingParams
+from experiential.llm.base import SamplingParams, cut_after_stop
 from experiential.types import FinishReason
 
 _SCHEMAS = 256
@@ -129,8 +129,7 @@ class Request:
         if self.node is not None:
             return self.node.choice or ""
         text = self.stops.decode(self.response)
-        ends = [at + len(stop) for stop in self.sampling.stop if (at := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text
+        return cut_after_stop(text, self.sampling.stop)
 
     def _take_forced(self) -> None:
         """Append the tokens that the constraint leaves no choice about; end a finished response."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from experiential.errors import BackendError
-from experiential.llm.base import LLM, SamplingParams
+from experiential.llm.base import LLM, SamplingParams, cut_after_stop
 from experiential.types import FinishReason, Generation, Message, Prompt, is_token_prompt
 
 Reply = Callable[[list[Message]], str | Awaitable[str]]
@@ -79,8 +79,7 @@ class ScriptedLLM(LLM):
         self.calls.append(messages)
         reply = self._reply(messages)
         text = await reply if inspect.isawaitable(reply) else reply
-        ends = [at + len(stop) for stop in sampling.stop if stop and (at := text.find(stop)) >= 0]
-        text = text[: min(ends)] if ends else text
+        text = cut_after_stop(text, sampling.stop)
         if sampling.choices is not None and text not in sampling.choices:
             raise BackendError(
                 f"Expected one of the choices {list(sampling.choices)}, got the scripted reply"

@@ -17,7 +17,7 @@ from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.search.where import Filter, Where
 from experiential.envs.text_env import UnicodeText
-from experiential.errors import BackendError, BankError
+from experiential.errors import BackendError, BankError, EnvError
 from experiential.types import Answer, Condition, Hit, How, Trajectory, Turn, Use, new_id
 from experiential.wrappers.outcome import Success, check_success, known_success
 
@@ -255,7 +255,10 @@ class EpisodeLog:
         episode: the running episode, or None.
         last_trajectory: the last finished or abandoned episode that had a turn or an end.
         abandoned: episodes with turns that a reset or close cut off.
+        needs_outcome: refuse an episode of unknown outcome with an EnvError, unsubmitted.
     """
+
+    needs_outcome = False
 
     def __init__(
         self,
@@ -305,6 +308,11 @@ class EpisodeLog:
             return {}
         ended = episode.trajectory()
         won = known_success(ended, info, self._success, self._threshold)
+        if won is None and self.needs_outcome:
+            raise EnvError(
+                "Expected the environment to say at the end whether the episode was a success, got"
+                " no info['success']; set it, or wrap it in TextObservation(success=return)"
+            )
         self.last_trajectory = ended.model_copy(update={"success": won})
         extra: dict[str, Any] = {"trajectory_id": episode.id}
         try:

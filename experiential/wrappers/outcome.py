@@ -41,12 +41,16 @@ def known_success(
         return as_outcome(success(trajectory), "success(trajectory) to return")
     if success is not None:
         return trajectory.reward >= success
-    for key in KEYS:
-        if info.get(key) is not None:
-            return as_outcome(info[key], f"info[{key!r}] to be")
-    if reward_threshold is not None and trajectory.reward >= reward_threshold:
+    said = said_in(info)
+    if said is None and reward_threshold is not None and trajectory.reward >= reward_threshold:
         return True
-    return None
+    return said
+
+
+def said_in(info: Mapping[str, Any]) -> bool | None:
+    """Return what an environment says under the first of ``KEYS`` that is there."""
+    key = next((key for key in KEYS if info.get(key) is not None), None)
+    return None if key is None else as_outcome(info[key], f"info[{key!r}] to be")
 
 
 def as_outcome(value: Any, place: str) -> bool | None:

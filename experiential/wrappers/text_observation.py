@@ -14,7 +14,7 @@ from gymnasium.utils import RecordConstructorArgs
 
 from experiential.envs.action_text import tagged_action
 from experiential.envs.text_env import UnicodeText
-from experiential.wrappers.outcome import KEYS, check_success
+from experiential.wrappers.outcome import check_success, said_in
 
 Array = np.ndarray[Any, Any]
 Render = Callable[[Any, dict[str, Any]], str]
@@ -177,11 +177,11 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         known = {"task_id": self._id, "instance": f"{self._id}#{self._seed}{again}", "feedback": ""}
         copied: dict[str, Any] = known | snapshot(info)
         copied["task"] = self._task
-        said = next((copied[key] for key in KEYS if copied.get(key) is not None), None)
+        said = said_in(copied)
         if self._success is not None:
             copied["success"] = ended and self._return >= self._success
         elif said is not None:
-            copied["success"] = bool(said)
+            copied["success"] = said
         copied["invalid"] = bool(copied.get("invalid", False))
         if self._actions is not None:
             copied["admissible"] = list(self._actions)
